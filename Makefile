@@ -1,0 +1,39 @@
+PYTHON ?= python3
+BIN := .venv/bin
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+# pyright would otherwise ask the network for its newest version before every run.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: venv demo test lint format clean
+
+venv: .venv/.installed
+	@$(BIN)/python -c "from importlib.metadata import version; v = version('torch'); \
+	raise SystemExit(None if v.split('+')[0] == '$(TORCH)' else f'torch {v} is installed in .venv, but constraints.txt \
+	asks for torch $(TORCH): run \"make clean\" and then \"make venv\".')"
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[plot,dev]'
+	touch $@
+
+demo: venv
+	$(BIN)/pacprune demo
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@$(BIN)/pyright --version > /dev/null || { echo 'pyright did not start, so the types were not checked: run "make clean" and then "make venv" to install it with its own node.'; exit 1; }
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: venv
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf .venv .cache .pytest_cache .ruff_cache .import_linter_cache src/pacprune.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,20 @@
+"""pacprune: learn pruning masks, and prove how good the pruned network is.
+
+    import pacprune as pp
+
+The nouns are scores, masks, SpikeSlab, Split, Config and Certificate; the rest are verbs. See docs/ for a tutorial.
+"""
+
+from pacprune import bounds, data, models, scores
+from pacprune.budget import Budget
+from pacprune.certificate import Certificate, certify
+from pacprune.evaluate import error, gibbs_error, reestimate_batchnorm
+from pacprune.layers import attach, harden, read, resample_
+from pacprune.loop import Config
+from pacprune.masks import entropy, overlap, top_k
+from pacprune.pipelines import Certified, Pruned, osp, pbp, pft
+from pacprune.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
+from pacprune.train import fit, fit_posterior
+from pacprune.weights import apply_mask, prunable, sparsity
+
+__version__ = "0.1.0"

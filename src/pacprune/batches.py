@@ -1,0 +1,80 @@
+"""Data in any form (a pair of tensors, a Part, a Dataset, a DataLoader) as batches on a device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from pacprune import data as datasets
+
+Data = Any
+"""(x, y) tensors, a `Part` of a split, a map-style Dataset of (x, y), or a DataLoader of (x, y) batches."""
+
+
+def tensors(data: Data) -> tuple[Tensor, Tensor] | None:
+    """The (x, y) behind a Part or a pair, or None when the data is a Dataset or a DataLoader."""
+    if isinstance(data, datasets.Part):
+        pair = (data.x, data.y)
+    elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(t, Tensor) for t in data):
+        pair = data
+    elif isinstance(data, (Dataset, DataLoader)):
+        return None
+    else:
+        raise ValueError(f"data is a {type(data).__name__}; give (x, y) tensors, a Part, a Dataset or a DataLoader")
+    if len(pair[0]) != len(pair[1]):
+        raise ValueError(f"x has {len(pair[0])} examples but y has {len(pair[1])}; they must pair up")
+    if len(pair[0]) == 0:
+        raise ValueError("the data is empty: 0 examples; choose another split or another fraction")
+    return pair
+
+
+def size(data: Data) -> int:
+    """The number of examples."""
+    pair = tensors(data)
+    return len(pair[0]) if pair else len(data.dataset if isinstance(data, DataLoader) else data)
+
+
+def rows(data: Data) -> Tensor:
+    """64-bit hashes of all examples, under which `seen` remembers them: by content, and for a Part by origin too."""
+    source = data.dataset if isinstance(data, DataLoader) else data
+    if isinstance(source, datasets.Part):
+        return torch.cat([source.rows, source.ids])
+    pair = tensors(source)
+    if pair:
+        return datasets.rows(*pair)
+    pairs = (default_collate([source[i]]) for i in range(len(source)))
+    return torch.cat([datasets.rows(x, torch.as_tensor(y)) for x, y in pairs])
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter lives."""
+    return next(model.parameters()).device
+
+
+def batches(
+    data: Data, batch_size: int, *, device: torch.device, order: Tensor | None = None, limit: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of (x, y) on `device`, in `order` (default: as stored; a DataLoader keeps its own), at most `limit` examples.
+
+    Tensors move to the device once, whole, so that an epoch has no copies in it.
+    """
+    if isinstance(data, DataLoader):
+        for x, y in data:
+            yield x.to(device), y.to(device)
+            if limit is not None and (limit := limit - len(x)) <= 0:
+                return
+        return
+    pair = tensors(data)
+    if order is None:
+        order = torch.arange(size(data))
+    order = order[:limit]
+    if pair:
+        x, y = (t.to(device) for t in pair)
+        for index in order.to(device).split(batch_size):
+            yield x[index], y[index]
+    else:
+        for index in order.split(batch_size):
+            x, y = default_collate([data[int(i)] for i in index])
+            yield x.to(device), torch.as_tensor(y).to(device)

@@ -1,0 +1,73 @@
+"""Gradients of the Gibbs risk in keep_prob beyond the relaxation: the paper's Algorithm 1, and the exact sum over masks."""
+
+import itertools
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pacprune import kernels, layers, philox
+from pacprune.spikeslab import SpikeSlab
+
+
+def algorithm1_(model: nn.Module, loss: Callable[[], Tensor], *, samples: int) -> Tensor:
+    """The paper's Algorithm 1: adds to .grad the estimate from `samples` hard draws, and returns their mean loss.
+
+    For every gate, zeta = mean loss where b = 1 minus mean loss where b = 0, over the same draws; 0 where all draws
+    agree. Its expectation is the true derivative times 1 - p^m - (1-p)^m: shrunk, most of all for extreme p. The
+    indicator 0 < sum b < m concerns zeta alone, never a KL term that the caller adds. Weights get the mean gradient.
+    """
+    if samples < 2:
+        raise ValueError(f"Algorithm 1 compares draws and needs at least 2 samples, not {samples}")
+    sites = layers.attached(model)
+    modes = [site.sampler.training for site in sites]
+    ones = [torch.zeros_like(site.gate) for site in sites]
+    loss_of_ones = [torch.zeros_like(site.gate) for site in sites]
+    total = torch.zeros((), device=sites[0].gate.device)
+    for site in sites:
+        site.sampler.eval()
+    for k in range(samples):
+        if k:
+            layers.resample_(model)
+        value = loss()
+        (value / samples).backward()
+        total += value.detach()
+        for site, count, with_one in zip(sites, ones, loss_of_ones, strict=True):
+            gate = _present_gate(site).to(count.dtype)
+            count += gate
+            with_one += gate * value.detach()
+    for site, count, with_one, mode in zip(sites, ones, loss_of_ones, modes, strict=True):
+        both = (count > 0) & (count < samples)
+        zeta = with_one / count.clamp_min(1) - (total - with_one) / (samples - count).clamp_min(1)
+        torch.sigmoid(site.logit()).backward(torch.where(both, zeta, 0.0))
+        site.sampler.train(mode)
+    return total / samples
+
+
+def _present_gate(site: layers.Site) -> Tensor:
+    """The hard gates of the present step."""
+    s = site.sampler
+    word = philox.words(
+        site.gate.numel(), seed=s.seed, step=s.step, stream=philox.GATE, offset=s.offset, device=site.gate.device
+    )
+    return kernels.hard_gate(kernels.keep_prob(site.logit()), word)
+
+
+def enumerate_gibbs(q: SpikeSlab, loss: Callable[[Mapping[str, Tensor]], Tensor]) -> Tensor:
+    """The exact Gibbs risk sum_b Pr(b) loss(b * mean) over all 2^D masks (D <= 16), differentiable in keep_prob and mean.
+
+    The oracle that the estimators are tested against; the slab must have no width.
+    """
+    names, sizes = list(q.keep_prob), [p.numel() for p in q.keep_prob.values()]
+    if sum(sizes) > 16:
+        raise ValueError(f"enumeration needs 2^D losses and takes D <= 16, not {sum(sizes)}")
+    if any(bool((s != 0).any()) for s in q.std.values()):
+        raise ValueError("enumeration is for stochastic masks: std must be 0")
+    p = torch.cat([q.keep_prob[n].reshape(-1) for n in names])
+    risk = torch.zeros((), dtype=p.dtype)
+    for bits in itertools.product((0.0, 1.0), repeat=sum(sizes)):
+        b = torch.tensor(bits, dtype=p.dtype)
+        parts = dict(zip(names, b.split(sizes), strict=True))
+        chance = torch.where(b > 0, p, 1 - p).prod()
+        risk = risk + chance * loss({n: parts[n].reshape(q.mean[n].shape) * q.mean[n] for n in names})
+    return risk

@@ -1,0 +1,356 @@
+"""Stochastic masks on any nn.Module: the only contact with torch.nn.utils.parametrize.
+
+`attach` turns every prunable weight into a draw of its spike and slab; the module keeps its class, its forward and its
+other parameters. A weight's parameters become `mean` (original0), `gate` (original1) and, when std is trained, the
+logarithm of `std` (original2).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from pacprune import kernels, masks, weights
+from pacprune.spikeslab import ETA, SpikeSlab
+
+MAPPINGS = ("sigmoid", "clamp")
+_ORDER = "_pacprune_parameter_order"
+ESTIMATORS = (kernels.SOFT, kernels.STRAIGHT_THROUGH)
+
+
+class _Sampler(nn.Module):
+    """The parametrization of one weight tensor: (mean, gate[, log std]) -> the draw of the present step.
+
+    The mapping is keep_prob = sigmoid(sharpness * (gate + coupling * log(|mean| + 1e-8) - shift)), or clamp(gate). Soft
+    gates in train mode, hard ones in eval mode. seed and step are tensors, since a Python number would recompile every
+    step, and not part of the state dict: they belong to a run, not to a distribution.
+    """
+
+    seed: Tensor
+    step: Tensor
+    shift: Tensor
+    sharpness: Tensor
+    multiplier: Tensor
+    std: Tensor | None
+
+    def __init__(
+        self,
+        first: tuple[Tensor, ...],
+        std: Tensor | None,
+        *,
+        offset: int,
+        seed: int,
+        mapping: str,
+        coupling: float,
+        estimator: str,
+        beta: float,
+    ) -> None:
+        super().__init__()
+        self.offset, self.mapping, self.coupling, self.estimator, self.beta = offset, mapping, coupling, estimator, beta
+        device = first[0].device
+        self.register_buffer("seed", torch.tensor(seed, device=device), persistent=False)
+        self.register_buffer("step", torch.tensor(0, device=device), persistent=False)
+        for name, value in (("shift", 0.0), ("sharpness", 1.0), ("multiplier", 0.0)):
+            self.register_buffer(name, torch.tensor(value, device=device))
+        self.register_buffer("std", std)
+        self._first: tuple[Tensor, ...] | None = first
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Hands parametrize the starting values it registers as parameters."""
+        first, self._first = self._first, None
+        assert first is not None, "a sampler is installed once"
+        return first
+
+    def raw(self, mean: Tensor, gate: Tensor) -> Tensor:
+        """gate + coupling * log|mean|: the logit before shift and sharpness."""
+        return gate + self.coupling * torch.log(mean.detach().abs().float() + 1e-8) if self.coupling else gate
+
+    def logit(self, mean: Tensor, gate: Tensor) -> Tensor:
+        """The logit of keep_prob, in [-14, 14]; log |mean| carries no gradient."""
+        if self.mapping == "clamp":
+            p = gate.clamp(ETA, 1 - ETA)
+            return torch.log(p) - torch.log1p(-p)
+        logit = self.sharpness * (self.raw(mean, gate) - self.shift)
+        # The value is bounded, the gradient is not: a gate beyond the edge can still be pulled back.
+        return masks.bounded(logit).detach() + (logit - logit.detach())
+
+    def forward(self, mean: Tensor, gate: Tensor, log_std: Tensor | None = None) -> Tensor:
+        return kernels.sample(
+            mean,
+            self.logit(mean, gate),
+            self.std if log_std is None else torch.exp(log_std),
+            seed=self.seed,
+            step=self.step,
+            offset=self.offset,
+            mode=self.estimator if self.training else kernels.HARD,
+            beta=self.beta,
+        )
+
+
+class Site:
+    """One attached weight tensor: its plain name, its sampler and the parameters behind it."""
+
+    def __init__(self, name: str, where: parametrize.ParametrizationList) -> None:
+        self.name, self.where = name, where
+
+    @property
+    def sampler(self) -> _Sampler:
+        """The parametrization that draws this weight."""
+        sampler = self.where[0]
+        assert isinstance(sampler, _Sampler)
+        return sampler
+
+    @property
+    def mean(self) -> nn.Parameter:
+        """The slab's mean: the weight itself, as long as it is kept."""
+        return self.where.original0  # type: ignore[return-value]
+
+    @property
+    def gate(self) -> nn.Parameter:
+        """The number behind keep_prob."""
+        return self.where.original1  # type: ignore[return-value]
+
+    @property
+    def log_std(self) -> nn.Parameter | None:
+        """log std when it is trained, else None."""
+        return getattr(self.where, "original2", None)
+
+    def logit(self) -> Tensor:
+        """The logit of keep_prob, differentiable in the gate."""
+        return self.sampler.logit(self.mean, self.gate)
+
+
+def sites(model: nn.Module) -> list[Site]:
+    """The attached weights in the plain model's parameter order; a tied weight once; empty for a plain model."""
+    found, known = [], set()
+    for prefix, module in model.named_modules():
+        if not isinstance(module, parametrize.ParametrizationList) or id(module) in known:
+            continue
+        if not isinstance(module[0], _Sampler):
+            continue
+        known.add(id(module))
+        found.append(Site(_plain_name(prefix), module))
+    return sorted(found, key=lambda site: site.sampler.offset)
+
+
+def attached(model: nn.Module) -> list[Site]:
+    """`sites`, or a ValueError when there are none."""
+    found = sites(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no stochastic masks; call pp.attach(model, spikeslab) first")
+    return found
+
+
+def _plain_name(name: str) -> str:
+    """fc.parametrizations.weight -> fc.weight."""
+    owner, _, tensor = name.rpartition("parametrizations.")
+    return owner + tensor
+
+
+def _owners(model: nn.Module, weight: Tensor) -> Iterator[tuple[nn.Module, str]]:
+    """Every (module, attribute) that holds this very parameter: more than one when it is tied."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is weight:
+                yield module, name
+
+
+@torch.no_grad()
+def attach(
+    model: nn.Module,
+    slab: SpikeSlab,
+    *,
+    mapping: str = "sigmoid",
+    coupling: float = 0.0,
+    estimator: str = kernels.SOFT,
+    beta: float = 0.5,
+    train_std: bool = False,
+    seed: int = 0,
+) -> nn.Module:
+    """Makes the weights of `model` draws of `slab`, in place; `model.parameters()` then yields means and gates.
+
+    mapping "sigmoid" or "clamp"; coupling > 0 adds coupling * log|weight| to every gate's logit, so that a weight that
+    grows is kept more surely; estimator "concrete" or "straight-through"; beta is the relaxation's temperature. Every
+    owner of a tied weight gets the same sampler. Draw number t is a function of (seed, t); nothing random is consumed.
+    """
+    if sites(model):
+        raise ValueError(f"{type(model).__name__} has stochastic masks already; call pp.harden(model) before attaching others")
+    if mapping not in MAPPINGS:
+        raise ValueError(f"mapping {mapping!r} is unknown; use one of {', '.join(MAPPINGS)}")
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator {estimator!r} is unknown; use one of {', '.join(ESTIMATORS)}")
+    if mapping == "clamp" and coupling:
+        raise ValueError(f"coupling {coupling} needs the sigmoid mapping; with clamp, keep_prob is the parameter itself")
+    plain = weights.prunable(model)
+    _check_fits(plain, slab)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in slab.rest:
+            tensor.copy_(slab.rest[name])
+    weights.notes(model)["total"] = slab.total
+    weights.notes(model).pop("mask", None)
+    weights.mark_seen(model, slab.seen)
+    offset = 0
+    for name in [n for n in plain if n in slab.keep_prob]:
+        weight = plain[name]
+        p = slab.keep_prob[name].to(weight.device)
+        mean = slab.mean[name].to(weight.device, weight.dtype, copy=True)
+        gate = p.clamp(ETA, 1 - ETA) if mapping == "clamp" else masks.bounded(torch.logit(p.double())).float()
+        if coupling:
+            gate = gate - coupling * torch.log(mean.abs().float() + 1e-8)
+        std = slab.std[name].to(weight.device, torch.float32)
+        first = (mean, gate)
+        if train_std:
+            if bool((std <= 0).any()):
+                raise ValueError(f"{name} has std 0, which cannot be trained; give the SpikeSlab a std above 0")
+            first = (mean, gate, torch.log(std).expand(mean.shape).clone())
+        constant = None if train_std or not bool((std != 0).any()) else std.clone()
+        sampler = _Sampler(
+            first,
+            constant,
+            offset=offset,
+            seed=seed,
+            mapping=mapping,
+            coupling=coupling,
+            estimator=estimator,
+            beta=beta,
+        )
+        sampler.train(model.training)
+        (owner, attribute), *aliases = owners = list(_owners(model, weight))
+        for module, _ in owners:
+            module.__dict__.setdefault(_ORDER, list(module._parameters))
+        parametrize.register_parametrization(owner, attribute, sampler, unsafe=True)
+        shared = owner.parametrizations[attribute]  # type: ignore[index]
+        for other, alias in aliases:
+            # A second registration builds the property on the other owner; then it is given the first one's sampler.
+            parametrize.register_parametrization(other, alias, _Alias(), unsafe=True)
+            other.parametrizations[alias] = shared  # type: ignore[index]
+        for module, _ in owners:
+            if isinstance(module, nn.RNNBase):
+                # An RNN lists its weights once and would go on reading, and deepcopying, what it listed.
+                module.__dict__.pop("_flat_weights", None)
+                type(module)._flat_weights = property(_flat_weights, lambda self, value: None)  # type: ignore[assignment]
+        offset += weight.numel()
+    return model
+
+
+def _flat_weights(rnn: nn.RNNBase) -> list[Tensor]:
+    return [getattr(rnn, name) for name in rnn._flat_weights_names]
+
+
+class _Alias(nn.Module):
+    """A placeholder that register_parametrization can install before it is replaced by the tied weight's own sampler."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+def _check_fits(plain: dict[str, nn.Parameter], slab: SpikeSlab) -> None:
+    for name, p in slab.keep_prob.items():
+        if name not in plain:
+            raise ValueError(f"the SpikeSlab names {name!r}, which is not among the model's weights: {', '.join(plain)}")
+        if p.shape != plain[name].shape:
+            raise ValueError(f"{name} has shape {tuple(p.shape)} in the SpikeSlab but {tuple(plain[name].shape)} in the model")
+        if not bool(((p >= 0) & (p <= 1)).all()):
+            raise ValueError(f"{name} has keep probabilities outside [0, 1]: {float(p.min())} to {float(p.max())}")
+        if not torch.isfinite(slab.mean[name]).all():
+            raise ValueError(f"{name} has NaN or infinite means in the SpikeSlab; train it again with a smaller lr")
+
+
+def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
+    """The model's present distribution as a value. With detach=False, keep_prob, mean and std carry gradients."""
+    found = attached(model)
+    keep_prob, mean, std = {}, {}, {}
+    for site in found:
+        logit = site.logit()
+        keep_prob[site.name] = kernels.keep_prob(logit) if detach else torch.sigmoid(logit)
+        mean[site.name] = site.mean.detach().clone() if detach else site.mean
+        if site.log_std is not None:
+            std[site.name] = torch.exp(site.log_std.detach() if detach else site.log_std)
+        else:
+            constant = site.sampler.std
+            std[site.name] = torch.zeros((), device=logit.device) if constant is None else constant.clone()
+    return SpikeSlab(
+        keep_prob=keep_prob,
+        mean=mean,
+        std=std,
+        rest={n: t.detach().clone() for n, t in _rest(model)} if detach else {},
+        total=weights.notes(model)["total"],
+        seen=weights.seen(model),
+    )
+
+
+def _rest(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers that belong to no sampler, by their plain names."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if ".parametrizations." not in f".{name}":
+            yield name, tensor
+
+
+def rest_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters outside the distribution: biases, BatchNorm's scale and offset and the like; all of a plain model's."""
+    return [t for _, t in _rest(model) if isinstance(t, nn.Parameter)]
+
+
+@torch.no_grad()
+def resample_(model: nn.Module) -> nn.Module:
+    """Draws the next sample, in place: step += 1. Clamped gates that an optimiser pushed out of [0, 1] are put back."""
+    for site in attached(model):
+        site.sampler.step += 1
+        if site.sampler.mapping == "clamp":
+            site.gate.clamp_(ETA, 1 - ETA)
+    return model
+
+
+@torch.no_grad()
+def harden(model: nn.Module, mask: dict[str, Tensor] | None = None) -> nn.Module:
+    """Back to plain Parameters, in place: weight = mean * mask, and `fit` keeps the zeros.
+
+    Without a mask, keeps the top k of keep_prob with k the expected number of kept weights, ties by magnitude.
+    """
+    found = attached(model)
+    slab = read(model)
+    if mask is None:
+        mask = masks.top_k(slab.keep_prob, sparsity=slab.sparsity, ties=_magnitudes(slab), total=slab.total)
+    values = {site.name: site.mean.detach().clone() for site in found}
+    owners = [
+        (module, attribute, id(listed))
+        for module in model.modules()
+        if parametrize.is_parametrized(module)
+        for attribute, listed in module.parametrizations.items()  # type: ignore[union-attr]
+    ]
+    names = {id(site.where): site.name for site in found}
+    trainable = {site.name: site.mean.requires_grad for site in found}
+    plain = {n: nn.Parameter(v, requires_grad=trainable[n]) for n, v in values.items()}
+    for module, attribute, key in owners:
+        if key in names:
+            _unparametrize(module, attribute, plain[names[key]])
+    weights.apply_mask(model, mask)
+    return model
+
+
+def _magnitudes(slab: SpikeSlab) -> dict[str, Tensor]:
+    return {name: m.abs() for name, m in slab.mean.items()}
+
+
+def _unparametrize(module: nn.Module, attribute: str, value: nn.Parameter) -> None:
+    """Removes one parametrization without touching a deepcopy, which shares its class with the original.
+
+    torch's own remove_parametrizations deletes the property from that shared class, so the module gets a class of its
+    own first.
+    """
+    shared = type(module)
+    own = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__", attribute)}
+    del module.parametrizations[attribute]  # type: ignore[operator]
+    if len(module.parametrizations) == 0:  # type: ignore[arg-type]
+        del module.parametrizations
+        module.__class__ = shared.__bases__[0]
+    else:
+        module.__class__ = type(shared.__name__, shared.__bases__, own)
+    module.register_parameter(attribute, value)
+    # A new parameter is appended; the plain model's order is put back, since weights are numbered by it.
+    if set(module.__dict__[_ORDER]) == set(module._parameters):
+        for name in module.__dict__.pop(_ORDER):
+            module._parameters[name] = module._parameters.pop(name)
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = _flat_weights(module)

@@ -1,0 +1,171 @@
+"""Network factories: plain modules whose weights are a function of `seed`; the global random state stays untouched."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NAMES = ("mlp", "lenet5", "resnet20")
+
+_SMALLEST_IMAGE = 12
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def mlp(inputs: int | None = None, classes: int = 10, *, hidden: Sequence[int] | None = None, seed: int = 0) -> "MLP":
+    """Flatten, then Linear and ReLU: 784-1000x3-10 by default, 64-300-100-10 for at most 64 inputs.
+
+    Without `inputs` the net is made for 784, and made anew for the width of the first batch that it meets.
+    """
+    return MLP(inputs, classes, hidden, seed)
+
+
+class MLP(nn.Module):
+    """The network of `mlp`; `layers` is the nn.Sequential that does the work."""
+
+    def __init__(self, inputs: int | None, classes: int, hidden: Sequence[int] | None, seed: int) -> None:
+        super().__init__()
+        self.inputs, self.classes, self.hidden, self.seed = inputs or 784, classes, hidden, seed
+        self.settled = inputs is not None
+        self.layers = self._stack(self.inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores (n, classes) of x (n, ...)."""
+        x = x.flatten(1)
+        if not self.settled:
+            self._settle(x.shape[1])
+        if x.shape[1] != self.inputs:
+            raise ValueError(f"this mlp takes {self.inputs} inputs but the batch has {x.shape[1]}; build another one")
+        return self.layers(x)
+
+    def _stack(self, inputs: int) -> nn.Sequential:
+        default = (300, 100) if inputs <= 64 else (1000, 1000, 1000)
+        widths = (inputs, *(default if self.hidden is None else self.hidden), self.classes)
+
+        def make() -> nn.Sequential:
+            pairs = [[nn.Linear(a, b), nn.ReLU()] for a, b in itertools.pairwise(widths)]
+            return nn.Sequential(*[layer for pair in pairs for layer in pair][:-1])
+
+        return _seeded(make, self.seed)
+
+    def _settle(self, width: int) -> None:
+        """Takes on the width of the data, unless the weights were changed already: those must not be lost."""
+        if width != self.inputs:
+            old, fresh = self.layers.state_dict(), self._stack(self.inputs).state_dict()
+            if old.keys() == fresh.keys() and all(torch.equal(old[key], fresh[key].to(old[key])) for key in old):
+                self.layers = self._stack(width).to(next(iter(old.values()))).train(self.training)
+                self.inputs = width
+        self.settled = True
+
+
+def lenet5(channels: int = 1, size: int = 28, classes: int = 10, *, seed: int = 0) -> nn.Sequential:
+    """LeNet-5 with max-pooling and ReLU for size x size images: 61,470 weights for 28x28 grey images, 10 classes.
+
+    LeCun et al., "Gradient-based learning applied to document recognition", 1998.
+    """
+    _check_image("lenet5", size, size)
+    side = (size // 2 - 4) // 2
+    return _seeded(
+        lambda: nn.Sequential(
+            nn.Conv2d(channels, 6, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16 * side * side, 120),
+            nn.ReLU(),
+            nn.Linear(120, 84),
+            nn.ReLU(),
+            nn.Linear(84, classes),
+        ),
+        seed,
+    )
+
+
+def resnet20(channels: int = 3, classes: int = 10, *, seed: int = 0) -> nn.Sequential:
+    """The CIFAR-10 ResNet20 with option-A shortcuts: 269,722 parameters for 3 channels and 10 classes.
+
+    He et al., "Deep residual learning for image recognition", 2016, section 4.2; weights as in He et al. 2015.
+    """
+
+    def make() -> nn.Sequential:
+        model = nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            *[_Block(16, 16) for _ in range(3)],
+            *[_Block(16 if i == 0 else 32, 32) for i in range(3)],
+            *[_Block(32 if i == 0 else 64, 64) for i in range(3)],
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(64, classes),
+        )
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(module.weight)
+        return model
+
+    return _seeded(make, seed)
+
+
+class _Block(nn.Module):
+    """Two 3x3 convolutions and a shortcut without parameters; more channels out than in halve the image."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.extra = (outputs - inputs) // 2
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=2 if self.extra else 1, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        if self.extra:
+            # Option A: every second pixel, and zeros for the channels that x lacks.
+            x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.extra, self.extra))
+        return F.relu(out + x)
+
+
+class _Split(Protocol):
+    """What `build` reads of a data.Split."""
+
+    @property
+    def train(self) -> Any: ...
+    @property
+    def classes(self) -> int: ...
+
+
+def build(name: str, split: _Split, *, seed: int = 0) -> nn.Module:
+    """A model by its spelling (mlp, lenet5 or resnet20), sized for the examples and classes of `split`."""
+    if name not in NAMES:
+        raise ValueError(f"unknown model {name!r}; choose one of {', '.join(NAMES)}")
+    shape = tuple(split.train.x.shape[1:])
+    outputs = split.classes or split.train.y[0].numel()
+    if name == "mlp":
+        return mlp(split.train.x[0].numel(), outputs, seed=seed)
+    if len(shape) != 3:
+        raise ValueError(f"{name} takes images (channels, height, width) but examples have shape {shape}; use mlp")
+    channels, height, width = shape
+    _check_image(name, height, width)
+    return lenet5(channels, height, outputs, seed=seed) if name == "lenet5" else resnet20(channels, outputs, seed=seed)
+
+
+def _check_image(name: str, height: int, width: int) -> None:
+    if height != width or height < _SMALLEST_IMAGE:
+        raise ValueError(
+            f"{name} takes square images of at least {_SMALLEST_IMAGE}x{_SMALLEST_IMAGE} pixels "
+            f"but these are {height}x{width}; use mlp"
+        )
+
+
+def _seeded(make: Callable[[], _Model], seed: int) -> _Model:
+    """Runs `make` under its own random state, on the CPU, so that a seed means the same weights everywhere."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # torch.manual_seed would seed the accelerators too, whose state is not the factory's to change.
+        torch.default_generator.manual_seed(seed)
+        return make()

@@ -1,0 +1,73 @@
+"""Counter-based randomness: every random number is a function of (seed, step, stream, index).
+
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a keyed
+bijection of 128-bit counters that passes BigCrush. Number `index` is lane `index % 4` of the block with
+
+    key     = (seed low 32 bits, seed high 32 bits)
+    counter = (index // 4 low, index // 4 high, step, stream)
+
+so one block serves four neighbours, nothing is stored between calls, and any backend that follows these two lines
+draws the same bits. Streams keep purposes apart: a gate and a slab of the same weight never share a number.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+GATE, SLAB, PERMUTATION, BATCH, SCORE = range(5)
+"""Streams: mask gates, Gaussian slabs, data permutations, Monte-Carlo minibatches, random scores."""
+
+_LOW = 0xFFFFFFFF
+_MULTIPLY = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def _block(seed: Tensor | int, step: Tensor | int, stream: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten Philox rounds on the int64 tensor `block`; returns four words in [0, 2**32), as int64."""
+    k0, k1 = seed & _LOW, (seed >> 32) & _LOW
+    c0, c1 = block & _LOW, block >> 32
+    c2, c3 = torch.zeros_like(block) + (step & _LOW), torch.full_like(block, stream)
+    for _ in range(10):
+        # int64 products wrap modulo 2**64, which leaves all 64 bits of an unsigned 32x32 product right.
+        p0, p1 = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def words(
+    n: int, *, seed: Tensor | int, step: Tensor | int, stream: int, offset: int = 0, device: torch.device | None = None
+) -> Tensor:
+    """The n words with index offset, offset + 1, ...: int64 values uniform on [0, 2**32)."""
+    first, last = offset // 4, (offset + n + 3) // 4
+    block = torch.arange(first, last, device=device, dtype=torch.int64)
+    lanes = torch.stack(_block(seed, step, stream, block), dim=1).reshape(-1)
+    return lanes[offset - 4 * first : offset - 4 * first + n]
+
+
+def uniform(word: Tensor) -> Tensor:
+    """u = (word's top 23 bits + 1/2) / 2**23: float32, strictly inside (0, 1), so that logit(u) is finite."""
+    return ((word >> 9).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def normal(
+    n: int, *, seed: Tensor | int, step: Tensor | int, stream: int, offset: int = 0, device: torch.device | None = None
+) -> Tensor:
+    """Standard normals by Box-Muller on pairs of lanes: z = sqrt(-2 ln u1) (cos, sin)(2 pi u2), float32."""
+    first, last = offset // 4, (offset + n + 3) // 4
+    block = torch.arange(first, last, device=device, dtype=torch.int64)
+    c = _block(seed, step, stream, block)
+    pairs = []
+    for one, two in ((c[0], c[1]), (c[2], c[3])):
+        radius = torch.sqrt(-2.0 * torch.log((one.to(torch.float32) + 1.0) * 2.0**-32))
+        angle = two.to(torch.float32) * (2.0 * math.pi * 2.0**-32)
+        pairs += [radius * torch.cos(angle), radius * torch.sin(angle)]
+    return torch.stack(pairs, dim=1).reshape(-1)[offset - 4 * first : offset - 4 * first + n]
+
+
+def permutation(n: int, *, seed: int) -> Tensor:
+    """A permutation of range(n): the order of n 64-bit keys (words 2i and 2i+1), equal keys by index."""
+    word = words(2 * n, seed=seed, step=0, stream=PERMUTATION)
+    # 63 bits: an int64 sort must not see a sign bit.
+    return torch.argsort(word[0::2] * 2**31 + (word[1::2] >> 1), stable=True)

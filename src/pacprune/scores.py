@@ -1,0 +1,145 @@
+"""Criteria: each is a function that returns scores, one number per prunable weight, larger = keep."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pacprune import philox, weights
+from pacprune.batches import Data, batches, device_of, rows
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+NAMES = ("magnitude", "snip", "grasp", "synflow", "random")
+EXAMPLES = 4096
+"""How many examples snip and grasp look at unless told otherwise."""
+
+
+def score(
+    criterion: str,
+    model: nn.Module,
+    data: Data,
+    *,
+    loss: Loss = F.cross_entropy,
+    seed: int = 0,
+    prunable: weights.Prunable = weights.prunable,
+) -> dict[str, Tensor]:
+    """The scores of a criterion by its name, for code that takes the name from a user."""
+    if criterion == "magnitude":
+        return magnitude(model, prunable=prunable)
+    if criterion == "snip":
+        return snip(model, data, loss=loss, prunable=prunable)
+    if criterion == "grasp":
+        return grasp(model, data, loss=loss, prunable=prunable)
+    if criterion == "synflow":
+        return synflow(model, data, prunable=prunable)
+    if criterion == "random":
+        return random(model, seed=seed, prunable=prunable)
+    raise ValueError(f"criterion {criterion!r} is unknown; use one of {', '.join(NAMES)}")
+
+
+def magnitude(model: nn.Module, *, prunable: weights.Prunable = weights.prunable) -> dict[str, Tensor]:
+    """|w| (Han et al. 2015)."""
+    return {name: w.detach().abs() for name, w in prunable(model).items()}
+
+
+def random(model: nn.Module, *, seed: int = 0, prunable: weights.Prunable = weights.prunable) -> dict[str, Tensor]:
+    """One uniform number per weight, a function of (seed, index): the baseline that every criterion must beat."""
+    found, start = {}, 0
+    for name, w in prunable(model).items():
+        word = philox.words(w.numel(), seed=seed, step=0, stream=philox.SCORE, offset=start, device=w.device)
+        found[name] = philox.uniform(word).reshape(w.shape)
+        start += w.numel()
+    return found
+
+
+def snip(
+    model: nn.Module,
+    data: Data,
+    *,
+    loss: Loss = F.cross_entropy,
+    examples: int = EXAMPLES,
+    prunable: weights.Prunable = weights.prunable,
+) -> dict[str, Tensor]:
+    """|w dL/dw|, the first-order change of the loss when w is removed (Lee et al. 2019)."""
+    chosen = prunable(model)
+    gradient = _gradient(model, chosen, data, loss, examples)
+    return {name: (w.detach() * g).abs() for (name, w), g in zip(chosen.items(), gradient, strict=True)}
+
+
+def grasp(
+    model: nn.Module,
+    data: Data,
+    *,
+    loss: Loss = F.cross_entropy,
+    examples: int = EXAMPLES,
+    prunable: weights.Prunable = weights.prunable,
+) -> dict[str, Tensor]:
+    """w * (H g): removing w changes the gradient norm g'g by about -2 w (H g), so keep where that is most harmful.
+
+    Wang et al. 2020 prune the largest -w (H g); the sign here is turned so that larger = keep. H g is the gradient of
+    g(w)'g with the second g held fixed.
+    """
+    chosen = prunable(model)
+    fixed = _gradient(model, chosen, data, loss, examples)
+    product = _gradient(model, chosen, data, loss, examples, times=fixed)
+    return {name: w.detach() * hg for (name, w), hg in zip(chosen.items(), product, strict=True)}
+
+
+def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weights.prunable) -> dict[str, Tensor]:
+    """|w dR/dw| with R = sum of the outputs of the network |w| on an input of ones (Tanaka et al. 2020), one round.
+
+    Only the shape of the first example is used (its values too when the input is integer tokens). Computed in float64,
+    where products over deep networks do not overflow.
+    """
+    x = next(batches(data, 1, device=device_of(model), limit=1))[0][:1]
+    chosen = prunable(model)
+    state = {n: t.double() if t.is_floating_point() else t for n, t in _copies(model).items()}
+    state |= {n: state[n].abs() for n, _ in model.named_parameters()}
+    leaves = [state[name].requires_grad_() for name in chosen]
+    was_training = model.training
+    model.eval()
+    with torch.enable_grad():
+        flow = functional_call(model, state, torch.ones_like(x, dtype=torch.float64) if x.is_floating_point() else x)
+        flow = flow[0] if isinstance(flow, tuple) else flow
+        gradient = torch.autograd.grad(flow.sum(), leaves)
+    model.train(was_training)
+    return {name: (leaf.detach() * g).abs().float() for name, leaf, g in zip(chosen, leaves, gradient, strict=True)}
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    """Detached copies of all parameters and buffers; a tied weight once, so that functional_call ties it again."""
+    return {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _gradient(
+    model: nn.Module,
+    chosen: Mapping[str, Tensor],
+    data: Data,
+    loss: Loss,
+    examples: int,
+    times: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """dL/dw of the mean loss over `examples` examples, or, with `times` = v, the product of the Hessian with v.
+
+    The model is called with copies of its parameters and buffers, in the mode it is in: nothing of it changes, but the
+    examples are noted as seen.
+    """
+    seen, sums = 0, [torch.zeros_like(w) for w in chosen.values()]
+    state = _copies(model)
+    leaves = [state[name].requires_grad_() for name in chosen]
+    for x, y in batches(data, 256, device=device_of(model), limit=examples):
+        with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels cannot be differentiated twice
+            value = loss(functional_call(model, state, (x,)), y)
+        if not torch.isfinite(value):
+            raise ValueError(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
+        gradient = torch.autograd.grad(value, leaves, create_graph=times is not None, materialize_grads=True)
+        if times is not None:
+            dot = sum((g * v).sum() for g, v in zip(gradient, times, strict=True))
+            gradient = torch.autograd.grad(dot, leaves, materialize_grads=True)
+        sums = [s + g.detach() * len(x) for s, g in zip(sums, gradient, strict=True)]
+        seen += len(x)
+    weights.mark_seen(model, rows(data))
+    return [s / seen for s in sums]

@@ -1,0 +1,194 @@
+"""SpikeSlab: a distribution over pruned networks as a value; its initialisers, its KL divergence and its draws."""
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pacprune import kernels, masks, philox, weights
+
+ETA = 1e-5
+"""Keep probabilities under the clamp mapping live in [ETA, 1 - ETA]: a prior at 0 or 1 makes the KL infinite."""
+
+
+@dataclass(frozen=True, eq=False)
+class SpikeSlab:
+    """w_i = b_i * N(mean_i, std_i^2) with b_i ~ Bernoulli(keep_prob_i), independent: a prior P or a posterior Q.
+
+    Keys are the parameter names of the plain module. `rest` holds every other parameter and buffer by value, `seen`
+    the hashes of the examples that shaped all of this, `total` the number D of weights that sparsity is counted in.
+    With std = 0 it is a stochastic mask.
+    """
+
+    keep_prob: Mapping[str, Tensor]
+    mean: Mapping[str, Tensor]
+    std: Mapping[str, Tensor]
+    rest: Mapping[str, Tensor]
+    total: int
+    seen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    @property
+    def sparsity(self) -> float:
+        """Expected fraction pruned: sum(1 - keep_prob) / D."""
+        return float(sum((1 - p.detach().double()).sum() for p in self.keep_prob.values())) / self.total
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over names, shapes and bytes of keep_prob, mean, std and rest."""
+        digest = hashlib.sha256()
+        for part in (self.keep_prob, self.mean, self.std, self.rest):
+            for name, tensor in sorted(part.items()):
+                data = tensor.detach().cpu().contiguous()
+                digest.update(f"{name} {data.dtype} {tuple(data.shape)};".encode())
+                digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def __repr__(self) -> str:
+        return f"SpikeSlab({len(self.keep_prob)} tensors, {self.total:,} weights, expected sparsity {self.sparsity:.4f})"
+
+
+def _around(model: nn.Module, keep_prob: Mapping[str, Tensor], std: float | Mapping[str, Tensor]) -> SpikeSlab:
+    """The SpikeSlab with these keep probabilities around the model's present weights."""
+    chosen = {name: w.detach().clone() for name, w in weights.prunable(model).items() if name in keep_prob}
+    if isinstance(std, (int, float)):
+        if not 0 <= std < float("inf"):
+            raise ValueError(f"std is {std}; it must be 0 (a stochastic mask) or a positive number")
+        std = {name: torch.tensor(float(std), device=w.device) for name, w in chosen.items()}
+    return SpikeSlab(
+        keep_prob={name: kernels.quantised(keep_prob[name]) for name in chosen},
+        mean=chosen,
+        std=dict(std),
+        rest=rest_of(model, set(chosen)),
+        total=weights.total(model),
+        seen=weights.seen(model),
+    )
+
+
+def rest_of(model: nn.Module, chosen: set[str]) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers of a plain model that are not among `chosen`."""
+    everything = (*model.named_parameters(), *model.named_buffers())
+    return {name: t.detach().clone() for name, t in everything if name not in chosen}
+
+
+def isotropic(
+    model: nn.Module, *, sparsity: float, std: float = 0.0, prunable: weights.Prunable = weights.prunable
+) -> SpikeSlab:
+    """keep_prob = 1 - sparsity everywhere: every weight is equally likely to go."""
+    masks.check_sparsity(sparsity)
+    found, everything = prunable(model), weights.total(model)
+    size = sum(w.numel() for w in found.values())
+    keep = 1 - sparsity * everything / size
+    if keep <= 0:
+        raise ValueError(f"sparsity {sparsity} of {everything} weights cannot be met by pruning {size} of them; prune more layers")
+    return _around(model, {n: torch.full_like(w, keep, dtype=torch.float32) for n, w in found.items()}, std)
+
+
+def block_isotropic(model: nn.Module, mask: Mapping[str, Tensor], *, eps: float, std: float = 0.0) -> SpikeSlab:
+    """keep_prob = 1 - (D - k) eps / k on the k kept weights, eps on the others; the mean is exactly k / D."""
+    size, kept = sum(m.numel() for m in mask.values()), sum(int(m.sum()) for m in mask.values())
+    if not ETA <= eps < 0.5:
+        raise ValueError(f"eps is {eps}; it must lie in [{ETA}, 0.5), since a keep_prob nearer to 0 or 1 cannot be sampled")
+    if kept == 0:
+        raise ValueError(f"the mask keeps 0 of {size} weights; lower the sparsity")
+    high = 1 - (size - kept) * eps / kept
+    if high < eps * (1 - 1e-9):
+        raise ValueError(
+            f"eps {eps} is too large for sparsity {1 - kept / size:.4f}: kept weights would get keep_prob {high:.4g}; "
+            f"use an eps below {kept / size:.4g}"
+        )
+    if high <= eps * (1 + 1e-6):
+        warnings.warn(
+            f"eps {eps} at sparsity {1 - kept / size:.4f} gives kept and pruned weights the same keep_prob: "
+            f"the mask is forgotten; use an eps well below {kept / size:.4g}",
+            stacklevel=2,
+        )
+    high = min(high, 1 - 1e-6)
+    return _around(model, {n: torch.where(m, high, eps).to(torch.float32) for n, m in mask.items()}, std)
+
+
+def score_monotone(
+    model: nn.Module,
+    scores: Mapping[str, Tensor],
+    *,
+    sparsity: float,
+    sharpness: float = 4.0,
+    std: float = 0.0,
+    floor: float = 1e-8,
+) -> SpikeSlab:
+    """keep_prob = sigmoid(sharpness * log(score + floor) - tau), tau such that the expected sparsity is exact.
+
+    A smooth top-k: keep_prob rises with the score, and the order of the scores is kept.
+    """
+    masks.check_sparsity(sparsity)
+    logits = {n: sharpness * torch.log(s.detach().float().clamp_min(0) + floor) for n, s in scores.items()}
+    size, everything = sum(s.numel() for s in scores.values()), weights.total(model)
+    tau = masks.shift(list(logits.values()), 1 - sparsity * everything / size)
+    return _around(model, {n: torch.sigmoid(masks.bounded(x - tau).double()) for n, x in logits.items()}, std)
+
+
+def kl_per_layer(q: SpikeSlab, p: SpikeSlab, *, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """KL(Q||P) of every tensor; differentiable in q. See `kl`."""
+    if q.keep_prob.keys() != p.keep_prob.keys():
+        raise ValueError(f"Q and P name different tensors: {sorted(q.keep_prob.keys() ^ p.keep_prob.keys())}")
+    found = {}
+    for name in q.keep_prob:
+        lam, lam0 = q.keep_prob[name].to(dtype), p.keep_prob[name].to(dtype)
+        if lam.shape != lam0.shape:
+            raise ValueError(f"{name} has shape {tuple(lam.shape)} in Q but {tuple(lam0.shape)} in P")
+        mean, mean0 = q.mean[name].to(dtype), p.mean[name].to(dtype)
+        std, std0 = q.std[name].to(dtype), p.std[name].to(dtype)
+        found[name] = (_kl_gate(lam, lam0) + _kl_slab(name, lam, mean, mean0, std, std0)).sum()
+    return found
+
+
+def kl(q: SpikeSlab, p: SpikeSlab, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """KL(Q||P) = sum_i kl(lam||lam0) + lam/2 [(m-m0)^2/s0^2 + s^2/s0^2 - ln(s^2/s0^2) - 1], in nats.
+
+    lam is q's keep_prob, m its mean, s its std, and 0 marks p's. The Gaussian term is paid only where the weight is
+    kept (the factor lam). Infinite where lam0 is 0 or 1 and lam differs. Accumulated in float64.
+    """
+    return torch.stack([v.double() for v in kl_per_layer(q, p, dtype=dtype).values()]).sum().clamp_min(0.0)
+
+
+def _kl_gate(lam: Tensor, lam0: Tensor) -> Tensor:
+    """lam log(lam/lam0) + (1-lam) log((1-lam)/(1-lam0)), with log1p of the relative change and 0 log 0 = 0."""
+
+    def term(a: Tensor, b: Tensor) -> Tensor:
+        inside = (a > 0) & (b > 0)
+        safe_a, safe_b = torch.where(inside, a, 1.0), torch.where(inside, b, 1.0)
+        value = -safe_a * torch.log1p((safe_b - safe_a) / safe_a)
+        return torch.where(inside, value, torch.where(a > 0, float("inf"), 0.0))
+
+    return term(lam, lam0) + term(1 - lam, 1 - lam0)
+
+
+def _kl_slab(name: str, lam: Tensor, mean: Tensor, mean0: Tensor, std: Tensor, std0: Tensor) -> Tensor:
+    if bool((std0 == 0).any()) or bool((std == 0).any()):
+        if not (bool((std0 == 0).all()) and bool((std == 0).all())):
+            raise ValueError(f"{name}: std is 0 in one of Q and P only, so the KL is infinite; give both a std, or neither")
+        if not torch.equal(mean, mean0):
+            raise ValueError(
+                f"{name}: the means differ by up to {float((mean - mean0).abs().max()):.3g} but std is 0, so the KL is infinite; "
+                "train the gates only, or give a std"
+            )
+        return torch.zeros_like(lam)
+    ratio = (std / std0) ** 2
+    return lam * 0.5 * (((mean - mean0) / std0) ** 2 + (ratio - 1 - torch.log(ratio)).clamp_min(0.0))
+
+
+@torch.no_grad()
+def draw(q: SpikeSlab, *, seed: int, step: int) -> dict[str, Tensor]:
+    """One network W ~ Q as plain weights: exact Bernoulli gates, a function of (seed, step) and of nothing else."""
+    found, offset = {}, 0
+    for name, p in q.keep_prob.items():
+        where = {"seed": seed, "step": step, "offset": offset, "device": p.device}
+        gate = kernels.hard_gate(p, philox.words(p.numel(), stream=philox.GATE, **where))
+        slab = q.mean[name]
+        if bool((q.std[name] != 0).any()):
+            slab = slab + q.std[name] * philox.normal(p.numel(), stream=philox.SLAB, **where).reshape(p.shape)
+        found[name] = torch.where(gate, slab, 0.0).to(q.mean[name].dtype)
+        offset += p.numel()
+    return found

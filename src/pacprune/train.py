@@ -1,0 +1,209 @@
+"""Training in words of the method: `fit` in whatever state the model is, `fit_posterior` on the PAC-Bayes bound."""
+
+import math
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from pacprune import bounds, layers, weights
+from pacprune.batches import Data, batches, device_of, rows, tensors
+from pacprune.budget import Budget
+from pacprune.checkpoint import write_atomically
+from pacprune.data import Split
+from pacprune.evaluate import mean_loss
+from pacprune.loop import Config, History, Progress, Run, groups, loop
+from pacprune.scores import Loss
+from pacprune.spikeslab import SpikeSlab, kl
+
+OBJECTIVES = ("seeger", "paper")
+
+
+def fit(
+    model: nn.Module,
+    data: Data,
+    config: Config,
+    *,
+    loss: Loss = F.cross_entropy,
+    budget: Budget | None = None,
+    validation: Data | None = None,
+    seed: int = 0,
+    stage: str = "fit",
+    checkpoint: str | Path | None = None,
+    every: int | None = None,
+    progress: Progress | None = None,
+) -> History:
+    """Trains the model in the state it is in: dense, attached (means and gates), or masked (zeros stay zero).
+
+    A run is a function of (model, data, config, seed): the order of the data, the draws and dropout follow from them,
+    and torch's global random state is left alone. With a `checkpoint` path, saves there every epoch (or `every` steps),
+    and a second call with the same arguments goes on from there. Leaves the model in eval mode; returns one row per
+    epoch.
+
+        pp.fit(model, (x, y), pp.Config(epochs=5, lr=.1), loss=torch.nn.functional.mse_loss)
+    """
+    _check(model, data, loss)
+    if budget is not None and not layers.sites(model):
+        raise ValueError("a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first")
+    weights.mark_seen(model, rows(data))
+    run = Run(
+        stage=stage,
+        objective=lambda x, y: loss(model(x), y),
+        groups=groups(model, config, rest=True),
+        enter=model.train,
+        budget=budget,
+        validate=None if validation is None else lambda: mean_loss(model, validation, loss=loss),
+        identity={"budget": None if budget is None else asdict(budget)},
+    )
+    return loop(model, data, config, run, seed=seed, path=checkpoint, every=every, progress=progress)
+
+
+def fit_posterior(
+    model: nn.Module,
+    prior: SpikeSlab,
+    split: Split,
+    config: Config,
+    *,
+    delta: float = 0.05,
+    objective: str = "seeger",
+    data: Data | None = None,
+    out: str | Path | None = None,
+    seed: int = 0,
+    stage: str = "posterior",
+    checkpoint: str | Path | None = None,
+    every: int | None = None,
+    progress: Progress | None = None,
+) -> History:
+    """Trains the posterior Q from the prior P on the PAC-Bayes bound itself, with everything outside Q frozen.
+
+    The risk in the bound is the cross-entropy with probabilities clamped at 1e-4, divided by log(1e4), so that it lies
+    in [0, 1]. Refuses when P has seen the bound set; writes P to `out` (default: a new temporary folder) and hashes it
+    before the bound set is read; leaves a receipt without which `certify` refuses. `objective` is "seeger" or "paper".
+    `data` may be other training data (Q may be trained on anything); n and the KL stay the bound set's.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
+    refuse_if_seen(prior, split)
+    ledger = bounds.Ledger.split(delta)
+    where = Path(tempfile.mkdtemp(prefix="pacprune-") if out is None else out)
+    prior_hash = write_prior(prior, where / "prior.safetensors")
+    n = len(split.bound)
+
+    # Added to the KL, so that its gradient after a backward pass is the price d bound / d KL.
+    tap = torch.zeros((), dtype=torch.float64, device=device_of(model), requires_grad=True)
+
+    def bound(x: Tensor, y: Tensor) -> Tensor:
+        risk = bounded_cross_entropy(model(x), y)
+        q = layers.read(model, detach=False)
+        # `pull` takes the means' part of the KL; here it only counts.
+        fixed = replace(q, mean={name: m.detach() for name, m in q.mean.items()})
+        divergence = kl(fixed, prior, dtype=torch.float32) + tap
+        if objective == "seeger":
+            constant = math.log(bounds.xi(n) / ledger.pac_bayes)
+            return _KlInverse.apply(risk, (divergence + constant) / n)  # type: ignore[no-any-return]
+        excess = (divergence + math.log(2 * math.sqrt(n) / ledger.pac_bayes)) / n
+        return risk + torch.minimum(excess + torch.sqrt(excess * (excess + 2 * risk)), torch.sqrt(excess / 2))
+
+    @torch.no_grad()
+    def pull(lr: float) -> None:
+        """The proximal step of price * KL in the means: m <- (m + h m0) / (1 + h), h = lr * price * keep_prob / std0^2.
+
+        An explicit gradient step would diverge once lr > 2 n std^2 / price, which a small std makes tiny.
+        """
+        price, tap.grad = 0.0 if tap.grad is None else tap.grad.float(), None
+        for site in layers.attached(model):
+            h = lr * price * torch.sigmoid(site.logit()) / prior.std[site.name] ** 2
+            mean0 = prior.mean[site.name]
+            site.mean.copy_(torch.where(torch.isfinite(h), (site.mean + h * mean0) / (1 + h), mean0))
+
+    def enter() -> None:
+        model.eval()  # BatchNorm and dropout are part of what P and Q share: frozen
+        for site in layers.attached(model):
+            site.sampler.train()
+
+    data = split.bound if data is None else data
+    _check(model, data, F.cross_entropy)
+    weights.mark_seen(model, rows(data))
+    run = Run(
+        stage=stage,
+        objective=bound,
+        groups=groups(model, config, rest=False),
+        enter=enter,
+        budget=None,
+        validate=None,
+        identity={"prior": prior_hash, "delta": delta, "objective": objective},
+        after=pull,
+    )
+    history = loop(model, data, config, run, seed=seed, path=checkpoint, every=every, progress=progress)
+    weights.notes(model)["receipt"] = {"prior": prior_hash, "bound": split.bound.hash, "written": str(where)}
+    return history
+
+
+def refuse_if_seen(prior: SpikeSlab, split: Split) -> None:
+    """Raises when the examples that shaped the prior include one of the bound set (exact duplicates apart)."""
+    own = torch.isin(rows(split.bound), prior.seen) & ~torch.isin(rows(split.bound), rows(split.prior))
+    touched = int(own.sum())
+    if touched:
+        raise ValueError(
+            f"the prior has seen the bound set: {min(touched, len(split.bound))} of its {len(split.bound)} examples were used to "
+            "train or to score it; train the prior on split.prior alone"
+        )
+
+
+def write_prior(prior: SpikeSlab, path: Path) -> str:
+    """Writes P as safetensors and returns its hash: from now on it is known which P was meant."""
+    write_atomically(path, save(flat(prior)))
+    return prior.hash
+
+
+def flat(slab: SpikeSlab) -> dict[str, Tensor]:
+    """The tensors of a SpikeSlab by path: keep_prob/NAME, mean/NAME, std/NAME, rest/NAME."""
+    parts = {"keep_prob": slab.keep_prob, "mean": slab.mean, "std": slab.std, "rest": slab.rest}
+    return {f"{part}/{n}": t.detach().cpu().contiguous() for part, values in parts.items() for n, t in values.items()}
+
+
+def bounded_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """-log max(p_y, 1e-4) / log(1e4): cross-entropy in [0, 1], the surrogate of the 0-1 loss under a bound."""
+    return F.nll_loss(F.log_softmax(logits.float(), dim=-1).clamp_min(math.log(1e-4)), y) / math.log(1e4)
+
+
+class _KlInverse(torch.autograd.Function):
+    """p = kl_inverse(q, c) with dp/dc = p(1-p)/(p-q) and dp/dq = dp/dc * log(p(1-q)/(q(1-p))), by implicit differentiation."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, c: Tensor) -> Tensor:
+        risk = min(max(float(q), 1e-9), 1 - 1e-9)
+        p = min(bounds.kl_inverse(risk, float(c)), 1 - 1e-12)
+        slope = p * (1 - p) / max(p - risk, 1e-12)
+        ctx.slopes = (slope * math.log(p * (1 - risk) / (risk * (1 - p))), slope)
+        return torch.tensor(p, dtype=q.dtype, device=q.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0] * ctx.slopes[0], gradients[0] * ctx.slopes[1]
+
+
+def _check(model: nn.Module, data: Data, loss: Loss) -> None:
+    """One forward pass before anything is changed: shapes, labels and weights are told apart from bad luck later."""
+    pair = tensors(data)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        x, _ = next(batches(data, 2, device=device_of(model), limit=2))
+        out = model(x)
+    model.train(was_training)
+    for name, p in model.named_parameters():
+        if not torch.isfinite(p).all():
+            raise ValueError(f"{name} holds NaN or infinite values before training; start from other weights")
+    if loss is F.cross_entropy and pair is not None and not pair[1].is_floating_point():
+        low, high = int(pair[1].min()), int(pair[1].max())
+        if low < 0 or high >= out.shape[1]:
+            raise ValueError(
+                f"labels run from {low} to {high}, but the model has {out.shape[1]} outputs (labels 0 to {out.shape[1] - 1}); "
+                "change the labels or the last layer"
+            )

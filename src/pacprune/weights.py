@@ -1,0 +1,86 @@
+"""Which weights can be pruned, how many are zero, and what pacprune has noted about a model."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Prunable = Callable[[nn.Module], Mapping[str, Tensor]]
+"""The type of `prunable`: pass your own function wherever a `prunable=` is taken to restrict what is pruned."""
+
+
+def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every floating-point parameter of two or more dimensions, by its name; a tied weight once, under its first name.
+
+    That covers Linear, Conv, Embedding, MultiheadAttention, LSTM and anything nested. To keep a layer out:
+
+        pp.osp(model, data, sparsity=.9, prunable=lambda m: {n: w for n, w in pp.prunable(m).items() if n != "head.weight"})
+    """
+    found = {n: p for n, p in model.named_parameters() if p.ndim >= 2 and p.is_floating_point()}
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has nothing to prune: none of its {sum(1 for _ in model.parameters())} parameters "
+            "has two or more dimensions; give a model with Linear, Conv, Embedding or similar layers"
+        )
+    for name, weight in found.items():
+        if ".parametrizations." in name and name.rsplit(".", 1)[1].startswith("original"):
+            raise ValueError(
+                f"{name} is parametrized; call pp.read(model) to see an attached model's distribution, or pp.harden(model) first"
+            )
+        if not torch.isfinite(weight).all():
+            bad = int((~torch.isfinite(weight)).sum())
+            raise ValueError(f"{name} has {bad} NaN or infinite weights of {weight.numel()}; train it again with a smaller lr")
+    return found
+
+
+def total(model: nn.Module) -> int:
+    """D, the denominator of every sparsity: all weights in tensors of two or more dimensions, pruned or not."""
+    return sum(w.numel() for w in prunable(model).values())
+
+
+def sparsity(model: nn.Module) -> float:
+    """The counted fraction of zeros among the D weights of a plain model."""
+    return sum(int((w == 0).sum()) for w in prunable(model).values()) / total(model)
+
+
+def notes(model: nn.Module) -> dict[str, Any]:
+    """What pacprune has noted about this model: `seen`, `mask`, `receipt`. A plain attribute, copied by deepcopy."""
+    return model.__dict__.setdefault("_pacprune_notes", {})
+
+
+def seen(model: nn.Module) -> Tensor:
+    """The hashes of all examples that any fit, criterion or BatchNorm estimate has used on this model (sorted int64)."""
+    return notes(model).get("seen", torch.empty(0, dtype=torch.int64))
+
+
+def mark_seen(model: nn.Module, rows: Tensor) -> None:
+    """Adds example hashes to what the model has seen; a certificate is refused when the prior saw the bound set."""
+    notes(model)["seen"] = torch.unique(torch.cat([seen(model), rows.cpu()]))
+
+
+def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module:
+    """Sets the pruned weights to zero, in place; from then on `fit` keeps exactly these at zero. None lets them go."""
+    notes(model).pop("mask", None)
+    if mask is None:
+        return model
+    weights = prunable(model)
+    unknown = [name for name in mask if name not in weights]
+    if unknown:
+        raise ValueError(f"the mask names {unknown[0]!r}, which is not among the model's weights: {', '.join(weights)}")
+    for name, keep in mask.items():
+        if keep.shape != weights[name].shape:
+            raise ValueError(f"the mask of {name} has shape {tuple(keep.shape)}, its weight {tuple(weights[name].shape)}")
+    notes(model)["mask"] = {name: keep.bool().to(weights[name].device) for name, keep in mask.items()}
+    enforce_mask(model)
+    return model
+
+
+@torch.no_grad()
+def enforce_mask(model: nn.Module) -> None:
+    """Puts the zeros of the noted mask back, whatever an optimiser did to them."""
+    mask = notes(model).get("mask")
+    if mask:
+        weights = dict(model.named_parameters())
+        for name, keep in mask.items():
+            weights[name].masked_fill_(~keep.to(weights[name].device), 0)

@@ -1,0 +1,45 @@
+"""What every test shares: one thread, a cache of its own, and data."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from pacprune import data
+
+torch.set_num_threads(1)  # the workers of pytest-xdist share the cores
+
+FOLDERS = {"mnist": "mnist", "fashion-mnist": "fashion-mnist", "cifar10": "cifar-10-batches-bin"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or writes the user's cache or opens a window."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("MPLBACKEND", "Agg")
+        yield
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Callable[[str], Path]:
+    """real_data("mnist") is the folder for `data_dir`, or skips the test when it lacks that data set."""
+
+    def folder(name: str) -> Path:
+        root = Path(os.environ.get("PACPRUNE_DATA", ""))
+        if "PACPRUNE_DATA" not in os.environ or not (root / FOLDERS[name]).is_dir():
+            pytest.skip(f"PACPRUNE_DATA holds no {FOLDERS[name]}")
+        return root
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def digits() -> "data.Split":
+    from pacprune import data
+
+    return data.digits(prior_fraction=0.5, seed=0)

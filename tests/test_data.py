@@ -1,0 +1,297 @@
+import gzip
+import hashlib
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from pacprune import data, fetch, philox
+
+REAL = {
+    "mnist": data.mnist,
+    "fashion-mnist": data.fashion_mnist,
+    "cifar10": data.cifar10,
+}
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+
+
+def own(n=40, **options):
+    generator = torch.Generator().manual_seed(1)
+    return data.split(torch.rand(n, 3, generator=generator) * 5 + 2, torch.arange(n) % 4, **options)
+
+
+def idx(values):
+    return bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">i4").tobytes() + values.tobytes()
+
+
+def write_official(folder, monkeypatch, name):
+    """Ten random images in the official format; the table of md5s is made to expect them."""
+    random = np.random.default_rng(0)
+    labels = np.arange(10, dtype=np.uint8)
+    contents = {}
+    for file in fetch.SOURCES[name].contents:
+        if name == "cifar10":
+            content = np.c_[labels, random.integers(0, 256, (10, 3072), np.uint8)].tobytes()
+        else:
+            content = idx(random.integers(0, 256, (10, 28, 28), np.uint8) if "images" in file else labels)
+        contents[file] = content
+        monkeypatch.setitem(fetch.SOURCES[name].contents, file, hashlib.md5(content).hexdigest())
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in contents.items():
+        (folder / file).write_bytes(content)
+    return contents
+
+
+def test_parts_follow_the_documented_permutation():
+    split = own(prior_fraction=0.25, seed=7, test=0.2, unlabelled=4)
+    order = philox.permutation(40, seed=7)
+    assert torch.equal(split.prior.index, order[:7])
+    assert torch.equal(split.bound.index, order[7:28])
+    assert torch.equal(split.train.index, order[:28])
+    assert torch.equal(split.unlabelled.index, order[28:32])
+    assert torch.equal(split.test.index, order[32:])
+    assert torch.equal(split.train.x, torch.cat([split.prior.x, split.bound.x]))
+    assert torch.equal(split.bound.y, split.bound.index % 4)
+    assert (split.classes, split.dataset, split.seed, split.prior_fraction) == (4, "own", 7, 0.25)
+
+
+def test_the_split_is_blind_to_labels_and_prior_parts_are_nested():
+    x = torch.rand(50, 2)
+    one = data.split(x, torch.zeros(50, dtype=torch.int64), prior_fraction=0.2)
+    other = data.split(x, torch.arange(50), prior_fraction=0.6)
+    assert torch.equal(one.train.index, other.train.index)
+    assert torch.equal(one.prior.index, other.prior.index[:10])
+
+
+def test_standardisation_comes_from_the_prior_part_alone():
+    split = own(test=(torch.rand(5, 3), torch.zeros(5, dtype=torch.int64)))
+    assert torch.allclose(split.prior.x.mean(0), torch.zeros(3), atol=1e-6)
+    assert torch.allclose(split.prior.x.std(0, correction=0), torch.ones(3), atol=1e-6)
+    x = torch.rand(40, 3, generator=torch.Generator().manual_seed(1)) * 5 + 2
+    moved = x.clone()
+    moved[split.bound.index] += 100.0
+    same = data.split(moved, torch.arange(40) % 4)
+    assert (same.mean, same.std) == (split.mean, split.std)
+    assert torch.allclose(split.bound.x * torch.tensor(split.std) + torch.tensor(split.mean), x[split.bound.index])
+    assert torch.equal(own(standardise=False).train.x, x[split.train.index])
+
+
+def test_a_constant_feature_is_only_centred():
+    x = torch.rand(20, 2)
+    x[:, 0] = 0.1
+    split = data.split(x, torch.rand(20))
+    assert split.std[0] == 1.0
+    assert split.train.x[:, 0].abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (3, 5), (2, 3, 3)])
+def test_every_shape_of_x_has_one_constant_per_channel(shape):
+    split = data.split(torch.rand(30, *shape), torch.rand(30), test=0.1)
+    assert len(split.mean) == len(split.std) == (shape[0] if shape else 1)
+    assert abs(float(split.prior.x.mean())) < 1e-6
+    assert split.test.x.shape == (3, *shape)
+
+
+def test_bytes_tokens_and_real_targets():
+    images = torch.arange(20, dtype=torch.uint8).view(20, 1, 1, 1).expand(20, 1, 2, 2)
+    assert torch.equal(
+        data.split(images, torch.arange(20), standardise=False).prior.x[:, 0, 0, 0] * 255,
+        philox.permutation(20, seed=0)[:10].float(),
+    )
+    tokens = data.split(torch.arange(60).view(20, 3), torch.arange(60).view(20, 3))
+    assert tokens.train.x.dtype == torch.int64
+    assert tokens.mean == ()
+    assert tokens.classes == 60
+    regression = data.split(torch.rand(20, 1).double(), torch.rand(20).double())
+    assert regression.classes == 0
+    assert regression.train.x.dtype == regression.train.y.dtype == torch.float32
+
+
+def test_own_tensors_are_not_changed():
+    x, test = torch.rand(20, 2), torch.rand(5, 2)
+    before = x.clone(), test.clone()
+    data.split(x, torch.rand(20), test=(test, torch.rand(5)))
+    assert torch.equal(x, before[0])
+    assert torch.equal(test, before[1])
+
+
+def test_a_part_is_a_dataset_with_hashes():
+    part = own().bound
+    x, y = part[3]
+    assert torch.equal(x, part.x[3])
+    assert y == part.y[3]
+    batch = next(iter(torch.utils.data.DataLoader(part, batch_size=len(part))))
+    assert torch.equal(batch[0], part.x)
+    expected = hashlib.blake2b(x.numpy().tobytes() + y.numpy().tobytes(), digest_size=8).digest()
+    assert part.rows[3] == int.from_bytes(expected, "little", signed=True)
+    assert torch.equal(data.rows(part.x, part.y), part.rows)
+    assert part.rows.shape == (len(part),)
+    joined = part.x.numpy().tobytes() + part.y.numpy().tobytes() + part.index.numpy().tobytes()
+    assert part.hash == hashlib.sha256(joined).hexdigest()
+    some = part.subset(torch.tensor([5, 2]))
+    assert torch.equal(some.rows, part.rows[[5, 2]])
+    assert torch.equal(some.index, part.index[[5, 2]])
+    assert some.hash != part.hash
+
+
+def test_rows_tell_examples_apart_by_x_and_by_y():
+    x = torch.zeros(3, 2)
+    x[1, 1] = 1.0
+    assert len(set(data.rows(x, torch.tensor([0, 0, 1])).tolist())) == 3
+    assert data.rows(x[:0], torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_ids_agree_between_splits_of_one_source():
+    one, other = own(seed=0), own(seed=1)
+    assert not torch.isin(one.train.rows, other.train.rows).any()
+    assert set(one.train.ids.tolist()) == set(other.train.ids.tolist())
+    elsewhere = data.split(torch.rand(40, 3), torch.arange(40) % 4)
+    assert not torch.isin(one.train.ids, elsewhere.train.ids).any()
+    assert data.Part("own", one.train.x, one.train.y, one.train.index).ids.shape == (0,)
+
+
+def test_duplicates_between_prior_and_bound_are_counted():
+    x = torch.rand(20, 2)
+    assert data.split(x, torch.arange(20)).duplicates == 0
+    order = philox.permutation(20, seed=0)
+    x[order[15]] = x[order[16]] = x[order[2]]
+    assert data.split(x, torch.arange(20)).duplicates == 2
+
+
+def test_an_empty_test_part_is_whole():
+    split = own()
+    assert len(split.test) == len(split.unlabelled) == 0
+    assert split.test.x.shape == (0, 3)
+    assert split.test.rows.shape == (0,)
+    assert len(split.test.hash) == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prior_fraction": 1.0}, "prior part of 0 and a bound part of 40"),
+        ({"prior_fraction": 0.0}, "prior part of 0 and a bound part of 40"),
+        ({"prior_fraction": float("nan")}, "prior part of 0"),
+        ({"prior_fraction": 0.99}, "prior part of 40 and a bound part of 0"),
+        ({"unlabelled": 40}, "of 40 examples less 40 unlabelled"),
+        ({"unlabelled": -1}, "less -1 unlabelled"),
+        ({"test": 1.5}, "test is 1.5, but a fraction"),
+        ({"test": (torch.rand(2, 4), torch.zeros(2, dtype=torch.int64))}, r"shape \(3,\) but test examples \(4,\)"),
+        ({"test": (torch.rand(2, 3), torch.zeros(3, dtype=torch.int64))}, "x holds 2 examples but y holds 3"),
+        ({"classes": 3}, "labels run from 0 to 3 but must lie in 0..2"),
+    ],
+)
+def test_bad_splits_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        own(**options)
+
+
+def test_bad_values_are_refused():
+    x = torch.rand(10, 2)
+    with pytest.raises(ValueError, match="labels run from -1 to 8"):
+        data.split(x, torch.arange(10) - 1)
+    x[3, 1] = float("nan")
+    with pytest.raises(ValueError, match="x holds 1 NaN or infinite values"):
+        data.split(x, torch.arange(10))
+
+
+def test_digits():
+    split, other = data.digits(), data.digits(seed=1, unlabelled=37)
+    assert split.train.x.shape == (1437, 1, 8, 8)
+    assert split.test.x.shape == (360, 1, 8, 8)
+    assert torch.equal(split.test.index, other.test.index)
+    assert len(other.prior) == len(other.bound) == 700
+    everything = torch.cat([other.train.index, other.unlabelled.index, other.test.index])
+    assert torch.equal(everything.sort().values, torch.arange(1797))
+    assert split.train.y.bincount().tolist()[0] > 100
+    assert split.classes == 10
+    assert len(split.mean) == 1
+    raw = split.test.x * split.std[0] + split.mean[0]
+    assert torch.allclose(raw * 16, (raw * 16).round(), atol=1e-4)
+    # The first image of the file is a zero: guards the fixed order of the embedded file.
+    assert torch.cat([split.train.y, split.test.y])[torch.cat([split.train.index, split.test.index]) == 0] == 0
+
+
+def test_load_by_name():
+    assert torch.equal(data.load("digits", seed=3).train.index, data.digits(seed=3).train.index)
+    with pytest.raises(ValueError, match="unknown data set 'svhn'; choose one of digits, mnist, fashion-mnist, cifar"):
+        data.load("svhn")
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_official_files_are_parsed(name, tmp_path, monkeypatch):
+    contents = write_official(tmp_path / fetch.SOURCES[name].folder, monkeypatch, name)
+    split = REAL[name](data_dir=tmp_path, prior_fraction=0.4)
+    assert split.files == {file: hashlib.sha256(content).hexdigest() for file, content in contents.items()}
+    assert split.train.x.shape == ((50, 3, 32, 32) if name == "cifar10" else (10, 1, 28, 28))
+    assert split.classes == 10
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (split.mean, split.std))
+    pixels = ((split.test.x * std + mean) * 255).round().to(torch.uint8).numpy()
+    assert pixels.tobytes()[:100] in list(contents.values())[-1 if name == "cifar10" else -2]
+    assert torch.equal(split.test.y, torch.arange(10))
+    assert torch.equal(split.train.y, split.train.index % 10)
+
+
+def test_loose_recompressed_and_damaged_files(tmp_path, monkeypatch):
+    contents = write_official(tmp_path, monkeypatch, "mnist")
+    loose = data.mnist(data_dir=tmp_path)
+    images = tmp_path / "train-images-idx3-ubyte"
+    images.unlink()
+    packed = images.with_suffix(".gz")
+    packed.write_bytes(gzip.compress(contents[images.name], compresslevel=1))
+    monkeypatch.setenv("PACPRUNE_DATA", str(tmp_path))
+    assert data.mnist().train.hash == loose.train.hash
+    packed.write_bytes(packed.read_bytes()[:-500])
+    with pytest.raises(ValueError, match=r"idx3-ubyte.gz cannot be read .*; delete it and run `pacprune data fetch"):
+        data.mnist()
+    packed.write_bytes(gzip.compress(b"other"))
+    wanted = fetch.SOURCES["mnist"].contents[images.name]
+    with pytest.raises(ValueError, match=f"md5 {hashlib.md5(b'other').hexdigest()}, the official .* has {wanted}"):
+        data.mnist()
+    packed.unlink()
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte of mnist is neither in .* run `pacprune data fetch"):
+        data.mnist()
+
+
+def test_data_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACPRUNE_DATA", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert data.data_folder() == tmp_path / "pacprune"
+    monkeypatch.setenv("PACPRUNE_DATA", "/somewhere")
+    assert str(data.data_folder()) == "/somewhere"
+    assert data.data_folder(tmp_path) == tmp_path
+
+
+def test_crop_flip_gives_windows_of_the_padded_image_or_its_mirror():
+    x = torch.rand(200, 2, 5, 6)
+    out = data.crop_flip(x, generator=torch.Generator().manual_seed(0), pad=1)
+    padded = torch.nn.functional.pad(x, (1, 1, 1, 1))
+    windows = [(flip, top, left) for flip in (False, True) for top in range(3) for left in range(3)]
+    seen = []
+    for flip, top, left in windows:
+        window = padded[:, :, top : top + 5, left : left + 6]
+        seen.append(int((out == (window.flip(-1) if flip else window)).flatten(1).all(1).sum()))
+    assert min(seen) > 0
+    assert sum(seen) == 200
+    again = data.crop_flip(x, generator=torch.Generator().manual_seed(0), pad=1)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_files(name):
+    if "PACPRUNE_DATA" not in os.environ or not (data.data_folder() / fetch.SOURCES[name].folder).is_dir():
+        pytest.skip(f"the files of {name} are not in $PACPRUNE_DATA")
+    split = REAL[name](seed=0, unlabelled=1000)
+    n = 50_000 if name == "cifar10" else 60_000
+    assert len(split.train) == n - 1000
+    assert len(split.test) == 10_000
+    assert split.test.y.bincount(minlength=10).min() > 800
+    assert abs(float(split.prior.x.mean())) < 1e-4
+    known = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530), "cifar10": (0.4914, 0.2470)}[name]
+    assert abs(split.mean[0] - known[0]) < 2e-3
+    assert abs(split.std[0] - known[1]) < 2e-3

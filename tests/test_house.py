@@ -1,0 +1,84 @@
+"""The state of the house: sizes, words, versions, docstrings and dependencies."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pacprune
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# Private paths, and words about how the text came about: a reader can use neither. The brackets keep this file clean.
+PRIVATE = re.compile(r"/[w]ork/|/[f]arm/|\b[S]PEC\.md|\b[D]ESIGN\.md|\b[P]EERS\.md")
+UNFINISHED = re.compile(r"\b[T]ODO\b|\b[F]IXME\b|\b[X]XX\b|[f]uture work|\b[p]art [2-7] of\b|\b[i]ssue #?\d", re.I)
+MAKING = re.compile(r"\b[s]ubagent|\b[A]I (agent|assistant)|\b[h]elper (session|agent)", re.I)
+SHARED = re.compile(r"\.\./[s]hared")
+
+
+def repository_files() -> list[Path]:
+    """What git tracks or would add; skips outside a checkout."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def test_no_python_file_is_over_400_lines() -> None:
+    lengths = {f: len(f.read_text().splitlines()) for f in [*SOURCES, *(ROOT / "tests").glob("*.py")]}
+    assert {f.name: n for f, n in lengths.items() if n > 400} == {}
+
+
+def test_no_file_is_over_one_mebibyte() -> None:
+    assert [f for f in repository_files() if f.stat().st_size > 2**20] == []
+
+
+def test_the_repository_speaks_of_the_product_alone() -> None:
+    found = []
+    for file in repository_files():
+        try:
+            text = file.read_text()
+        except UnicodeDecodeError:
+            continue  # not text
+        # The continuous-integration script is the one place that knows where it may find the real data.
+        patterns = [PRIVATE, UNFINISHED, MAKING] + ([] if file == ROOT / ".ci" / "run" else [SHARED])
+        words = [match[0] for pattern in patterns for match in pattern.finditer(text)]
+        found += [f"{file.relative_to(ROOT)}: {word}" for word in words]
+    assert found == []
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert pacprune.__version__ == PROJECT["version"]
+    assert f"## [{PROJECT['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("name", pacprune.__all__)
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    value = getattr(pacprune, name)
+    if inspect.ismodule(value) or inspect.isroutine(value) or inspect.isclass(value):
+        doc = inspect.getdoc(value) or ""
+        # A dataclass without a docstring is given its signature as one.
+        assert doc, f"pacprune.{name} has no docstring"
+        assert not doc.startswith(f"{name}("), f"pacprune.{name} has no docstring"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda f: str(f.relative_to(ROOT / "src")))
+def test_only_core_dependencies_are_imported(source: Path) -> None:
+    allowed = {"pacprune", "torch", "numpy", "safetensors"}
+    if source.name == "cli.py" or source.parent.name == "experiments":
+        allowed |= {"typer", "rich", "matplotlib"}
+    imported = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported.add((node.module or "").split(".")[0])
+    assert imported - allowed - sys.stdlib_module_names == set()

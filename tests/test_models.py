@@ -1,0 +1,132 @@
+import copy
+
+import pytest
+import torch
+
+from pacprune import data, models
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+
+
+def weights(model):
+    return sum(p.numel() for p in model.parameters() if p.ndim >= 2)
+
+
+def parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def own(shape, n=20, classes=3):
+    return data.split(torch.rand(n, *shape), torch.arange(n) % classes)
+
+
+def test_mlp_widths():
+    assert [tuple(p.shape) for p in models.mlp().parameters() if p.ndim == 2] == [
+        (1000, 784),
+        (1000, 1000),
+        (1000, 1000),
+        (10, 1000),
+    ]
+    assert [tuple(p.shape) for p in models.mlp(64).parameters() if p.ndim == 2] == [(300, 64), (100, 300), (10, 100)]
+    assert weights(models.mlp(5, 2, hidden=(7,))) == 5 * 7 + 7 * 2
+    assert weights(models.mlp(5, 2, hidden=())) == 10
+
+
+def test_mlp_takes_its_width_from_the_first_batch():
+    model = models.mlp(seed=3)
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    fresh = models.mlp(64, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+    with pytest.raises(ValueError, match="takes 64 inputs but the batch has 784"):
+        model(torch.zeros(2, 784))
+
+
+def test_mlp_keeps_its_width_once_used_or_given_or_changed():
+    used = models.mlp(hidden=(4,))
+    used(torch.zeros(1, 784))
+    trained = models.mlp(hidden=(4,))
+    torch.nn.init.zeros_(trained.layers[0].weight)
+    for model in (used, models.mlp(784, hidden=(4,)), trained):
+        with pytest.raises(ValueError, match="takes 784 inputs but the batch has 64"):
+            model(torch.zeros(1, 64))
+
+
+def test_mlp_keeps_type_and_mode_when_it_takes_a_width():
+    model = copy.deepcopy(models.mlp(hidden=(4,)).double().eval())
+    assert model(torch.zeros(1, 6, dtype=torch.float64)).dtype == torch.float64
+    assert not model.layers.training
+
+
+def test_mlp_compiles_as_one_graph():
+    model = models.mlp(hidden=(4,))
+    x = torch.rand(3, 9)
+    expected = model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), expected)
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, 28), (3, 32), (1, 12), (2, 17)])
+def test_lenet5_takes_any_size_from_12_on(channels, size):
+    assert models.lenet5(channels, size)(torch.rand(2, channels, size, size)).shape == (2, 10)
+
+
+def test_lenet5_has_61470_weights():
+    assert weights(models.lenet5()) == 61_470
+
+
+def test_resnet20_has_269722_parameters():
+    model = models.resnet20()
+    assert parameters(model) == 269_722
+    assert weights(model) == 268_336
+    assert len([m for m in model.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]) == 20
+    assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_resnet20_shortcut_is_option_a():
+    block = models.resnet20()[6]
+    torch.nn.init.zeros_(block.norm2.weight)
+    x = torch.rand(1, 16, 8, 8)
+    expected = torch.zeros(1, 32, 4, 4)
+    expected[:, 8:24] = x[:, :, ::2, ::2]
+    assert torch.equal(block(x), expected)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_a_seed_is_the_weights_and_the_global_random_state_stays(name):
+    split = own((1, 16, 16))
+    before = torch.get_rng_state()
+    one, same, other = (models.build(name, split, seed=seed).state_dict() for seed in (0, 0, 1))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(one[key], same[key]) for key in one)
+    assert not all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_copies_and_state_dicts_give_the_same_outputs(name):
+    split = own((3, 16, 16))
+    model = models.build(name, split, seed=0).eval()
+    loaded = models.build(name, split, seed=1).eval()
+    loaded.load_state_dict(model.state_dict(), strict=True)
+    expected = model(split.train.x)
+    assert expected.shape == (20, 3)
+    assert torch.equal(copy.deepcopy(model)(split.train.x), expected)
+    assert torch.equal(loaded(split.train.x), expected)
+
+
+def test_build_sizes_by_the_data():
+    assert models.build("mlp", own((5,), classes=4))(torch.zeros(1, 5)).shape == (1, 4)
+    regression = data.split(torch.rand(20, 5), torch.rand(20, 2))
+    assert models.build("mlp", regression)(torch.zeros(1, 5)).shape == (1, 2)
+
+
+def test_build_refuses_what_cannot_work():
+    with pytest.raises(ValueError, match="unknown model 'vgg'; choose one of mlp, lenet5, resnet20"):
+        models.build("vgg", own((5,)))
+    for name in ("lenet5", "resnet20"):
+        with pytest.raises(ValueError, match="at least 12x12 pixels but these are 8x8; use mlp"):
+            models.build(name, data.digits())
+        with pytest.raises(ValueError, match=r"examples have shape \(5,\)"):
+            models.build(name, own((5,)))
