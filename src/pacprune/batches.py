@@ -33,12 +33,17 @@ def tensors(data: Data) -> tuple[Tensor, Tensor] | None:
 def size(data: Data) -> int:
     """The number of examples."""
     pair = tensors(data)
-    return len(pair[0]) if pair else len(data.dataset if isinstance(data, DataLoader) else data)
+    return len(pair[0]) if pair else len(_source(data))
+
+
+def _source(data: Data) -> Any:
+    """What a DataLoader reads from; anything else is its own source."""
+    return data.dataset if isinstance(data, DataLoader) else data
 
 
 def rows(data: Data) -> Tensor:
     """64-bit hashes of all examples, under which `seen` remembers them: by content, and for a Part by origin too."""
-    source = data.dataset if isinstance(data, DataLoader) else data
+    source = _source(data)
     if isinstance(source, datasets.Part):
         return torch.cat([source.rows, source.ids])
     pair = tensors(source)
@@ -56,7 +61,7 @@ def device_of(model: nn.Module) -> torch.device:
 def batches(
     data: Data, batch_size: int, *, device: torch.device, order: Tensor | None = None, limit: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of (x, y) on `device`, in `order` (default: as stored; a DataLoader keeps its own), at most `limit` examples.
+    """Batches of (x, y) on `device`, in `order` (default: as stored; a DataLoader keeps its own), `limit` at most.
 
     Tensors move to the device once, whole, so that an epoch has no copies in it.
     """

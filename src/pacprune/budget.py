@@ -37,7 +37,8 @@ class Budget:
             raise ValueError(f"schedule {self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
         if not 0 < self.ramp <= 1 or self.sharpen < 1 or self.strength <= 0:
             raise ValueError(
-                f"ramp {self.ramp} must lie in (0, 1], sharpen {self.sharpen} be at least 1, strength {self.strength} positive"
+                f"ramp {self.ramp} must lie in (0, 1], sharpen {self.sharpen} be at least 1 "
+                f"and strength {self.strength} positive"
             )
 
     def density(self, progress: float) -> float:
@@ -54,7 +55,7 @@ class Budget:
 
 @torch.no_grad()
 def enforce_(model: nn.Module, budget: Budget, progress: float) -> None:
-    """Brings the mean keep_prob to the budget of this moment, in place (shift and projection), and hardens the gates."""
+    """Brings the mean keep_prob to the budget of this moment (shift, projection) and hardens the gates, in place."""
     sites = layers.attached(model)
     sharpness, density = budget.sharpness(progress), _density(model, budget, progress)
     for site in sites:
@@ -77,7 +78,7 @@ def enforce_(model: nn.Module, budget: Budget, progress: float) -> None:
 
 
 def penalty(model: nn.Module, budget: Budget, progress: float) -> Tensor:
-    """Augmented Lagrangian m e + strength e^2 / 2, e = mean(keep_prob) - density; its dual step is m += strength e / 10."""
+    """Augmented Lagrangian m e + strength e^2 / 2 with e = mean(keep_prob) - density; then m += strength e / 10."""
     sites = layers.attached(model)
     size = sum(site.gate.numel() for site in sites)
     mean = torch.stack([torch.sigmoid(site.logit()).sum() for site in sites]).sum() / size

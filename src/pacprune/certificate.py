@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,10 @@ class Certificate:
     def statement(self) -> str:
         """What is proved, in one sentence."""
         return (
-            f"With probability at least {100 * (1 - self.ledger.delta):g} % over the draw of the {self.n:,} bound examples and of the "
-            f"{self.draws:,} sampled networks, the error rate on new data of a network drawn from Q "
-            f"(expected sparsity {self.sparsity:.4f}) is at most {_up(self.bound)}."
+            f"With probability at least {100 * (1 - self.ledger.delta):g} % over the draw of the "
+            f"{self.n:,} bound examples and of the {self.draws:,} sampled networks, "
+            f"the error rate on new data of a network drawn from Q (expected sparsity {self.sparsity:.4f}) "
+            f"is at most {_up(self.bound)}."
         )
 
     @property
@@ -95,7 +96,13 @@ class Certificate:
         """Everything but the tensors, ready for JSON."""
         skip = ("prior", "posterior", "ledger", "errors")
         plain = {k: v for k, v in vars(self).items() if k not in skip}
-        return {"version": VERSION, "statement": self.statement, **plain, "ledger": self.ledger.as_dict(), "winner": self.winner}
+        return {
+            "version": VERSION,
+            "statement": self.statement,
+            **plain,
+            "ledger": self.ledger.as_dict(),
+            "winner": self.winner,
+        }
 
     def save(self, folder: str | Path) -> Path:
         """Writes certificate.json, tensors.safetensors (P, Q and all that is frozen) and draws.json into `folder`."""
@@ -189,15 +196,23 @@ def _refuse(model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Spl
     receipt = weights.notes(model).get("receipt")
     if receipt is None:
         raise ValueError(
-            "there is no receipt that the prior was written before the bound set was read; train Q with pp.fit_posterior "
-            "(epochs=0 will do when Q = P)"
+            "there is no receipt that the prior was written before the bound set was read; "
+            "train Q with pp.fit_posterior (epochs=0 will do when Q = P)"
         )
-    for name, own, given in (("prior", receipt["prior"], prior.hash), ("bound set", receipt["bound"], split.bound.hash)):
+    for name, own, given in (
+        ("prior", receipt["prior"], prior.hash),
+        ("bound set", receipt["bound"], split.bound.hash),
+    ):
         if own != given:
-            raise ValueError(f"fit_posterior was run with another {name} ({own[:12]}) than the one given ({given[:12]}); use the same one")
+            raise ValueError(
+                f"fit_posterior was run with another {name} ({own[:12]}) than the one given ({given[:12]}); "
+                "use the same one"
+            )
     for name, value in prior.rest.items():
         if not torch.equal(value, posterior.rest[name].to(value.device)):
-            raise ValueError(f"{name} lies outside Q but differs from its value in the prior; everything but Q must stay frozen")
+            raise ValueError(
+                f"{name} lies outside Q but differs from its value in the prior; everything but Q must stay frozen"
+            )
 
 
 def _seed(prior_hash: str, posterior_hash: str, purpose: str) -> int:

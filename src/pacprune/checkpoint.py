@@ -1,6 +1,7 @@
 """Atomic checkpoints: a training run killed at any moment goes on from its last one and ends the same, bit for bit."""
 
 import hashlib
+import io
 import os
 import tempfile
 from pathlib import Path
@@ -38,8 +39,6 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 def save(path: Path, **content: Any) -> None:
     """Stores tensors, numbers and strings (what `torch.load(weights_only=True)` accepts) atomically."""
-    import io
-
     buffer = io.BytesIO()
     torch.save(content, buffer)
     write_atomically(path, buffer.getvalue())
@@ -52,10 +51,13 @@ def load(path: Path, identity: str) -> dict[str, Any] | None:
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
-        raise ValueError(f"the checkpoint {path} cannot be read ({error}); delete it to start this stage again") from error
+        raise ValueError(
+            f"the checkpoint {path} cannot be read ({error}); delete it to start this stage again"
+        ) from error
     if content["identity"] != identity:
         raise ValueError(
-            f"the checkpoint {path} belongs to another run (it has {content['identity'][:12]}, this run is {identity[:12]}): "
+            f"the checkpoint {path} belongs to another run "
+            f"(it has {content['identity'][:12]}, this run is {identity[:12]}): "
             "other settings, data or starting weights; choose another folder or delete it"
         )
     return content

@@ -1,4 +1,4 @@
-"""Gradients of the Gibbs risk in keep_prob beyond the relaxation: the paper's Algorithm 1, and the exact sum over masks."""
+"""Gradients of the Gibbs risk in keep_prob beyond the relaxation: the paper's Algorithm 1, and exact enumeration."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -54,9 +54,9 @@ def _present_gate(site: layers.Site) -> Tensor:
 
 
 def enumerate_gibbs(q: SpikeSlab, loss: Callable[[Mapping[str, Tensor]], Tensor]) -> Tensor:
-    """The exact Gibbs risk sum_b Pr(b) loss(b * mean) over all 2^D masks (D <= 16), differentiable in keep_prob and mean.
+    """The exact Gibbs risk sum_b Pr(b) loss(b * mean) over all 2^D masks, D <= 16.
 
-    The oracle that the estimators are tested against; the slab must have no width.
+    Differentiable in keep_prob and mean: the oracle that the estimators are tested against. The slab has no width.
     """
     names, sizes = list(q.keep_prob), [p.numel() for p in q.keep_prob.values()]
     if sum(sizes) > 16:

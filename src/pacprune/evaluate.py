@@ -65,7 +65,9 @@ def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256)
     split.prior) after a mask has been hardened. An attached model
     takes a fresh hard draw for every batch. The examples are noted as seen.
     """
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None]
+    norms = [
+        m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None
+    ]
     if not norms:
         return model
     weights.mark_seen(model, rows(data))

@@ -45,7 +45,7 @@ def sample(
     Gradients: d/dmean = gate; d/dlogit = slab * soft (1 - soft) / beta (zero in hard mode); d/dstd = gate * z. In
     straight-through mode the gate is hard in the forward pass and in d/dmean, soft in d/dlogit.
     """
-    return _Sample.apply(mean, logit, std, seed, step, offset, mode, beta)  # type: ignore[no-any-return]
+    return _Sample.apply(mean, logit, std, seed, step, offset, mode, beta)
 
 
 def _gates(logit: Tensor, seed: Tensor, step: Tensor, offset: int, mode: str, beta: float) -> tuple[Tensor, Tensor]:

@@ -175,13 +175,17 @@ def attach(
     owner of a tied weight gets the same sampler. Draw number t is a function of (seed, t); nothing random is consumed.
     """
     if sites(model):
-        raise ValueError(f"{type(model).__name__} has stochastic masks already; call pp.harden(model) before attaching others")
+        raise ValueError(
+            f"{type(model).__name__} has stochastic masks already; call pp.harden(model) before attaching others"
+        )
     if mapping not in MAPPINGS:
         raise ValueError(f"mapping {mapping!r} is unknown; use one of {', '.join(MAPPINGS)}")
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator {estimator!r} is unknown; use one of {', '.join(ESTIMATORS)}")
     if mapping == "clamp" and coupling:
-        raise ValueError(f"coupling {coupling} needs the sigmoid mapping; with clamp, keep_prob is the parameter itself")
+        raise ValueError(
+            f"coupling {coupling} needs the sigmoid mapping; with clamp, keep_prob is the parameter itself"
+        )
     plain = weights.prunable(model)
     _check_fits(plain, slab)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -239,7 +243,7 @@ def _flat_weights(rnn: nn.RNNBase) -> list[Tensor]:
 
 
 class _Alias(nn.Module):
-    """A placeholder that register_parametrization can install before it is replaced by the tied weight's own sampler."""
+    """What register_parametrization installs before the tied weight's own sampler takes its place."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight
@@ -248,9 +252,13 @@ class _Alias(nn.Module):
 def _check_fits(plain: dict[str, nn.Parameter], slab: SpikeSlab) -> None:
     for name, p in slab.keep_prob.items():
         if name not in plain:
-            raise ValueError(f"the SpikeSlab names {name!r}, which is not among the model's weights: {', '.join(plain)}")
+            raise ValueError(
+                f"the SpikeSlab names {name!r}, which is not among the model's weights: {', '.join(plain)}"
+            )
         if p.shape != plain[name].shape:
-            raise ValueError(f"{name} has shape {tuple(p.shape)} in the SpikeSlab but {tuple(plain[name].shape)} in the model")
+            raise ValueError(
+                f"{name} has shape {tuple(p.shape)} in the SpikeSlab but {tuple(plain[name].shape)} in the model"
+            )
         if not bool(((p >= 0) & (p <= 1)).all()):
             raise ValueError(f"{name} has keep probabilities outside [0, 1]: {float(p.min())} to {float(p.max())}")
         if not torch.isfinite(slab.mean[name]).all():
@@ -288,7 +296,7 @@ def _rest(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def rest_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters outside the distribution: biases, BatchNorm's scale and offset and the like; all of a plain model's."""
+    """Parameters outside the distribution: biases, BatchNorm's scale and offset, ...; all of a plain model's."""
     return [t for _, t in _rest(model) if isinstance(t, nn.Parameter)]
 
 
@@ -346,7 +354,7 @@ def _unparametrize(module: nn.Module, attribute: str, value: nn.Parameter) -> No
         del module.parametrizations
         module.__class__ = shared.__bases__[0]
     else:
-        module.__class__ = type(shared.__name__, shared.__bases__, own)
+        module.__class__ = type(shared.__name__, shared.__bases__, own)  # type: ignore[assignment]
     module.register_parameter(attribute, value)
     # A new parameter is appended; the plain model's order is put back, since weights are numbered by it.
     if set(module.__dict__[_ORDER]) == set(module._parameters):

@@ -38,7 +38,7 @@ class Config:
 
     epochs: int = 10
     lr: float = 0.01
-    gate_lr: float | None | str = "auto"
+    gate_lr: float | str | None = "auto"
     std_lr: float | None = None
     momentum: float = 0.9
     weight_decay: float = 0.0
@@ -168,17 +168,37 @@ def loop(
                     share = (epoch * per_epoch + number) / (config.epochs * per_epoch)
                     for group in optimizer.param_groups:
                         group["lr"] = group["base"] * (config.factor(share) if group["scheduled"] else 1.0)
-                    value = _step(model, optimizer, run, config, x, y, share, sites, seed=seed * 1_000_003 + epoch * per_epoch + number)
+                    value = _step(
+                        model,
+                        optimizer,
+                        run,
+                        config,
+                        x,
+                        y,
+                        share,
+                        sites,
+                        seed=seed * 1_000_003 + epoch * per_epoch + number,
+                    )
                     total += value * len(x)
                     batch = number + 1
                     if device.type == "cpu":
                         _check_finite(value, run.stage, epoch, config)
                     if progress:
-                        progress(run.stage, epoch * per_epoch + batch, config.epochs * per_epoch, history[-1] if history else {})
+                        progress(
+                            run.stage,
+                            epoch * per_epoch + batch,
+                            config.epochs * per_epoch,
+                            history[-1] if history else {},
+                        )
                     if every and (epoch * per_epoch + batch) % every == 0 and batch < per_epoch:
                         store()
                 _check_finite(total, run.stage, epoch, config)
-                row = {"stage": run.stage, "epoch": epoch + 1, "loss": float(total) / n, "lr": optimizer.param_groups[0]["lr"]}
+                row = {
+                    "stage": run.stage,
+                    "epoch": epoch + 1,
+                    "loss": float(total) / n,
+                    "lr": optimizer.param_groups[0]["lr"],
+                }
                 if sites:
                     row["expected_sparsity"] = layers.read(model).sparsity
                 if run.validate is not None:
@@ -230,7 +250,9 @@ def _step(
                 return run.objective(part_x, part_y)
 
         if sites and config.samples:
-            value = estimators.algorithm1_(model, lambda weight=weight, forward=forward: weight * forward(), samples=config.samples)
+            value = estimators.algorithm1_(
+                model, lambda weight=weight, forward=forward: weight * forward(), samples=config.samples
+            )
             total += value
         else:
             value = forward()
@@ -250,7 +272,8 @@ def _step(
 def _check_finite(value: Tensor, stage: str, epoch: int, config: Config) -> None:
     if not torch.isfinite(value):
         raise ValueError(
-            f"the loss became {float(value)} in epoch {epoch + 1} of stage {stage!r} (lr {config.lr}, gate_lr {config.gate_lr}); "
+            f"the loss became {float(value)} in epoch {epoch + 1} of stage {stage!r} "
+            f"(lr {config.lr}, gate_lr {config.gate_lr}); "
             "use a smaller learning rate, or check the data for NaN"
         )
 
@@ -269,7 +292,7 @@ def _identity(model: nn.Module, data: Data, config: Config, run: Run, seed: int)
 
 
 def groups(model: nn.Module, config: Config, *, rest: bool) -> list[dict[str, Any]]:
-    """Parameter groups: weights (and the rest, when it is trained), gates, log std; only those with something in them."""
+    """Parameter groups: weights (and the rest, when it is trained), gates, log std; empty ones are left out."""
     sites = layers.sites(model)
     plain = [site.mean for site in sites] + (layers.rest_parameters(model) if rest else [])
     gates = [site.gate for site in sites] if config.gate_lr is not None else []
@@ -277,7 +300,12 @@ def groups(model: nn.Module, config: Config, *, rest: bool) -> list[dict[str, An
     found = [
         {"params": plain, "base": config.lr, "weight_decay": config.weight_decay, "scheduled": True},
         {"params": gates, "base": config.gate_lr, "weight_decay": 0.0, "scheduled": False},
-        {"params": stds, "base": config.lr if config.std_lr is None else config.std_lr, "weight_decay": 0.0, "scheduled": True},
+        {
+            "params": stds,
+            "base": config.lr if config.std_lr is None else config.std_lr,
+            "weight_decay": 0.0,
+            "scheduled": True,
+        },
     ]
     return [group for group in found if group["params"]]
 

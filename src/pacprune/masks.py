@@ -17,7 +17,9 @@ Mask = dict[str, Tensor]
 def check_sparsity(sparsity: float) -> float:
     """Refuses a sparsity outside [0, 1)."""
     if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity {sparsity} is outside [0, 1): it is the fraction pruned, so 0.9 keeps one weight in ten")
+        raise ValueError(
+            f"sparsity {sparsity} is outside [0, 1): it is the fraction pruned, so 0.9 keeps one weight in ten"
+        )
     return sparsity
 
 
@@ -43,7 +45,10 @@ def top_k(
         raise ValueError("there are no scores: the model has nothing to prune")
     for name, s in scores.items():
         if torch.isnan(s).any():
-            raise ValueError(f"the scores of {name} hold {int(torch.isnan(s).sum())} NaN of {s.numel()}; check the weights and the loss")
+            raise ValueError(
+                f"the scores of {name} hold {int(torch.isnan(s).sum())} NaN of {s.numel()}; "
+                "check the weights and the loss"
+            )
     free = sum(sizes)
     everything = free if total is None else total
     k = free - (everything - round((1 - sparsity) * everything))
@@ -55,7 +60,8 @@ def top_k(
     floors = [min(min_per_layer, n) for n in sizes]
     if sum(floors) > k:
         raise ValueError(
-            f"min_per_layer={min_per_layer} needs {sum(floors)} kept weights, but sparsity {sparsity} keeps {k}; lower one of them"
+            f"min_per_layer={min_per_layer} needs {sum(floors)} kept weights, but sparsity {sparsity} keeps {k}; "
+            "lower one of them"
         )
     flat = [s.detach().reshape(-1) for s in scores.values()]
     second = [ties[name].detach().reshape(-1) for name in scores] if ties is not None else None
@@ -103,7 +109,7 @@ def _global(flat: list[Tensor], ties: list[Tensor] | None, k: int, floors: list[
 
 
 def _apportion(want: list[float], sizes: list[int], floors: list[int], k: int) -> list[int]:
-    """Integers with sum k, floors <= count <= sizes, proportional to want * size: largest remainders win, then order."""
+    """Integers with sum k, floors <= count <= sizes, proportional to want * size, largest remainders first."""
     ideal = [0.0] * len(sizes)
     pinned: dict[int, int] = {}
     # Pin whoever leaves its range and share the rest again, until nobody does: at most one round per tensor.
@@ -121,7 +127,7 @@ def _apportion(want: list[float], sizes: list[int], floors: list[int], k: int) -
     counts = [pinned.get(i, math.floor(ideal[i])) for i in range(len(sizes))]
     by_remainder = sorted((i for i in range(len(sizes)) if i not in pinned), key=lambda i: (counts[i] - ideal[i], i))
     short = k - sum(counts)
-    for i in (by_remainder * 2)[:max(short, 0)]:
+    for i in (by_remainder * 2)[: max(short, 0)]:
         counts[i] += 1
     if sum(counts) != k:  # only pinned tensors are left to give or take the difference
         for i in range(len(sizes)):
@@ -162,16 +168,17 @@ def shift(logits: list[Tensor], density: float, *, sharpness: float = 1.0, start
 
 @torch.no_grad()
 def project(keep_prob: list[Tensor], density: float, *, eta: float) -> list[Tensor]:
-    """The nearest point with mean = density and eta <= p <= 1 - eta: p - tau clamped, tau by bisection (capped simplex)."""
+    """The nearest point with mean = density and eta <= p <= 1 - eta (capped simplex): clamp(p - tau), by bisection."""
     flat = torch.cat([p.detach().reshape(-1) for p in keep_prob]).double()
     density = min(max(density, eta), 1 - eta)
     low, high = float(flat.min()) - 1, float(flat.max()) + 1
+    tau = 0.0  # a point that meets the budget already stays where it is
     for _ in range(100):
-        tau = (low + high) / 2
         mean = float((flat - tau).clamp(eta, 1 - eta).mean())
         if abs(mean - density) < 1e-10:
             break
         low, high = (tau, high) if mean > density else (low, tau)
+        tau = (low + high) / 2
     parts = (flat - tau).clamp(eta, 1 - eta).split([p.numel() for p in keep_prob])
     return [part.reshape(p.shape).to(p.dtype) for part, p in zip(parts, keep_prob, strict=True)]
 

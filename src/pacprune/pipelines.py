@@ -4,19 +4,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import masks, scores, weights
+from pacprune import masks, weights
 from pacprune.batches import Data
 from pacprune.budget import Budget
 from pacprune.certificate import Certificate, certify
 from pacprune.data import Split
 from pacprune.evaluate import reestimate_batchnorm
-from pacprune.layers import attach, harden, read
+from pacprune.layers import attach, harden, read, sites
 from pacprune.loop import Config, History, Progress
 from pacprune.scores import Loss, score
-from pacprune.spikeslab import SpikeSlab, block_isotropic, score_monotone
+from pacprune.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone
 from pacprune.train import fit, fit_posterior
 
 COUPLING = 4.0
@@ -92,17 +93,20 @@ def pft(
     folder: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Pruned:
-    """Probabilistic fine-tuning, in place: [dense training] -> train weights and keep_prob -> top-k -> sparse fine-tuning.
+    """Probabilistic fine-tuning, in place: [dense] -> train weights and keep_prob -> top-k -> sparse fine-tuning.
 
     `config` is the whole budget after dense training: its first `mask_share` trains the masks, the rest fine-tunes, on
     one learning-rate schedule, so that osp with the same config is the fair comparison. recipe "coupled" (the default)
-    ties each gate to its weight's magnitude, holds the mean keep_prob to a budget that falls from dense to 1 - sparsity,
-    and hardens the gates; "paper" is the paper's: block-isotropic start with `eps`, clamped probabilities, no budget.
-    An untrained model gives PFT at initialisation; lr = 0 with mask_share = 1 gives strong lottery tickets.
+    ties each gate to its weight's magnitude, holds the mean keep_prob to a budget that falls from dense to
+    1 - sparsity, and hardens the gates; "paper" is the paper's: block-isotropic start with `eps`, clamped
+    probabilities, no budget. An untrained model gives PFT at initialisation; lr = 0 with mask_share = 1 gives strong
+    lottery tickets.
     """
     masks.check_sparsity(sparsity)
     if not 0 < mask_share <= 1:
-        raise ValueError(f"mask_share is {mask_share}; it must lie in (0, 1]: the share of the epochs that trains the masks")
+        raise ValueError(
+            f"mask_share is {mask_share}; it must lie in (0, 1]: the share of the epochs that trains the masks"
+        )
     if recipe not in ("coupled", "paper"):
         raise ValueError(f"recipe {recipe!r} is unknown; use 'coupled' or 'paper'")
     stage = _stages(model, data, loss, seed, folder, progress)
@@ -114,6 +118,7 @@ def pft(
     second = replace(config, epochs=config.epochs - epochs, span=(cut, config.span[1]), warmup=0.0)
     if recipe == "coupled":
         attach(model, score_monotone(model, found, sparsity=sparsity), coupling=COUPLING, seed=seed)
+        _start_gates_(model, found)
         budget = Budget(sparsity, schedule="cubic", sharpen=4.0)
     else:
         start = masks.top_k(found, sparsity=sparsity, total=weights.total(model))
@@ -176,6 +181,14 @@ def pbp(
         progress=progress,
     )
     return Certified(model, prior, read(model), certify(model, prior, split, delta=delta, progress=progress), history)
+
+
+@torch.no_grad()
+def _start_gates_(model: nn.Module, found: Mapping[str, Tensor]) -> None:
+    """Gates whose coupled logit is COUPLING * log(score); keep_prob alone would not tell the smallest scores apart."""
+    start = log_scores(found)
+    for site in sites(model):
+        site.gate.add_(COUPLING * start[site.name] - site.sampler.raw(site.mean, site.gate))
 
 
 def _stages(

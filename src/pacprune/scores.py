@@ -137,7 +137,7 @@ def _gradient(
             raise ValueError(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
         gradient = torch.autograd.grad(value, leaves, create_graph=times is not None, materialize_grads=True)
         if times is not None:
-            dot = sum((g * v).sum() for g, v in zip(gradient, times, strict=True))
+            dot = torch.stack([(g * v).sum() for g, v in zip(gradient, times, strict=True)]).sum()
             gradient = torch.autograd.grad(dot, leaves, materialize_grads=True)
         sums = [s + g.detach() * len(x) for s, g in zip(sums, gradient, strict=True)]
         seen += len(x)

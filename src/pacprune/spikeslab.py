@@ -47,7 +47,9 @@ class SpikeSlab:
         return digest.hexdigest()
 
     def __repr__(self) -> str:
-        return f"SpikeSlab({len(self.keep_prob)} tensors, {self.total:,} weights, expected sparsity {self.sparsity:.4f})"
+        return (
+            f"SpikeSlab({len(self.keep_prob)} tensors, {self.total:,} weights, expected sparsity {self.sparsity:.4f})"
+        )
 
 
 def _around(model: nn.Module, keep_prob: Mapping[str, Tensor], std: float | Mapping[str, Tensor]) -> SpikeSlab:
@@ -82,7 +84,9 @@ def isotropic(
     size = sum(w.numel() for w in found.values())
     keep = 1 - sparsity * everything / size
     if keep <= 0:
-        raise ValueError(f"sparsity {sparsity} of {everything} weights cannot be met by pruning {size} of them; prune more layers")
+        raise ValueError(
+            f"sparsity {sparsity} of {everything} weights cannot be met by pruning {size} of them; prune more layers"
+        )
     return _around(model, {n: torch.full_like(w, keep, dtype=torch.float32) for n, w in found.items()}, std)
 
 
@@ -90,7 +94,9 @@ def block_isotropic(model: nn.Module, mask: Mapping[str, Tensor], *, eps: float,
     """keep_prob = 1 - (D - k) eps / k on the k kept weights, eps on the others; the mean is exactly k / D."""
     size, kept = sum(m.numel() for m in mask.values()), sum(int(m.sum()) for m in mask.values())
     if not ETA <= eps < 0.5:
-        raise ValueError(f"eps is {eps}; it must lie in [{ETA}, 0.5), since a keep_prob nearer to 0 or 1 cannot be sampled")
+        raise ValueError(
+            f"eps is {eps}; it must lie in [{ETA}, 0.5), since a keep_prob nearer to 0 or 1 cannot be sampled"
+        )
     if kept == 0:
         raise ValueError(f"the mask keeps 0 of {size} weights; lower the sparsity")
     high = 1 - (size - kept) * eps / kept
@@ -116,17 +122,24 @@ def score_monotone(
     sparsity: float,
     sharpness: float = 4.0,
     std: float = 0.0,
-    floor: float = 1e-8,
 ) -> SpikeSlab:
-    """keep_prob = sigmoid(sharpness * log(score + floor) - tau), tau such that the expected sparsity is exact.
+    """keep_prob = sigmoid(sharpness * log(score) - tau), tau such that the expected sparsity is exact.
 
     A smooth top-k: keep_prob rises with the score, and the order of the scores is kept.
     """
     masks.check_sparsity(sparsity)
-    logits = {n: sharpness * torch.log(s.detach().float().clamp_min(0) + floor) for n, s in scores.items()}
+    logits = {n: sharpness * x for n, x in log_scores(scores).items()}
     size, everything = sum(s.numel() for s in scores.values()), weights.total(model)
     tau = masks.shift(list(logits.values()), 1 - sparsity * everything / size)
     return _around(model, {n: torch.sigmoid(masks.bounded(x - tau).double()) for n, x in logits.items()}, std)
+
+
+def log_scores(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """log(score / mean score + 1e-8), so that scale does not matter; all raised to at least 0 if some are negative."""
+    least = min(float(s.min()) for s in scores.values())
+    raised = {n: s.detach().double() - min(least, 0.0) for n, s in scores.items()}
+    mean = sum(float(s.sum()) for s in raised.values()) / sum(s.numel() for s in raised.values())
+    return {n: torch.log(s / (mean or 1.0) + 1e-8).float() for n, s in raised.items()}
 
 
 def kl_per_layer(q: SpikeSlab, p: SpikeSlab, *, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -168,11 +181,13 @@ def _kl_gate(lam: Tensor, lam0: Tensor) -> Tensor:
 def _kl_slab(name: str, lam: Tensor, mean: Tensor, mean0: Tensor, std: Tensor, std0: Tensor) -> Tensor:
     if bool((std0 == 0).any()) or bool((std == 0).any()):
         if not (bool((std0 == 0).all()) and bool((std == 0).all())):
-            raise ValueError(f"{name}: std is 0 in one of Q and P only, so the KL is infinite; give both a std, or neither")
+            raise ValueError(
+                f"{name}: std is 0 in one of Q and P only, so the KL is infinite; give both a std, or neither"
+            )
         if not torch.equal(mean, mean0):
             raise ValueError(
-                f"{name}: the means differ by up to {float((mean - mean0).abs().max()):.3g} but std is 0, so the KL is infinite; "
-                "train the gates only, or give a std"
+                f"{name}: the means differ by up to {float((mean - mean0).abs().max()):.3g} but std is 0, "
+                "so the KL is infinite; train the gates only, or give a std"
             )
         return torch.zeros_like(lam)
     ratio = (std / std0) ** 2

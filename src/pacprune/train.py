@@ -49,7 +49,9 @@ def fit(
     """
     _check(model, data, loss)
     if budget is not None and not layers.sites(model):
-        raise ValueError("a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first")
+        raise ValueError(
+            "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
+        )
     weights.mark_seen(model, rows(data))
     run = Run(
         stage=stage,
@@ -105,7 +107,7 @@ def fit_posterior(
         divergence = kl(fixed, prior, dtype=torch.float32) + tap
         if objective == "seeger":
             constant = math.log(bounds.xi(n) / ledger.pac_bayes)
-            return _KlInverse.apply(risk, (divergence + constant) / n)  # type: ignore[no-any-return]
+            return _KlInverse.apply(risk, (divergence + constant) / n)
         excess = (divergence + math.log(2 * math.sqrt(n) / ledger.pac_bayes)) / n
         return risk + torch.minimum(excess + torch.sqrt(excess * (excess + 2 * risk)), torch.sqrt(excess / 2))
 
@@ -150,8 +152,8 @@ def refuse_if_seen(prior: SpikeSlab, split: Split) -> None:
     touched = int(own.sum())
     if touched:
         raise ValueError(
-            f"the prior has seen the bound set: {min(touched, len(split.bound))} of its {len(split.bound)} examples were used to "
-            "train or to score it; train the prior on split.prior alone"
+            f"the prior has seen the bound set: {min(touched, len(split.bound))} of its {len(split.bound)} examples "
+            "were used to train or to score it; train the prior on split.prior alone"
         )
 
 
@@ -173,7 +175,7 @@ def bounded_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 class _KlInverse(torch.autograd.Function):
-    """p = kl_inverse(q, c) with dp/dc = p(1-p)/(p-q) and dp/dq = dp/dc * log(p(1-q)/(q(1-p))), by implicit differentiation."""
+    """p = kl_inverse(q, c); implicitly, dp/dc = p(1-p)/(p-q) and dp/dq = dp/dc * log(p(1-q)/(q(1-p)))."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, c: Tensor) -> Tensor:
@@ -204,6 +206,6 @@ def _check(model: nn.Module, data: Data, loss: Loss) -> None:
         low, high = int(pair[1].min()), int(pair[1].max())
         if low < 0 or high >= out.shape[1]:
             raise ValueError(
-                f"labels run from {low} to {high}, but the model has {out.shape[1]} outputs (labels 0 to {out.shape[1] - 1}); "
-                "change the labels or the last layer"
+                f"labels run from {low} to {high}, but the model has {out.shape[1]} outputs "
+                f"(labels 0 to {out.shape[1] - 1}); change the labels or the last layer"
             )

@@ -15,7 +15,10 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
 
     That covers Linear, Conv, Embedding, MultiheadAttention, LSTM and anything nested. To keep a layer out:
 
-        pp.osp(model, data, sparsity=.9, prunable=lambda m: {n: w for n, w in pp.prunable(m).items() if n != "head.weight"})
+        def body(model):
+            return {name: w for name, w in pp.prunable(model).items() if not name.startswith("head")}
+
+        pp.osp(model, data, config, sparsity=.9, prunable=body)
     """
     found = {n: p for n, p in model.named_parameters() if p.ndim >= 2 and p.is_floating_point()}
     if not found:
@@ -26,11 +29,14 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
     for name, weight in found.items():
         if ".parametrizations." in name and name.rsplit(".", 1)[1].startswith("original"):
             raise ValueError(
-                f"{name} is parametrized; call pp.read(model) to see an attached model's distribution, or pp.harden(model) first"
+                f"{name} is parametrized; of an attached model, pp.read(model) tells the distribution and "
+                "pp.harden(model) makes it plain; other parametrizations have to be removed first"
             )
         if not torch.isfinite(weight).all():
             bad = int((~torch.isfinite(weight)).sum())
-            raise ValueError(f"{name} has {bad} NaN or infinite weights of {weight.numel()}; train it again with a smaller lr")
+            raise ValueError(
+                f"{name} has {bad} NaN or infinite weights of {weight.numel()}; train it again with a smaller lr"
+            )
     return found
 
 
@@ -50,7 +56,7 @@ def notes(model: nn.Module) -> dict[str, Any]:
 
 
 def seen(model: nn.Module) -> Tensor:
-    """The hashes of all examples that any fit, criterion or BatchNorm estimate has used on this model (sorted int64)."""
+    """The hashes (sorted int64) of all examples that any fit, criterion or BatchNorm estimate used on this model."""
     return notes(model).get("seen", torch.empty(0, dtype=torch.int64))
 
 
@@ -70,7 +76,9 @@ def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module
         raise ValueError(f"the mask names {unknown[0]!r}, which is not among the model's weights: {', '.join(weights)}")
     for name, keep in mask.items():
         if keep.shape != weights[name].shape:
-            raise ValueError(f"the mask of {name} has shape {tuple(keep.shape)}, its weight {tuple(weights[name].shape)}")
+            raise ValueError(
+                f"the mask of {name} has shape {tuple(keep.shape)}, its weight {tuple(weights[name].shape)}"
+            )
     notes(model)["mask"] = {name: keep.bool().to(weights[name].device) for name, keep in mask.items()}
     enforce_mask(model)
     return model

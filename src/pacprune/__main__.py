@@ -1,0 +1,5 @@
+"""python -m pacprune."""
+
+from pacprune.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Runs from the command line: options, run folders, the demo, figures and the report."""

@@ -1,0 +1,42 @@
+"""The demo: one table of dense training, one-shot pruning, PFT and PBP on the digits that come with the package."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pacprune.experiments import runs, store
+from pacprune.experiments.options import Demo, Osp, Pbp, Pft
+from pacprune.loop import Progress
+
+
+def demo(options: Demo, begin: Callable[[], Path], progress: Progress | None) -> dict[str, Any]:
+    """Each method at its own defaults; osp and pft start from one dense network, pbp trains its own on S_P alone."""
+    given = {"seed": options.seed, "device": options.device}
+    split, trained = runs.prepare(Osp(**given))
+    _, model = runs.prepare(Pbp(**given))
+    folder = begin()
+    outcomes = []
+
+    def shown(method: str) -> Progress | None:
+        return progress and (lambda stage, *rest: progress(f"{method}: {stage}", *rest))
+
+    checkpoints = folder / store.CHECKPOINTS
+    outcomes.append(runs.dense(Osp(**given), trained, split, checkpoints, shown("osp, pft")))
+    for kind in (Osp, Pft):
+        name = kind.__name__.lower()
+        outcomes.append(runs.prune(kind(**given), copy.deepcopy(trained), split, checkpoints / name, shown(name)))
+    own = checkpoints / "pbp"
+    first = runs.dense(Pbp(**given), model, split, own, shown("pbp"))
+    outcomes.append(runs.prune(Pbp(**given), model, split, own, shown("pbp")))
+
+    history = []
+    for outcome in outcomes:
+        store.write_model(folder / f"model-{outcome.method}.safetensors", outcome.model)
+        rows = first.history + outcome.history if outcome.method == "pbp" else outcome.history
+        history += [{"method": outcome.method, **row} for row in rows]
+    store.write_metrics(folder, history)
+    certificate = outcomes[-1].certificate
+    assert certificate is not None, "pbp certifies"
+    runs.certified(folder, certificate)
+    return {"rows": [outcome.row for outcome in outcomes], "certificate": certificate.as_dict()}

@@ -1,0 +1,293 @@
+"""Figures of a run folder, each with the CSV behind it; without matplotlib the CSVs alone are written."""
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from pacprune import bounds
+from pacprune.checkpoint import write_atomically
+from pacprune.experiments import store
+
+HINT = 'no figures were drawn, since matplotlib is not installed: pip install "pacprune[plot]"'
+# Okabe and Ito's colours: told apart by colour-blind readers.
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#7F7F7F"
+STAGES = {"dense": GREY, "masks": ORANGE, "prior": ORANGE, "posterior": PURPLE, "tune": BLUE}
+METHODS = {"dense": GREY, "osp": BLUE, "pft": ORANGE, "pbp": PURPLE}
+
+Table = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a report: its files and what a reader should see in it."""
+
+    name: str
+    caption: str
+    csv: Path
+    png: Path | None
+
+
+def draw(folder: Path, result: dict[str, Any]) -> list[Figure]:
+    """Writes figures/NAME.csv and, with matplotlib, figures/NAME.png for everything the run has to show."""
+    found = []
+    for name, (table, caption, paint) in _PLOTS.items():
+        rows = table(folder, result)
+        if not rows:
+            continue
+        path = folder / "figures" / f"{name}.csv"
+        write_atomically(path, _csv(rows))
+        picture = _png(paint, rows)
+        if picture is not None:
+            write_atomically(path.with_suffix(".png"), picture)
+        found.append(Figure(name, caption, path, None if picture is None else path.with_suffix(".png")))
+    return found
+
+
+def _csv(rows: Table) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def _png(paint: Callable[[Any, Table], None], rows: Table) -> bytes | None:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure as Canvas
+    except ImportError:
+        return None
+    look = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11}
+    with matplotlib.rc_context(look):
+        canvas = Canvas(layout="constrained")
+        paint(canvas, rows)
+        content = io.BytesIO()
+        canvas.savefig(content, format="png", dpi=130)
+    return content.getvalue()
+
+
+# --- Test error of every method (where there is more than one to compare).
+
+
+def _methods_table(folder: Path, result: dict[str, Any]) -> Table:
+    return result["rows"] if len(result["rows"]) > 1 else []
+
+
+def _methods(canvas: Any, rows: Table) -> None:
+    canvas.set_size_inches(7, 0.6 + 0.55 * len(rows))
+    axes = canvas.subplots()
+    names = [f"{row['method']} ({row['sparsity']:.0%} pruned)" for row in rows]
+    values = [row["test_error"] for row in rows]
+    axes.barh(names, values, height=0.6, color=[METHODS[row["method"]] for row in rows])
+    for place, row in enumerate(rows):
+        axes.text(row["test_error"], place, f" {row['test_error']:.3f}", va="center")
+    shown = {"certificate": ("D", "certificate"), "held_out": ("s", "held-out baseline")}
+    for key, (marker, label) in shown.items():
+        proved = [(row[key], place) for place, row in enumerate(rows) if row[key] is not None]
+        if proved:
+            axes.plot(*zip(*proved, strict=True), marker, color="black", mfc="none" if key == "held_out" else "black", label=label)
+            axes.legend(frameon=False, loc="lower right")
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("fraction of test examples that are wrong")
+    axes.set_title("Test error, one run (random: split, weights, data order, draws)", loc="left")
+
+
+# --- Training curves.
+
+
+def _curves_table(folder: Path, result: dict[str, Any]) -> Table:
+    steps: dict[str, int] = {}
+    rows = []
+    for row in store.metrics(folder):
+        method = row.get("method", result["command"])
+        steps[method] = steps.get(method, 0) + 1
+        rows.append(
+            {
+                "method": method,
+                "stage": row["stage"],
+                "epoch": steps[method],
+                "loss": row["loss"],
+                "expected_sparsity": row.get("expected_sparsity"),
+            }
+        )
+    return rows
+
+
+def _curves(canvas: Any, rows: Table) -> None:
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    canvas.set_size_inches(max(6.5, 2.4 * len(methods)), 4.2)
+    grid = canvas.subplots(2, len(methods), sharex="col", sharey="row", squeeze=False)
+    for (above, below), method in zip(grid.T, methods, strict=True):
+        own = [row for row in rows if row["method"] == method]
+        for stage in dict.fromkeys(row["stage"] for row in own):
+            part = [row for row in own if row["stage"] == stage]
+            x = [row["epoch"] for row in part]
+            above.plot(x, [row["loss"] for row in part], color=STAGES[stage], lw=2, marker=".", ms=3, label=stage)
+            if part[0]["expected_sparsity"] is not None:
+                below.plot(x, [row["expected_sparsity"] for row in part], color=STAGES[stage], lw=2, marker=".", ms=3)
+        above.set_yscale("log")
+        above.set_title(method, loc="left")
+        above.legend(frameon=False, fontsize=8)
+        below.set_xlabel("epoch")
+        below.set_ylim(-0.03, 1.03)
+    grid[0][0].set_ylabel("training loss")
+    grid[1][0].set_ylabel("expected sparsity")
+    canvas.suptitle("Training of one run (random: weights, data order, sampled masks)", x=0.01, ha="left", fontsize=11)
+
+
+# --- Sparsity per layer.
+
+
+def _layers_table(folder: Path, result: dict[str, Any]) -> Table:
+    rows = []
+    for path in sorted(folder.glob("model*.safetensors")):
+        method = path.stem.partition("-")[2] or result["command"]
+        for name, weight in load_file(path).items():
+            if weight.ndim >= 2 and method != "dense":
+                pruned = float((weight == 0).mean())
+                rows.append({"method": method, "layer": name, "weights": weight.size, "sparsity": pruned})
+    return rows
+
+
+def _layers(canvas: Any, rows: Table) -> None:
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    layers = list(dict.fromkeys(row["layer"] for row in rows))
+    canvas.set_size_inches(7, 1.1 + 0.2 * len(layers) * (1 + len(methods) / 2))
+    axes = canvas.subplots()
+    height = 0.8 / len(methods)
+    for number, method in enumerate(methods):
+        own = {row["layer"]: row for row in rows if row["method"] == method}
+        places = [place + (number + 0.5) * height - 0.4 for place in range(len(layers))]
+        axes.barh(places, [own[layer]["sparsity"] for layer in layers], height * 0.9, color=METHODS[method], label=method)
+    sizes = {row["layer"]: row["weights"] for row in rows}
+    axes.set_yticks(range(len(layers)), [f"{layer}\n({sizes[layer]:,})" for layer in layers], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("fraction of the layer's weights that are zero")
+    axes.set_title("Where the zeros are (counted in the saved network)", loc="left")
+    if len(methods) > 1:
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+# --- Keep probabilities of P and Q.
+
+_BINS = 40
+
+
+def _keep_table(folder: Path, result: dict[str, Any]) -> Table:
+    path = folder / "certificate" / "tensors.safetensors"
+    if not path.exists():
+        return []
+    tensors = load_file(path)
+    edges = np.linspace(0, 1, _BINS + 1)
+    counts = {}
+    for part in ("prior", "posterior"):
+        values = [t.reshape(-1) for name, t in tensors.items() if name.startswith(f"{part}/keep_prob/")]
+        counts[part] = np.histogram(np.concatenate(values), edges)[0]
+    return [
+        {"from": float(edges[i]), "to": float(edges[i + 1]), **{part: int(count[i]) for part, count in counts.items()}}
+        for i in range(_BINS)
+    ]
+
+
+def _keep(canvas: Any, rows: Table) -> None:
+    canvas.set_size_inches(7, 3)
+    axes = canvas.subplots()
+    edges = [row["from"] for row in rows] + [rows[-1]["to"]]
+    axes.stairs([row["prior"] for row in rows], edges, fill=True, color=ORANGE, alpha=0.55, label="prior P")
+    axes.stairs([row["posterior"] for row in rows], edges, color=PURPLE, lw=2, label="posterior Q")
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.7)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("keep probability of a weight")
+    axes.set_ylabel("weights")
+    axes.legend(frameon=False, loc="upper center")
+    axes.set_title("Keep probabilities: each network drawn keeps a weight with this chance", loc="left")
+
+
+# --- What a certificate is made of.
+
+
+def _certificate_table(folder: Path, result: dict[str, Any]) -> Table:
+    path = folder / "certificate" / "certificate.json"
+    if not path.exists():
+        return []
+    c = json.loads(path.read_text())
+    held = c["held_out_errors"] / c["n"]
+    free = bounds.seeger(c["risk_upper"], n=c["n"], kl=0.0, delta=c["ledger"]["pac_bayes"] / c["ledger"]["grid"])
+    return [
+        {
+            "certificate": "posterior Q",
+            "empirical risk": c["risk"],
+            "Monte Carlo": c["risk_upper"] - c["risk"],
+            "confidence": free - c["risk_upper"],
+            "KL": c["bound"] - free,
+            "total": c["bound"],
+        },
+        {"certificate": "prior P (Q = P)", "total": c["q_equals_p"]},
+        {"certificate": "held-out baseline", "empirical risk": held, "confidence": c["held_out"] - held, "total": c["held_out"]},
+    ]
+
+
+def _certificate(canvas: Any, rows: Table) -> None:
+    canvas.set_size_inches(7, 2.6)
+    axes = canvas.subplots()
+    colours = {"empirical risk": BLUE, "Monte Carlo": ORANGE, "confidence": "#56B4E9", "KL": PURPLE}
+    for place, row in enumerate(rows):
+        left = 0.0
+        for key, colour in colours.items():
+            axes.barh(place, row.get(key, 0.0), 0.6, left=left, color=colour, label=key if place == 0 else None)
+            left += row.get(key, 0.0)
+        if not left:
+            axes.barh(place, row["total"], 0.6, color="#D0D0D0")
+        axes.text(row["total"], place, f" {row['total']:.4f}", va="center")
+    axes.set_yticks(range(len(rows)), [row["certificate"] for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel("bound on the error rate on new data")
+    axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.28), fontsize=9)
+    axes.set_title("What the certificate is made of (random: bound examples, drawn networks)", loc="left")
+
+
+_PLOTS: dict[str, tuple[Callable[[Path, dict[str, Any]], Table], str, Callable[[Any, Table], None]]] = {
+    "methods": (
+        _methods_table,
+        "How often each network is wrong on test examples that no training has seen. A certificate is a promise about "
+        "all new data, so it lies above the test error.",
+        _methods,
+    ),
+    "certificate": (
+        _certificate_table,
+        "The posterior's certificate, piece by piece: its error on the bound examples, the price of estimating that by "
+        "sampling, the price of confidence, and the KL divergence it paid to differ from the prior. The lowest of the "
+        "three totals is the one to use.",
+        _certificate,
+    ),
+    "layers": (
+        _layers_table,
+        "Pruning is decided over the whole network at once, so layers end up unequally sparse. In brackets: the weights "
+        "of the layer.",
+        _layers,
+    ),
+    "curves": (
+        _curves_table,
+        "The training loss per stage, and the expected sparsity wherever the mask is random. In the posterior stage the "
+        "loss is the bound itself, which is why its scale differs.",
+        _curves,
+    ),
+    "keep_prob": (
+        _keep_table,
+        "How sure the random masks are: a weight at 0 is nearly always pruned and one at 1 nearly always kept.",
+        _keep,
+    ),
+}
+"""Name -> (rows of the CSV, caption, painter); a report shows them in this order."""

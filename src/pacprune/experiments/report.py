@@ -1,0 +1,179 @@
+"""report.html: one file that explains a run to somebody who was not there; no script, nothing from the network."""
+
+import base64
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from pacprune.checkpoint import write_atomically
+from pacprune.experiments import options as opt
+from pacprune.experiments import plots, store
+
+TITLES = {
+    "demo": "Three ways to prune a network, and one proof",
+    "osp": "One-shot pruning",
+    "pft": "Probabilistic fine-tuning",
+    "pbp": "PAC-Bayes pruning, with a certificate",
+}
+METHODS = {
+    "dense": "the network before pruning",
+    "osp": "one-shot pruning: rank the weights once, drop the rest, fine-tune",
+    "pft": "probabilistic fine-tuning: learn which weights to keep while training them",
+    "pbp": "PAC-Bayes pruning: a random sparse network, whose error on new data is bounded by a proof",
+}
+COLUMNS = {
+    "method": "Method",
+    "sparsity": "Sparsity",
+    "test_error": "Test error",
+    "certificate": "Certificate",
+    "held_out": "Held-out baseline",
+}
+MEANINGS = {
+    "Sparsity": "the fraction of the weights that are zero; for pbp, the expected one of a network drawn at random",
+    "Test error": "the fraction of wrong answers on the test part, which no training has seen; for pbp, the mean over "
+    "networks drawn at random",
+    "Certificate": "a proved upper bound on the error rate on new data: it holds before any test data are seen",
+    "Held-out baseline": "the simplest proof, to judge the certificate by: the prior's thresholded network and an exact "
+    "binomial (Clopper-Pearson) bound on the same examples",
+}
+
+
+def write(folder: Path, result: dict[str, Any]) -> Path:
+    """Draws the figures of a run folder and writes report.html beside them."""
+    command, options = store.recorded(folder)
+    figures = plots.draw(folder, result)
+    path = folder / "certificate" / "certificate.json"
+    body = [
+        f"<h1>{TITLES[command]}</h1>",
+        f"<p>{escape(_summary(result))}</p>",
+        _table(result["rows"]),
+        _certificate(json.loads(path.read_text())) if path.exists() else "",
+        *(_figure(figure, folder) for figure in figures),
+        "" if all(figure.png for figure in figures) else f"<p>{escape(plots.HINT)}</p>",
+        _asked(command, options, result),
+    ]
+    page = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>pacprune: {escape(TITLES[command])}</title>
+<style>{_STYLE}</style>
+</head>
+<body><main>
+{chr(10).join(part for part in body if part)}
+</main></body>
+</html>
+"""
+    write_atomically(folder / "report.html", page.encode())
+    return folder / "report.html"
+
+
+def cell(name: str, value: Any) -> str:
+    """One cell of the table: four decimals, certificates rounded up, a dash for what a method does not give."""
+    if value is None:
+        return "–"
+    if name in ("certificate", "held_out"):
+        return f"{-(-value * 1e4 // 1) / 1e4:.4f}"
+    return value if isinstance(value, str) else f"{value:.4f}"
+
+
+def _summary(result: dict[str, Any]) -> str:
+    rows = {row["method"]: row for row in result["rows"]}
+    wrong = [f"{name} {row['test_error']:.1%}" for name, row in rows.items()]
+    text = f"Wrong answers on the test part: {', '.join(wrong)}."
+    if "pbp" in rows:
+        bound = cell("certificate", rows["pbp"]["certificate"])
+        text += f" For a network drawn by pbp, the error rate on new data is certified to be at most {bound}."
+    return text
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = "".join(f"<th>{title}</th>" for title in COLUMNS.values())
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td>{cell(name, row[name])}</td>" for name in COLUMNS if name != "method")
+        lines.append(f"<tr><th>{row['method']}<small>{METHODS[row['method']]}</small></th>{cells}</tr>")
+    proved = any(row["certificate"] is not None for row in rows)
+    shown = [title for title in MEANINGS if proved or title in ("Sparsity", "Test error")]
+    meanings = "".join(f"<dt>{title}</dt><dd>{MEANINGS[title]}.</dd>" for title in shown)
+    return (
+        f'<div class="wide"><table id="results"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+        f"<p><small>All numbers are fractions between 0 and 1.</small></p><dl>{meanings}</dl>"
+    )
+
+
+def _certificate(c: dict[str, Any]) -> str:
+    ledger, split = c["ledger"], c["split"]
+    facts = [
+        f"Empirical risk {c['risk']:.4f}: the mean error of {c['draws']:,} networks drawn from Q, each on its own random "
+        f"{c['batch']} of the {c['n']:,} bound examples; with Monte-Carlo uncertainty, at most {c['risk_upper']:.4f}.",
+        f"KL(Q||P) = {c['kl']:.3f} nats: how far the posterior Q moved from the prior P. P was made from {split['prior']:,} "
+        "other examples and written to disk before the bound examples were read.",
+        f"Q = P gives {cell('certificate', c['q_equals_p'])}: what the prior is worth without training on the bound examples.",
+        f"Held-out baseline {cell('held_out', c['held_out'])}: {c['held_out_errors']} mistakes of one fixed network on the "
+        f"same {c['n']:,} examples.",
+        f"The paper's theorem gives {cell('certificate', c['paper'])} for the same numbers; it is never below the certificate.",
+        f"The statement may fail with probability {ledger['delta']:g} = {ledger['pac_bayes']:g} for the PAC-Bayes bound + "
+        f"{ledger['monte_carlo']:g} for the sampled networks.",
+        "Assumed: the bound examples and the new data are drawn independently from one distribution, with labels as noisy "
+        f"as these; {split['duplicates']} bound examples also occur, to the byte, among the prior's.",
+    ]
+    items = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
+    return (
+        f'<section><h2>The certificate</h2><blockquote id="statement">{escape(c["statement"])}</blockquote>'
+        f'<p id="winner"><strong>{escape(_sentence(c["winner"]))}</strong></p><ul>{items}</ul>'
+        '<p>All numbers and hashes: <a href="certificate/certificate.json">certificate.json</a></p></section>'
+    )
+
+
+def _sentence(words: str) -> str:
+    return words[0].upper() + words[1:] + "."
+
+
+def _figure(figure: plots.Figure, folder: Path) -> str:
+    image = ""
+    if figure.png is not None:
+        content = base64.b64encode(figure.png.read_bytes()).decode()
+        image = f'<img alt="{escape(figure.caption)}" src="data:image/png;base64,{content}">'
+    link = f'<a href="{figure.csv.relative_to(folder).as_posix()}">data (CSV)</a>'
+    return f'<figure id="{figure.name}">{image}<figcaption>{escape(figure.caption)} {link}</figcaption></figure>'
+
+
+def _asked(command: str, options: Any, result: dict[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><th>{name}</th><td>{escape(str(value))}</td></tr>"
+        for name, value in opt.identity(options).items()
+        if value is not None
+    )
+    return (
+        "<section><h2>How to do it again</h2>"
+        f'<pre id="command">{escape(opt.command_line(command, options))}</pre>'
+        f"<details><summary>Every option of this run</summary><table>{rows}</table></details>"
+        f"<p><small>pacprune {escape(result['version'])}, torch {escape(result['torch'])}</small></p></section>"
+    )
+
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --paper: #ffffff; --line: #d8dee6; --tint: #f3f6fa;
+  --mark: #0072b2; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; --soft: #a3adba; --paper: #15191f; --line: #343c47;
+  --tint: #1e242c; --mark: #6cb8e6; } }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
+main { max-width: 52rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 .75rem; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem; }
+a { color: var(--mark); } small { color: var(--soft); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: .5rem .75rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
+th:first-child { text-align: left; } tbody th small { display: block; font-weight: normal; max-width: 22rem; }
+thead th { border-bottom: 2px solid var(--ink); }
+details table { width: auto; } details td { text-align: left; } details th { font-weight: normal; color: var(--soft); }
+dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: var(--soft); }
+blockquote { margin: 0; padding: .9rem 1.1rem; background: var(--tint); border-left: 4px solid var(--mark); }
+figure { margin: 2.25rem 0; } figcaption { color: var(--soft); margin-top: .5rem; }
+img { display: block; max-width: 100%; background: #fff; border: 1px solid var(--line); border-radius: 6px; padding: 8px;
+  box-sizing: border-box; }
+pre { background: var(--tint); padding: .8rem 1rem; overflow-x: auto; border-radius: 6px; }
+"""

@@ -1,0 +1,225 @@
+"""The commands osp, pft and pbp: from options to a finished run folder."""
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pacprune import __version__, data, models, pipelines, scores, weights
+from pacprune.certificate import Certificate
+from pacprune.data import Split
+from pacprune.evaluate import error, gibbs_error
+from pacprune.experiments import options as opt
+from pacprune.experiments import report, store
+from pacprune.experiments.options import Options, Osp, Pbp, Pft
+from pacprune.layers import attach, harden, read
+from pacprune.loop import Config, History, Progress
+from pacprune.masks import top_k
+from pacprune.spikeslab import block_isotropic
+from pacprune.train import fit, fit_posterior
+
+FEW = 64
+"""Examples that a rehearsal looks at."""
+TEST_DRAWS = 20
+"""Networks drawn from Q to estimate its Gibbs error on the test part."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """One row of the table, the plain network behind it and how it was trained."""
+
+    method: str
+    sparsity: float
+    test_error: float
+    model: nn.Module
+    history: History
+    certificate: Certificate | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The table's row; certificate and held-out baseline are None where there is none."""
+        proved = self.certificate
+        return {
+            "method": self.method,
+            "sparsity": self.sparsity,
+            "test_error": self.test_error,
+            "certificate": proved.bound if proved else None,
+            "held_out": proved.held_out if proved else None,
+        }
+
+
+Work = Callable[[Any, Callable[[], Path], Progress | None], dict[str, Any]]
+"""(options, begin, progress) -> result; `begin` makes the run folder and is called once all input has been checked."""
+
+
+def execute(command: str, options: Any, work: Work, *, out: Path | None, progress: Progress | None) -> dict[str, Any]:
+    """Runs a command in its folder: returns at once when it is finished there, goes on when it was broken off."""
+    folder = out if out is not None else Path("runs") / opt.run_name(command, options)
+    done = store.claim(folder, command, options)
+    if done is not None:
+        store.drop_checkpoints(folder)
+        return done
+    taken_up = (folder / "config.toml").exists()
+    try:
+        # The networks for the digits are so small that a second thread costs time.
+        with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
+            found = work(options, partial(store.begin, folder, command, options), progress)
+        common = {"command": command, "folder": str(folder), "version": __version__, "torch": torch.__version__}
+        found = common | opt.identity(options) | found
+        report.write(folder, found)
+        store.finish(folder, found)
+    except ValueError:
+        # The same input fails the same way: nothing here is worth keeping.
+        if not taken_up:
+            store.discard(folder)
+        raise
+    return found
+
+
+def single(options: Options, begin: Callable[[], Path], progress: Progress | None) -> dict[str, Any]:
+    """The work of osp, pft and pbp."""
+    split, model = prepare(options)
+    rehearse(options, model, split)
+    folder = begin()
+    outcomes = []
+    if options.dense_epochs:
+        outcomes.append(dense(options, model, split, folder / store.CHECKPOINTS, progress))
+    outcomes.append(prune(options, model, split, folder / store.CHECKPOINTS, progress))
+    last = outcomes[-1]
+    store.write_model(folder / "model.safetensors", last.model)
+    store.write_metrics(folder, [row for outcome in outcomes for row in outcome.history])
+    total, counted = weights.total(last.model), weights.sparsity(last.model)
+    found = {
+        "rows": [outcome.row for outcome in outcomes],
+        "sparsity": counted,
+        "kept": total - round(counted * total),
+        "total": total,
+        "test_error": last.test_error,
+        "dense_error": outcomes[0].test_error if options.dense_epochs else None,
+    }
+    if last.certificate:
+        found |= certified(folder, last.certificate)
+        found["expected_sparsity"] = last.sparsity
+        found["thresholded_error"] = error(last.model, split.test)
+    return found
+
+
+def certified(folder: Path, certificate: Certificate) -> dict[str, Any]:
+    """Saves the certificate with the prior that was written before the bound set was read; returns its numbers."""
+    certificate.save(folder / "certificate")
+    written = next((folder / store.CHECKPOINTS).rglob("prior.safetensors"))
+    os.replace(written, folder / "prior.safetensors")
+    names = ("risk", "kl", "n", "held_out", "q_equals_p", "winner", "statement")
+    numbers = {name: getattr(certificate, name) for name in names}
+    return {"certificate": certificate.bound, "delta": certificate.ledger.delta, **numbers}
+
+
+def prepare(options: Any) -> tuple[Split, nn.Module]:
+    """The data and the untrained network, on the device."""
+    device = check_device(options.device)
+    split = data.load(
+        options.data, prior_fraction=options.prior_fraction, seed=options.seed, data_dir=options.data_dir
+    )
+    return split, models.build(options.model, split, seed=options.seed).to(device)
+
+
+def check_device(name: str) -> torch.device:
+    """The device, if a tensor can be put there."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the device {name!r} cannot be used here ({reason}); use --device cpu") from None
+
+
+def rehearse(options: Options, model: nn.Module, split: Split) -> None:
+    """The run without a single epoch, on a copy and a few examples: bad input is found before anything is written."""
+    model, few = copy.deepcopy(model), torch.arange(FEW)
+    stage(options, epochs=options.dense_epochs)
+    config = replace(stage(options, epochs=options.epochs), epochs=0)
+    if not isinstance(options, Pbp):
+        procedure(options)(model, split.train.subset(few[: len(split.train)]), config)
+        return
+    few = few[: min(len(split.prior), len(split.bound))]
+    split = replace(split, prior=split.prior.subset(few), bound=split.bound.subset(few))
+    found = scores.score(options.criterion, model, split.prior, seed=options.seed)
+    mask = top_k(found, sparsity=options.sparsity)
+    attach(model, block_isotropic(model, mask, eps=options.eps, std=options.std))
+    last = replace(posterior(options), epochs=0)
+    with tempfile.TemporaryDirectory() as out:
+        fit_posterior(
+            model, read(model), split, last, delta=options.delta, objective=options.objective, out=out
+        )
+
+
+def stage(options: Options, *, epochs: int) -> Config:
+    """How dense training (or what follows it) is done."""
+    return Config(
+        epochs=epochs,
+        lr=options.lr,
+        gate_lr="auto" if options.gate_lr is None else options.gate_lr,
+        batch_size=options.batch_size,
+        schedule=options.schedule,
+        weight_decay=options.weight_decay,
+        augment=options.augment,
+        amp=options.amp,
+    )
+
+
+def posterior(options: Pbp) -> Config:
+    """How Q is trained: its own epochs and learning rate, no augmentation (the bound is on the examples as they are)."""
+    return Config(epochs=options.posterior_epochs, lr=options.posterior_lr, batch_size=options.batch_size)
+
+
+def procedure(options: Options) -> Callable[..., Any]:
+    """The pipeline of these options, with everything given but model, data, config, folder and progress."""
+    common = {"sparsity": options.sparsity, "criterion": options.criterion, "seed": options.seed}
+    if isinstance(options, Osp):
+        return partial(pipelines.osp, **common, scope=options.scope, min_per_layer=options.min_per_layer)
+    if isinstance(options, Pft):
+        own = {name: getattr(options, name) for name in ("recipe", "mask_share", "eps", "min_per_layer")}
+        return partial(pipelines.pft, **common, **own)
+    assert isinstance(options, Pbp)
+    own = {name: getattr(options, name) for name in ("eps", "std", "delta", "objective")}
+    return partial(pipelines.pbp, **common, **own, posterior=posterior(options))
+
+
+def dense(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress | None) -> Outcome:
+    """Dense training, in place: on S_P for pbp, whose prior may see nothing else, and on S otherwise."""
+    part = split.prior if isinstance(options, Pbp) else split.train
+    config = stage(options, epochs=options.dense_epochs)
+    path = folder / "dense.pt"
+    history = fit(model, part, config, seed=options.seed, stage="dense", checkpoint=path, progress=progress)
+    return Outcome("dense", 0.0, error(model, split.test), copy.deepcopy(model), history)
+
+
+def prune(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress | None) -> Outcome:
+    """Prunes the network in place by the procedure of its options, and measures it."""
+    run, config = partial(procedure(options), folder=folder, progress=progress), stage(options, epochs=options.epochs)
+    if not isinstance(options, Pbp):
+        found = run(model, split.train, config)
+        method = "osp" if isinstance(options, Osp) else "pft"
+        return Outcome(method, found.sparsity, error(found.model, split.test), found.model, found.history)
+    found = run(model, split, config)
+    gibbs = gibbs_error(found.model, split.test, draws=TEST_DRAWS)
+    plain = harden(copy.deepcopy(found.model))
+    return Outcome("pbp", found.posterior.sparsity, gibbs, plain, found.history, found.certificate)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on one thread, and then on as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,101 @@
+"""Run folders: named by what was asked, taken up again where they stopped, never shared by two runs."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import nn
+
+from pacprune.checkpoint import write_atomically
+from pacprune.experiments import options as opt
+from pacprune.loop import History
+
+CHECKPOINTS = "checkpoints"
+
+
+def claim(folder: Path, command: str, options: Any) -> dict[str, Any] | None:
+    """The result when this very run is finished in `folder`, None when it is to be begun or taken up again.
+
+    Raises, and touches nothing, when the folder holds something else.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, not a folder; choose another --out")
+    # A .part is all that a process killed at its very first write leaves.
+    if not folder.exists() or all(file.suffix == ".part" for file in folder.iterdir()):
+        return None
+    if not (folder / "config.toml").is_file():
+        raise ValueError(f"{folder} is not empty and holds no config.toml, so it is not a run; choose another --out")
+    of, own = recorded(folder)
+    if of != command:
+        raise ValueError(f"{folder} holds a run of {of!r}, this is {command!r}; choose another --out")
+    asked, found = opt.identity(options), opt.identity(own)
+    for name in asked:
+        if asked[name] != found[name]:
+            raise ValueError(
+                f"{folder} belongs to another run: {name} is {found[name]!r} there and {asked[name]!r} here; "
+                "choose another --out"
+            )
+    return result(folder) if (folder / "result.json").exists() else None
+
+
+def begin(folder: Path, command: str, options: Any) -> Path:
+    """Makes the folder and writes down what was asked, unless that was done before."""
+    if not (folder / "config.toml").exists():
+        write_atomically(folder / "config.toml", opt.to_toml(command, options).encode())
+    return folder
+
+
+def finish(folder: Path, found: dict[str, Any]) -> None:
+    """Writes result.json, which marks the run as finished, and drops the checkpoints."""
+    write_atomically(folder / "result.json", (json.dumps(found, indent=2) + "\n").encode())
+    drop_checkpoints(folder)
+
+
+def drop_checkpoints(folder: Path) -> None:
+    """Checkpoints serve a run that is not finished; afterwards they are only large."""
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Deletes all that a failed run wrote; the folder too."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def recorded(folder: Path) -> tuple[str, Any]:
+    """(command, options) as config.toml has them."""
+    path = folder / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no config.toml, so it is not a run folder; name one, such as runs/demo")
+    command = next((name for name in opt.COMMANDS if path.read_text().startswith(f'command = "{name}"\n')), None)
+    if command is None:
+        raise ValueError(f"{path} does not begin with a command of pacprune; it was not written by a run")
+    return command, opt.COMMANDS[command](**opt.from_toml(path, command))
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """The result of a finished run, with the folder it is in now."""
+    path = folder / "result.json"
+    if not path.is_file():
+        raise ValueError(f"the run in {folder} is not finished: it has no result.json; run its command again")
+    try:
+        return {**json.loads(path.read_text()), "folder": str(folder)}
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}); delete it and run the command again") from None
+
+
+def write_model(path: Path, model: nn.Module) -> None:
+    """The plain state dict, zeros included, as safetensors."""
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    write_atomically(path, save(state))
+
+
+def write_metrics(folder: Path, history: History) -> None:
+    """One JSON line per epoch."""
+    write_atomically(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in history).encode())
+
+
+def metrics(folder: Path) -> History:
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
