@@ -9,19 +9,41 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pacprune import bounds
+from pacprune import bounds, montecarlo
 from pacprune.bounds import Ledger
 
 N, KL, DELTA = 500, 20.0, 0.05
+EXCESS = {"reference_errors": 1200, "plus": 0.011, "minus": 0.011, "n": 12_000, "kl": 500.0}
+EXCESS |= {"delta_reference": 0.025, "delta": 0.025}
 RISKS = (0.0, 1e-12, 0.004, 0.1, 0.5, 0.9, 0.998, 1.0)
+
+
+def excess_loss(risk: float, n: int, kl: float, delta: float) -> float:
+    # The reference network has the risk of Q and differs from it in error on a tenth of min(risk, 1 - risk).
+    part = min(risk, 1.0 - risk) / 20
+    errors = math.ceil(risk * n)
+    return bounds.excess_loss(
+        reference_errors=errors, plus=part, minus=part, n=n, kl=kl, delta_reference=delta, delta=delta
+    )
+
 
 # One row per bound, as a function of (risk, n, kl, delta); a bound without a KL ignores it.
 CONTRACT: dict[str, Callable[[float, int, float, float], float]] = {
     "seeger": lambda risk, n, kl, delta: bounds.seeger(risk, n=n, kl=kl, delta=delta),
     "paper": lambda risk, n, kl, delta: bounds.paper(risk, n=n, kl=kl, delta=delta),
-    "chernoff": lambda risk, n, _, delta: bounds.chernoff(risk, draws=n, delta=delta),
+    "catoni": lambda risk, n, kl, delta: bounds.catoni(risk, n=n, kl=kl, delta=delta),
+    "catoni, c = 1": lambda risk, n, kl, delta: bounds.catoni(risk, n=n, kl=kl, delta=delta, c=1.0),
+    "excess_loss": excess_loss,
     "clopper_pearson": lambda risk, n, _, delta: bounds.clopper_pearson(math.ceil(risk * n), n=n, delta=delta),
-    "betting": lambda risk, n, _, delta: bounds.betting(np.full(n, risk), delta=delta),
+    "disintegrated": lambda risk, n, kl, delta: bounds.disintegrated(
+        math.ceil(risk * n), n=n, log_ratio=kl, delta=delta
+    ),
+    "agreement": lambda risk, n, kl, delta: bounds.agreement(
+        bounds.seeger(risk, n=n, kl=kl, delta=delta), disagreements=n // 100, m=n, delta=delta
+    ),
+    "vote": lambda risk, n, kl, delta: bounds.vote(bounds.seeger(risk, n=n, kl=kl, delta=delta)),
+    "chernoff": lambda risk, n, _, delta: montecarlo.chernoff(risk, draws=n, delta=delta),
+    "betting": lambda risk, n, _, delta: montecarlo.betting(np.full(n, risk), delta=delta),
 }
 every_bound = pytest.mark.parametrize("bound", CONTRACT.values(), ids=CONTRACT)
 
@@ -79,22 +101,39 @@ def test_refuses_bad_risk_and_delta(bound, risk, delta):
         (lambda: bounds.seeger(0.1, n=10, kl=-1e-9, delta=0.05), "kl is -1e-09"),
         (lambda: bounds.seeger(math.nan, n=10, kl=1.0, delta=0.05), "risk is nan"),
         (lambda: bounds.paper(math.nan, n=10, kl=1.0, delta=0.05), "risk is nan"),
-        (lambda: bounds.chernoff(math.nan, draws=10, delta=0.05), "risk is nan"),
         (lambda: bounds.paper(0.1, n=-3, kl=1.0, delta=0.05), "n is -3"),
         (lambda: bounds.paper(0.1, n=10, kl=-1.0, delta=0.05), "kl is -1.0"),
-        (lambda: bounds.chernoff(0.1, draws=0, delta=0.05), "draws is 0"),
         (lambda: bounds.clopper_pearson(-1, n=10, delta=0.05), "errors is -1"),
         (lambda: bounds.clopper_pearson(11, n=10, delta=0.05), "errors is 11, but there are only n = 10"),
         (lambda: bounds.clopper_pearson(0, n=0, delta=0.05), "n is 0"),
-        (lambda: bounds.betting([0.1, 1.2], delta=0.05), "value 1 is 1.2"),
-        (lambda: bounds.betting([math.nan], delta=0.05), "value 0 is nan"),
+        (lambda: bounds.kl_inverse_lower(-0.5, 1.0), "q is -0.5"),
+        (lambda: bounds.kl_inverse_lower(0.5, math.nan), "c is nan"),
+        (lambda: bounds.catoni(0.1, n=10, kl=1.0, delta=0.05, c=0.0), "c is 0.0"),
+        (lambda: bounds.catoni(0.1, n=10, kl=1.0, delta=0.05, c=math.inf), "c is inf"),
+        (lambda: bounds.catoni(0.1, n=10, kl=1.0, delta=0.05, c=math.nan), "c is nan"),
+        (lambda: bounds.excess_loss(**EXCESS | {"plus": 1.1}), "plus is 1.1"),
+        (lambda: bounds.excess_loss(**EXCESS | {"minus": -0.1}), "minus is -0.1"),
+        (lambda: bounds.excess_loss(**EXCESS | {"delta": 1.5}), "delta is 1.5"),
+        (lambda: bounds.excess_loss(**EXCESS | {"delta_reference": 0.0}), "delta_reference is 0.0"),
+        (lambda: bounds.excess_loss(**EXCESS | {"reference_errors": 12_001}), "only n = 12000"),
+        (lambda: bounds.disintegrated(11, n=10, log_ratio=1.0, delta=0.05), "errors is 11, but there are only n = 10"),
+        (lambda: bounds.disintegrated(1, n=10, log_ratio=math.nan, delta=0.05), "log_ratio is nan"),
+        (lambda: bounds.disintegrated(1, n=10, log_ratio=-math.inf, delta=0.05), "log_ratio is -inf"),
+        (lambda: bounds.agreement(1.1, disagreements=1, m=10, delta=0.05), "gibbs_bound is 1.1"),
+        (lambda: bounds.agreement(0.1, disagreements=11, m=10, delta=0.05), "disagreements is 11, but .* only m = 10"),
+        (lambda: bounds.agreement(0.1, disagreements=1, m=0, delta=0.05), "m is 0"),
+        (lambda: bounds.vote(-0.1), "gibbs_bound is -0.1"),
         (lambda: Ledger(pac_bayes=0.0), "pac_bayes = 0.0"),
         (lambda: Ledger(monte_carlo=-0.01), "monte_carlo = -0.01"),
         (lambda: Ledger(pac_bayes=0.6, monte_carlo=0.4), "sum below 1"),
         (lambda: Ledger(pac_bayes=math.nan), "pac_bayes = nan"),
         (lambda: Ledger(grid=0), "grid is 0"),
         (lambda: Ledger.split(1.0), "delta is 1.0"),
-        (lambda: Ledger.split(0.05, monte_carlo_share=1.0), "monte_carlo_share is 1.0"),
+        (lambda: Ledger(reference=-0.01), "reference = -0.01"),
+        (lambda: Ledger(unlabelled=math.nan), "unlabelled = nan"),
+        (lambda: Ledger(certified=0), "certified is 0"),
+        (lambda: Ledger.split(0.05, monte_carlo_share=1.0), r"\[1.0, 0.0, 0.0\]"),
+        (lambda: Ledger.split(0.05, reference_share=-0.1), "reference = -0.005"),
     ],
 )
 def test_refusals_name_the_argument_and_its_value(call, message):
@@ -111,6 +150,16 @@ def test_kl_inverse_at_its_ends():
     assert bounds.kl_inverse(np.float32(0.1), 0.01) == bounds.kl_inverse(float(np.float32(0.1)), 0.01)
 
 
+def test_kl_inverse_lower_at_its_ends():
+    assert bounds.kl_inverse_lower(0.3, 0.0) == 0.3
+    for q, c in [(0.3, math.inf), (0.0, 0.2), (0.5, 1e6)]:
+        value = bounds.kl_inverse_lower(q, c)
+        assert (value, math.copysign(1.0, value)) == (0.0, 1.0)
+    for c in (1e-15, 1e-3, 1.0, 30.0):
+        assert bounds.kl_inverse_lower(1.0, c) == pytest.approx(math.exp(-c), rel=1e-12)
+        assert bounds.kl_inverse_lower(0.25, c) == pytest.approx(1.0 - bounds.kl_inverse(0.75, c), abs=1e-14)
+
+
 def test_seeger_is_never_above_the_paper():
     for n in (1, 2, 10, 1000, 12_000, 10**6, 10**12):
         for kl in (0.0, 1.0, 500.0, math.inf):
@@ -124,7 +173,7 @@ def test_one_example_and_no_information():
     assert bounds.seeger(0.0, n=1, kl=0.0, delta=0.05) == pytest.approx(0.975, rel=1e-13)
     assert bounds.clopper_pearson(0, n=1, delta=0.05) == pytest.approx(0.95, rel=1e-13)
     assert bounds.clopper_pearson(7, n=7, delta=0.05) == 1.0
-    assert bounds.chernoff(0.0, draws=1, delta=0.05) == pytest.approx(0.95, rel=1e-13)
+    assert montecarlo.chernoff(0.0, draws=1, delta=0.05) == pytest.approx(0.95, rel=1e-13)
 
 
 def test_known_values():
@@ -136,22 +185,69 @@ def test_known_values():
     assert bounds.kl_inverse(0.0103, math.log(2 / 0.01) / 10) == pytest.approx(0.443, abs=5e-4)
 
 
-def test_betting_at_its_ends():
-    assert bounds.betting([], delta=0.05) == 1.0
-    assert bounds.betting([1.0], delta=0.05) == 1.0
-    assert bounds.betting(np.ones(1000), delta=0.05) == 1.0
-    assert 0.98 < bounds.betting([0.0], delta=0.05) < 1.0
-    assert bounds.betting(np.zeros(10_000), delta=0.01) < 8.5 / 10_000
+def test_the_excess_loss_is_far_below_plain_kl_where_q_and_the_reference_agree():
+    # Risk .10, n = 12,000, KL = 500, 2.2 % of the examples differ in error; delta is .05 in all for both.
+    assert bounds.seeger(0.1, n=12_000, kl=500.0, delta=0.05) == pytest.approx(0.209, abs=5e-4)
+    assert bounds.excess_loss(**EXCESS) == pytest.approx(0.178, abs=5e-4)
 
 
-def test_the_betting_grid_is_geometric():
-    assert np.allclose(bounds.BETTING_GRID, np.geomspace(0.001, 0.95, 20), rtol=1e-14, atol=0.0)
+def test_excess_loss_stays_a_fraction():
+    better = {"reference_errors": 0, "plus": 0.0, "minus": 1.0, "n": 1000, "kl": 0.0}
+    assert 0.0 <= bounds.excess_loss(**better, delta_reference=0.05, delta=0.05) < 1e-15
+    assert bounds.excess_loss(**EXCESS | {"plus": 0.9, "minus": 0.0}) == 1.0
+
+
+def test_catoni_pays_for_its_grid():
+    assert np.allclose(bounds.CATONI_GRID, np.geomspace(0.02, 8.0, 20), rtol=1e-14, atol=0.0)
+    for risk, n, kl in [(0.0, 100, 0.0), (0.1, 12_000, 5.0), (0.5, 60_000, 0.0), (0.02, 500, 400.0)]:
+        each = [bounds.catoni(risk, n=n, kl=kl, delta=0.05 / 20, c=c) for c in bounds.CATONI_GRID]
+        assert bounds.catoni(risk, n=n, kl=kl, delta=0.05) == min(each)
+        # log 20 nats are the price: the same bound at KL + log 20 and the whole delta.
+        paid = [bounds.catoni(risk, n=n, kl=kl + math.log(20), delta=0.05, c=c) for c in bounds.CATONI_GRID]
+        assert min(each) == pytest.approx(min(paid), rel=1e-13)
+
+
+def test_the_catoni_grid_is_dense_enough():
+    # No c gives less than kl_inverse(risk, (KL + log(1/delta))/n), and the best c gives just that.
+    for risk in (0.005, 0.02, 0.1, 0.3, 0.5):
+        for n in (500, 5000, 60_000):
+            for kl in (0.0, 5.0, 100.0, 0.2 * n, 0.5 * n):
+                best = bounds.kl_inverse(risk, (kl + math.log(20 / 0.05)) / n)
+                gap = bounds.catoni(risk, n=n, kl=kl, delta=0.05) - risk
+                assert best - risk <= gap * (1.0 + 1e-12) < 1.013 * (best - risk)
+
+
+def test_catoni_with_a_fixed_c_beats_seeger_at_small_kl():
+    n, risk, delta = 5000, 0.1, 0.05
+    tail = (1.0 - math.log(delta)) / n
+    p = bounds.kl_inverse(risk, tail)
+    c = math.log(p * (1.0 - risk) / (risk * (1.0 - p)))
+    assert bounds.catoni(risk, n=n, kl=1.0, delta=delta, c=c) == pytest.approx(p, rel=1e-12)
+    # It pays what `seeger` would pay without xi(n): log xi(5000) is 4.5 nats.
+    assert bounds.catoni(risk, n=n, kl=1.0, delta=delta, c=c) < bounds.seeger(risk, n=n, kl=1.0, delta=delta) - 0.005
+
+
+def test_disintegrated_takes_the_ratio_of_the_draw():
+    n, delta = 1000, 0.05
+    same = bounds.disintegrated(100, n=n, log_ratio=30.0, delta=delta)
+    assert same == pytest.approx(bounds.seeger(0.1, n=n, kl=30.0, delta=delta), rel=1e-13)
+    values = [bounds.disintegrated(100, n=n, log_ratio=r, delta=delta) for r in (-1e9, -20.0, -5.0, 0.0, 9.0, math.inf)]
+    assert values == sorted(values)
+    assert values[0] == values[1] == pytest.approx(0.1, rel=1e-14)
+    assert 0.1 <= values[0] < values[2]
+    assert values[-1] == 1.0
+
+
+def test_agreement_and_vote_add_and_double():
+    assert bounds.agreement(0.1, disagreements=20, m=1000, delta=0.01) == pytest.approx(
+        0.1 + bounds.clopper_pearson(20, n=1000, delta=0.01), rel=1e-14
+    )
+    assert bounds.agreement(0.9, disagreements=200, m=1000, delta=0.01) == 1.0
+    assert (bounds.vote(0.1), bounds.vote(0.6), bounds.vote(0.0)) == (0.2, 1.0, 0.0)
 
 
 def test_speed_of_the_long_inputs():
-    values = np.random.default_rng(0).random(10_000)
     calls: list[Callable[[], float]] = [
-        lambda: bounds.betting(values, delta=0.01),
         lambda: bounds.clopper_pearson(30_000, n=60_000, delta=0.05),
         lambda: bounds.xi.__wrapped__(10**6),
     ]
@@ -175,11 +271,27 @@ def test_ledger_splits_delta_and_divides_by_the_grid():
     assert (Ledger.split().pac_bayes, Ledger.split().monte_carlo) == pytest.approx((0.04, 0.01))
 
 
+def test_ledger_with_every_entry():
+    ledger = Ledger.split(0.05, monte_carlo_share=0.2, reference_share=0.1, unlabelled_share=0.3, grid=2, certified=5)
+    assert ledger.delta == pytest.approx(0.05)
+    assert (ledger.reference, ledger.unlabelled, ledger.pac_bayes) == pytest.approx((0.005, 0.015, 0.02))
+    each = (ledger.pac_bayes_each, ledger.monte_carlo_each, ledger.reference_each, ledger.unlabelled_each)
+    assert each == pytest.approx((0.002, 0.001, 0.0005, 0.0015))
+    assert ledger.delta_each == pytest.approx(0.005)
+    assert sum(each) * ledger.candidates == pytest.approx(ledger.delta)
+
+
 def test_ledger_prints_and_saves():
     assert str(Ledger()) == "delta 0.05 = 0.04 PAC-Bayes + 0.01 Monte Carlo"
     saved = json.loads(json.dumps(Ledger(grid=3).as_dict()))
-    assert saved == {"delta": 0.05, "pac_bayes": 0.04, "monte_carlo": 0.01, "grid": 3}
-    assert "grid of 3 priors" in str(Ledger(grid=3))
+    shares = {"pac_bayes": 0.04, "monte_carlo": 0.01, "reference": 0.0, "unlabelled": 0.0}
+    assert saved == {"delta": 0.05, **shares, "grid": 3, "certified": 1}
+    assert Ledger(**{name: value for name, value in saved.items() if name != "delta"}) == Ledger(grid=3)
+    assert str(Ledger(pac_bayes=0.05, monte_carlo=0.0)) == "delta 0.05 = 0.05 PAC-Bayes"
+    assert str(Ledger(0.02, 0.01, 0.015, 0.005, grid=3, certified=4)) == (
+        "delta 0.05 = 0.02 PAC-Bayes + 0.01 Monte Carlo + 0.015 reference network + 0.005 unlabelled inputs, "
+        "each divided by 12 for a grid of 3 priors and a choice among 4 certificates"
+    )
 
 
 def test_docstring_examples_run():

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from functools import partial
 
 import mpmath
 import numpy as np
@@ -37,6 +38,20 @@ def test_kl_inverse_is_never_below_and_tight_on_10000_points():
             # Less than c a little further down means that the excess is at most this little.
             below = mpmath.mpf(p) - 2 * mpmath.mpf(math.ulp(p)) - mpmath.mpf(2e-14) * (mpmath.mpf(p) - q)
             assert below <= q or exact_kl(q, below) < c, (q, c)
+
+
+def test_kl_inverse_lower_is_never_above_and_tight():
+    rng = np.random.default_rng(8)
+    qs, cs = fractions_of_many_scales(5000, rng), 10.0 ** rng.uniform(-15, 2, 5000)
+    with mpmath.workdps(50):
+        for q, c in zip(qs.tolist(), cs.tolist(), strict=True):
+            p = bounds.kl_inverse_lower(q, c)
+            assert 0.0 <= p <= q
+            assert p == 0.0 or exact_kl(q, mpmath.mpf(p)) >= c, (q, c)
+            # The slope of kl in p is (p - q) / (p (1 - p)): what the margin in c means for p.
+            step = mpmath.mpf(4e-14) * c * p * (1 - mpmath.mpf(p)) / (q - mpmath.mpf(p)) if p < q else 0
+            above = mpmath.mpf(p) + 2 * mpmath.mpf(math.ulp(p)) + step
+            assert above >= q or exact_kl(q, above) < c, (q, c)
 
 
 def test_kl_bernoulli_is_accurate_next_to_q_and_next_to_the_ends():
@@ -84,52 +99,6 @@ def test_clopper_pearson_is_never_below_in_50_digits(errors, n, delta):
         assert tail <= delta
 
 
-def test_betting_against_its_definition_in_50_digits():
-    values = np.random.default_rng(2).binomial(25, 0.1, 40) / 25
-
-    def wealth(mu: mpmath.mpf) -> mpmath.mpf:
-        each = [mpmath.fprod(1 + f * (mu - x) / (1 - mu) for x in values.tolist()) for f in bounds.BETTING_GRID]
-        return mpmath.fsum(each) / len(each)
-
-    with mpmath.workdps(50):
-        for delta in (0.5, 0.01, 1e-100):
-            mu = mpmath.mpf(bounds.betting(values, delta=delta))
-            assert wealth(mu) >= 1 / mpmath.mpf(delta)
-            assert wealth(mu - 1e-12) < 1 / mpmath.mpf(delta)
-
-
-def test_betting_beats_chernoff_on_minibatch_draws():
-    values = np.random.default_rng(3).binomial(25, 0.1, 10_000) / 25
-    mean = float(values.mean())
-    assert bounds.betting(values, delta=0.01) < mean + 0.003
-    assert bounds.chernoff(mean, draws=10_000, delta=0.01) > mean + 0.008
-
-
-@pytest.mark.parametrize("kind", ["bernoulli", "rare", "beta", "minibatch"])
-def test_bounds_on_the_mean_cover_it(kind):
-    trials, draws, delta = 1000, 40, 0.1
-    rng = np.random.default_rng(4)
-    size = (trials, draws)
-    mean, values = {
-        "bernoulli": (0.3, rng.binomial(1, 0.3, size)),
-        "rare": (0.05, rng.binomial(1, 0.05, size)),
-        "beta": (0.2, rng.beta(0.5, 2.0, size)),
-        "minibatch": (0.1, rng.binomial(10, 0.1, size) / 10),
-    }[kind]
-    # With a failure rate of delta, more failures than this happen once in 1000 runs.
-    allowed = stats.binom.isf(0.001, trials, delta)
-    assert sum(bounds.betting(row, delta=delta) < mean for row in values) <= allowed
-    assert sum(bounds.chernoff(row.mean(), draws=draws, delta=delta) < mean for row in values) <= allowed
-
-
-def test_betting_covers_under_optional_stopping():
-    # The draws stop at the first time the bound is below the true mean: the worst stopping rule there is.
-    trials, draws, delta, mean = 300, 40, 0.1, 0.5
-    values = np.random.default_rng(5).binomial(1, mean, (trials, draws))
-    failures = sum(any(bounds.betting(row[:t], delta=delta) < mean for t in range(8, draws + 1, 8)) for row in values)
-    assert failures <= stats.binom.isf(0.001, trials, delta)
-
-
 def test_seeger_covers_the_risk_of_a_fixed_predictor():
     n, delta, risk = 200, 0.1, 0.15
     errors = np.random.default_rng(6).binomial(n, risk, 2000)
@@ -137,3 +106,84 @@ def test_seeger_covers_the_risk_of_a_fixed_predictor():
     assert failures <= 2000 * delta
     for k in (0, 30, 100):  # a fixed predictor is the case of Clopper-Pearson, which must be the tighter one
         assert bounds.clopper_pearson(k, n=n, delta=delta) < bounds.seeger(k / n, n=n, kl=0.0, delta=delta)
+
+
+# --- Populations that bite: M independent hypotheses of equal true risk, P uniform on them, Q chosen by the bound set.
+
+N, M, RISK, TRIALS, DELTA = 200, 1000, 0.2, 1000, 0.1
+ALLOWED = stats.binom.isf(0.001, TRIALS, DELTA)  # with a failure rate of delta, more happen once in 1000 runs
+
+
+def test_gibbs_bounds_cover_the_empirical_best_of_many():
+    least = np.random.default_rng(9).binomial(N, RISK, (TRIALS, M)).min(axis=1)
+
+    def failures(bound) -> int:
+        values = {k: bound(k / N) for k in set(least.tolist())}
+        return sum(values[k] < RISK for k in least.tolist())
+
+    common = {"kl": math.log(M), "delta": DELTA}
+    for bound in (bounds.seeger, bounds.paper, bounds.catoni, partial(bounds.catoni, c=0.7)):
+        assert failures(partial(bound, n=N, **common)) <= ALLOWED
+    # The population can tell: a bound that counts its examples twice fails on it, and so does one that forgets the KL.
+    assert failures(partial(bounds.seeger, n=2 * N, **common)) > ALLOWED
+    assert failures(partial(bounds.catoni, n=N, kl=0.0, delta=DELTA)) > ALLOWED
+
+
+@pytest.mark.parametrize("temperature", [0.3, 2.0, 1e6])
+def test_disintegrated_covers_one_draw_from_a_gibbs_posterior(temperature):
+    rng = np.random.default_rng(10)
+    errors = rng.binomial(N, RISK, (TRIALS, M))
+    # Q(h) is proportional to exp(-errors/temperature): the greatest score plus Gumbel noise is one draw from it.
+    scores = -errors / temperature
+    drawn = (scores + rng.gumbel(size=scores.shape)).argmax(axis=1)
+    failures = 0
+    for k, score, h in zip(errors, scores, drawn.tolist(), strict=True):
+        log_ratio = float(score[h]) - float(np.logaddexp.reduce(score)) + math.log(M)
+        failures += bounds.disintegrated(int(k[h]), n=N, log_ratio=log_ratio, delta=DELTA) < RISK
+    assert failures <= ALLOWED
+
+
+def test_excess_loss_covers_the_empirical_best_against_a_reference():
+    rng = np.random.default_rng(11)
+    trials, plus, minus = 300, 0.03, 0.02  # of the examples on which hypothesis and reference differ in error
+    failures = 0
+    for reference in rng.binomial(N, RISK, trials).tolist():
+        worse = rng.binomial(N - reference, plus / (1.0 - RISK), M)
+        better = rng.binomial(reference, minus / RISK, M)
+        best = int((worse - better).argmin())
+        bound = bounds.excess_loss(
+            reference_errors=reference,
+            plus=worse[best] / N,
+            minus=better[best] / N,
+            n=N,
+            kl=math.log(M),
+            delta_reference=DELTA / 2,
+            delta=DELTA / 2,
+        )
+        failures += bound < RISK + plus - minus
+    assert failures <= stats.binom.isf(0.001, trials, DELTA)
+
+
+@pytest.mark.parametrize("c", [None, 0.05, 0.5, 5.0])
+def test_catoni_covers_a_fixed_predictor_in_exact_arithmetic(c):
+    for n, risk in [(20, 0.3), (200, 0.02), (200, 0.15), (1000, 0.5)]:
+        k = np.arange(n + 1)
+        fails = [bounds.catoni(i / n, n=n, kl=0.0, delta=DELTA, c=c) < risk for i in k.tolist()]
+        assert stats.binom.pmf(k, n, risk)[fails].sum() <= (DELTA if c else DELTA / 20)
+
+
+def test_agreement_covers_where_every_disagreement_is_an_error_in_exact_arithmetic():
+    for m, rate in [(50, 0.1), (500, 0.01), (5000, 0.02)]:
+        k = np.arange(m + 1)
+        fails = [bounds.agreement(0.15, disagreements=i, m=m, delta=DELTA) < 0.15 + rate for i in range(m // 5)]
+        failure = stats.binom.pmf(k[: len(fails)], m, rate)[fails].sum()
+        assert DELTA / 4 < failure <= DELTA  # counts are whole: not all of delta can be used
+
+
+def test_the_vote_errs_at_most_twice_as_often():
+    rng = np.random.default_rng(12)
+    for classes in (2, 3, 10):
+        votes = rng.dirichlet(np.full(classes, 0.5), 2000)  # the share of Q for each class, on 2000 inputs
+        labels = np.where(rng.random(2000) < 0.7, votes.argmax(axis=1), rng.integers(0, classes, 2000))
+        gibbs = 1.0 - votes[np.arange(2000), labels].mean()
+        assert (votes.argmax(axis=1) != labels).mean() <= bounds.vote(gibbs)

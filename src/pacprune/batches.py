@@ -1,11 +1,12 @@
 """Data in any form (a pair of tensors, a Part, a Dataset, a DataLoader) as batches on a device."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from pacprune import data as datasets
 
@@ -20,14 +21,21 @@ def tensors(data: Data) -> tuple[Tensor, Tensor] | None:
     elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(t, Tensor) for t in data):
         pair = data
     elif isinstance(data, (Dataset, DataLoader)):
+        if isinstance(_source(data), IterableDataset):
+            raise ValueError(f"data is a stream, a {type(_source(data)).__name__}; give a map-style Dataset")
+        _check_size(data)
         return None
     else:
         raise ValueError(f"data is a {type(data).__name__}; give (x, y) tensors, a Part, a Dataset or a DataLoader")
     if len(pair[0]) != len(pair[1]):
         raise ValueError(f"x has {len(pair[0])} examples but y has {len(pair[1])}; they must pair up")
-    if len(pair[0]) == 0:
-        raise ValueError("the data is empty: 0 examples; choose another split or another fraction")
+    _check_size(pair[0])
     return pair
+
+
+def _check_size(data: Any) -> None:
+    if len(data) == 0:
+        raise ValueError("the data is empty: 0 examples; choose another split, fraction or batch size")
 
 
 def size(data: Data) -> int:
@@ -43,19 +51,49 @@ def _source(data: Data) -> Any:
 
 def rows(data: Data) -> Tensor:
     """64-bit hashes of all examples, under which `seen` remembers them: by content, and for a Part by origin too."""
-    source = _source(data)
+    pair, source = tensors(data), _source(data)
     if isinstance(source, datasets.Part):
         return torch.cat([source.rows, source.ids])
-    pair = tensors(source)
     if pair:
         return datasets.rows(*pair)
     pairs = (default_collate([source[i]]) for i in range(len(source)))
-    return torch.cat([datasets.rows(x, torch.as_tensor(y)) for x, y in pairs])
+    with forked(torch.device("cpu"), data, seed=0):  # random augmentation gives the same hashes every time
+        return torch.cat([datasets.rows(x, torch.as_tensor(y)) for x, y in pairs])
 
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's first parameter lives."""
     return next(model.parameters()).device
+
+
+def generators(data: Data) -> list[torch.Generator]:
+    """The generators of its own that a DataLoader shuffles by; without any, it uses torch's global one."""
+    if not isinstance(data, DataLoader):
+        return []
+    samplers = (data.sampler, getattr(data.batch_sampler, "sampler", None))
+    found = (data.generator, *(getattr(sampler, "generator", None) for sampler in samplers))
+    return [generator for generator in found if generator is not None]
+
+
+@contextmanager
+def forked(device: torch.device, data: Data, *, seed: int | None = None) -> Iterator[None]:
+    """Puts torch's global random state and that of a DataLoader's generators back at the end; `seed` sets the former.
+
+    torch.manual_seed is not used: it would change accelerators whose state is not put back.
+    """
+    own = [(generator, generator.get_state()) for generator in generators(data)]
+    accelerators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=accelerators):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            for one in accelerators:
+                with torch.cuda.device(one):
+                    torch.cuda.manual_seed(seed)
+        try:
+            yield
+        finally:
+            for generator, state in own:
+                generator.set_state(state)
 
 
 def batches(

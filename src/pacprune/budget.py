@@ -92,4 +92,4 @@ def penalty(model: nn.Module, budget: Budget, progress: float) -> Tensor:
 def _density(model: nn.Module, budget: Budget, progress: float) -> float:
     """The mean keep_prob that the attached weights need so that all D weights have the budget's density."""
     here = sum(site.gate.numel() for site in layers.attached(model))
-    return 1 - (1 - budget.density(progress)) * weights.notes(model)["total"] / here
+    return masks.density(1 - budget.density(progress), size=here, total=weights.notes(model)["total"])

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from pacprune import bounds, layers, masks, philox, train, weights
+from pacprune import bounds, layers, masks, montecarlo, philox, train, weights
 from pacprune.batches import device_of
 from pacprune.checkpoint import write_atomically
 from pacprune.data import Part, Split
@@ -137,6 +137,8 @@ def certify(
     number of priors, fixed in advance, among which this one was chosen; each pays delta / grid. The random draws follow
     from the hashes of P and Q, so certifying twice gives the same certificate.
     """
+    if draws < 1:
+        raise ValueError(f"draws is {draws}; at least 1 sampled network is needed, and 2000 are usual")
     posterior = layers.read(model)
     _refuse(model, prior, posterior, split)
     ledger, n = bounds.Ledger.split(delta, grid=grid), len(split.bound)
@@ -146,8 +148,8 @@ def certify(
     errors = _monte_carlo(plain, posterior, split.bound, draws, seeds["posterior draws"], progress, "certify Q")
     prior_errors = _monte_carlo(plain, prior, split.bound, draws, seeds["prior draws"], progress, "certify P")
     batch = min(BATCH, n)
-    risk_upper = bounds.betting([e / batch for e in errors], delta=ledger.monte_carlo_each)
-    prior_upper = bounds.betting([e / batch for e in prior_errors], delta=ledger.monte_carlo_each)
+    risk_upper = montecarlo.betting([e / batch for e in errors], delta=ledger.monte_carlo_each)
+    prior_upper = montecarlo.betting([e / batch for e in prior_errors], delta=ledger.monte_carlo_each)
     divergence = math.nextafter(float(kl(posterior, prior)) * (1 + 1e-12), math.inf)
     common = {"n": n, "delta": ledger.pac_bayes_each}
     wrong = _held_out_errors(plain, prior, split.bound)

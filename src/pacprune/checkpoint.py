@@ -3,7 +3,6 @@
 import hashlib
 import io
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,49 +10,51 @@ import torch
 from torch import Tensor, nn
 
 from pacprune import layers
+from pacprune.batches import Data, generators
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes beside the target and renames: a reader sees the old file or the new one, never a half."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with part.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        part.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over names and bytes."""
+    """SHA-256 over names, shapes and bytes."""
     found = hashlib.sha256()
     for name, tensor in tensors.items():
-        found.update(name.encode())
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
 def save(path: Path, **content: Any) -> None:
-    """Stores tensors, numbers and strings (what `torch.load(weights_only=True)` accepts) atomically."""
+    """Stores tensors, numbers and strings (what `torch.load(weights_only=True)` accepts) atomically, SHA-256 first."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    write_atomically(path, buffer.getvalue())
+    write_atomically(path, hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
 
 
 def load(path: Path, identity: str) -> dict[str, Any] | None:
     """The checkpoint at `path`, None when there is none, a ValueError when it belongs to another run or is damaged."""
     if not path.exists():
         return None
-    try:
-        content = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:
+    stored = path.read_bytes()
+    if hashlib.sha256(stored[32:]).digest() != stored[:32]:  # torch.load would take most flipped bits as weights
         raise ValueError(
-            f"the checkpoint {path} cannot be read ({error}); delete it to start this stage again"
-        ) from error
+            f"the checkpoint {path} is damaged: its {len(stored)} bytes do not have the hash that they begin with; "
+            "delete it to start this stage again"
+        )
+    content = torch.load(io.BytesIO(stored[32:]), weights_only=True, map_location="cpu")
     if content["identity"] != identity:
         raise ValueError(
             f"the checkpoint {path} belongs to another run "
@@ -78,16 +79,18 @@ def load_model_state(model: nn.Module, content: dict[str, Any]) -> None:
         site.sampler.step.fill_(step)
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """torch's global random state on the CPU and on the device, for dropout and user samplers."""
-    state = {"cpu": torch.get_rng_state()}
+def random_state(device: torch.device, data: Data) -> dict[str, Any]:
+    """torch's global random state on the CPU and on the device, for dropout, and that of a DataLoader's generators."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "data": [g.get_state() for g in generators(data)]}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
-def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+def set_random_state(state: dict[str, Any], device: torch.device, data: Data) -> None:
     """Puts `random_state` back."""
     torch.set_rng_state(state["cpu"])
+    for generator, own in zip(generators(data), state["data"], strict=True):
+        generator.set_state(own)
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from pacprune import kernels, layers, philox
+from pacprune import kernels, layers, philox, weights
 from pacprune.spikeslab import SpikeSlab
 
 
@@ -20,27 +20,27 @@ def algorithm1_(model: nn.Module, loss: Callable[[], Tensor], *, samples: int) -
     if samples < 2:
         raise ValueError(f"Algorithm 1 compares draws and needs at least 2 samples, not {samples}")
     sites = layers.attached(model)
-    modes = [site.sampler.training for site in sites]
     ones = [torch.zeros_like(site.gate) for site in sites]
     loss_of_ones = [torch.zeros_like(site.gate) for site in sites]
     total = torch.zeros((), device=sites[0].gate.device)
-    for site in sites:
-        site.sampler.eval()
-    for k in range(samples):
-        if k:
-            layers.resample_(model)
-        value = loss()
-        (value / samples).backward()
-        total += value.detach()
-        for site, count, with_one in zip(sites, ones, loss_of_ones, strict=True):
-            gate = _present_gate(site).to(count.dtype)
-            count += gate
-            with_one += gate * value.detach()
-    for site, count, with_one, mode in zip(sites, ones, loss_of_ones, modes, strict=True):
-        both = (count > 0) & (count < samples)
-        zeta = with_one / count.clamp_min(1) - (total - with_one) / (samples - count).clamp_min(1)
-        torch.sigmoid(site.logit()).backward(torch.where(both, zeta, 0.0))
-        site.sampler.train(mode)
+    with weights.modes_kept(model):
+        for site in sites:
+            site.sampler.eval()
+        for k in range(samples):
+            if k:
+                layers.resample_(model)
+            value = loss()
+            (value / samples).backward()
+            total += value.detach()
+            for site, count, with_one in zip(sites, ones, loss_of_ones, strict=True):
+                gate = _present_gate(site).to(count.dtype)
+                count += gate
+                with_one += gate * value.detach()
+    for site, count, with_one in zip(sites, ones, loss_of_ones, strict=True):
+        if site.gate.requires_grad:
+            both = (count > 0) & (count < samples)
+            zeta = with_one / count.clamp_min(1) - (total - with_one) / (samples - count).clamp_min(1)
+            torch.sigmoid(site.logit()).backward(torch.where(both, zeta, 0.0))
     return total / samples
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pacprune import layers, weights
-from pacprune.batches import Data, batches, device_of, rows, size
+from pacprune.batches import Data, batches, device_of, forked, rows
 from pacprune.scores import Loss
 
 BATCH = 1000
@@ -17,17 +17,14 @@ BATCH = 1000
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode (hard gates, BatchNorm frozen, no dropout), no gradients, float32 without TF32; puts the mode back."""
-    modes = {module: module.training for module in model.modules()}
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    model.eval()
     try:
-        with torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
+        with weights.modes_kept(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
+            model.eval()
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def mistakes(logits: Tensor, y: Tensor) -> Tensor:
@@ -36,10 +33,12 @@ def mistakes(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def error(model: nn.Module, data: Data) -> float:
-    """The fraction of wrong predictions; of an attached model, with its present draw."""
-    with evaluating(model):
-        wrong = sum(int(mistakes(model(x), y).sum()) for x, y in batches(data, BATCH, device=device_of(model)))
-    return wrong / size(data)
+    """The fraction of wrong predictions (one per label: of every token, too); of an attached model, with its draw."""
+    wrong, count, device = 0, 0, device_of(model)
+    with evaluating(model), forked(device, data):
+        for x, y in batches(data, BATCH, device=device):
+            wrong, count = wrong + int(mistakes(model(x), y).sum()), count + y.numel()
+    return wrong / count
 
 
 def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10) -> float:
@@ -52,9 +51,11 @@ def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10) -> float:
 
 def mean_loss(model: nn.Module, data: Data, *, loss: Loss = F.cross_entropy) -> float:
     """The mean loss in eval mode, every example weighted alike."""
-    with evaluating(model):
-        total = sum(float(loss(model(x), y)) * len(x) for x, y in batches(data, BATCH, device=device_of(model)))
-    return total / size(data)
+    total, count, device = 0.0, 0, device_of(model)
+    with evaluating(model), forked(device, data):
+        for x, y in batches(data, BATCH, device=device):
+            total, count = total + float(loss(model(x), y)) * len(x), count + len(x)
+    return total / count
 
 
 @torch.no_grad()
@@ -62,8 +63,8 @@ def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256)
     """Sets BatchNorm's running statistics to the means over `data`, in place; nothing else changes.
 
     Statistics measured under one mask are wrong for another: call it on training data (for a certificate: on
-    split.prior) after a mask has been hardened. An attached model
-    takes a fresh hard draw for every batch. The examples are noted as seen.
+    split.prior) after a mask has been hardened. Batches are weighted by size. An attached model takes a fresh hard draw
+    for every batch. The examples are noted as seen.
     """
     norms = [
         m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None
@@ -71,19 +72,21 @@ def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256)
     if not norms:
         return model
     weights.mark_seen(model, rows(data))
-    modes, momenta = {module: module.training for module in model.modules()}, [norm.momentum for norm in norms]
-    model.eval()
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a plain average over all batches
-        norm.train()
-    for x, _ in batches(data, batch_size, device=device_of(model)):
-        if layers.sites(model):
-            layers.resample_(model)
-        if len(x) > 1:
+    momenta, device, seen = [norm.momentum for norm in norms], device_of(model), 0
+    with weights.modes_kept(model), forked(device, data):
+        model.eval()
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.train()
+        for x, _ in batches(data, batch_size, device=device):
+            if len(x) == 1 and seen:  # one example has no variance
+                continue
+            seen += len(x)
+            for norm in norms:
+                norm.momentum = len(x) / seen
+            if layers.sites(model):
+                layers.resample_(model)
             model(x)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
-    for module, mode in modes.items():
-        module.training = mode
     return model

@@ -26,7 +26,7 @@ def quantised(p: Tensor) -> Tensor:
 
 def hard_gate(p: Tensor, word: Tensor) -> Tensor:
     """1[u > 1 - p] as a comparison of integers, so that every backend gives the same bits; p must be `quantised`."""
-    return word.reshape(p.shape) >= 2**32 - (p.double() * 2.0**32).to(torch.int64)
+    return word.unflatten(-1, p.shape) >= 2**32 - (p.double() * 2.0**32).to(torch.int64)
 
 
 def sample(

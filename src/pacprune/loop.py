@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pacprune import budget, checkpoint, estimators, layers, weights
-from pacprune.batches import Data, batches, device_of, rows, size
+from pacprune.batches import Data, batches, device_of, forked, size
 from pacprune.budget import Budget
 from pacprune.data import crop_flip
 
@@ -66,6 +66,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
                 raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
+        if self.momentum >= 1:
+            raise ValueError(f"momentum is {self.momentum}; it must be below 1, or steps would add up without end")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer {self.optimizer!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
         if self.schedule not in SCHEDULES:
@@ -93,8 +95,8 @@ class Run:
     budget: Budget | None
     validate: Callable[[], float] | None
     identity: dict[str, Any]
-    after: Callable[[float], None] | None = None
-    """Called after every optimiser step with the weights' learning rate."""
+    after: Callable[[Callable[[nn.Parameter], Any]], None] | None = None
+    """Called after every optimiser step with `_rate` of a parameter."""
 
 
 def loop(
@@ -109,6 +111,10 @@ def loop(
     progress: Progress | None,
 ) -> History:
     """Trains until the epochs are done or patience ends; see `train.fit` for what a caller may rely on."""
+    if config.patience and run.validate is None:
+        raise ValueError(
+            f"patience is {config.patience} but there is no validation data to judge by; give some, or patience=0"
+        )
     device, n = device_of(model), size(data)
     optimizer = _optimizer(config, run.groups)
     per_epoch = len(data) if isinstance(data, DataLoader) else math.ceil(n / config.batch_size)
@@ -116,23 +122,23 @@ def loop(
     trained = [p for group in run.groups for p in group["params"]]
     frozen = [p for p in model.parameters() if p.requires_grad and not any(p is q for q in trained)]
     path = None if path is None else Path(path)
-    identity = _identity(model, data, config, run, seed) if path else ""
+    identity = _identity(model, config, run, seed) if path else ""
 
     history: History = []
-    epoch, batch, total = 0, 0, torch.zeros((), dtype=torch.float64, device=device)
+    # A DataLoader may leave examples out or repeat some, so those of the present epoch are counted.
+    epoch, batch, count, total = 0, 0, 0, torch.zeros((), dtype=torch.float64, device=device)
     best: dict[str, Any] | None = None
     stale, done = 0, config.epochs == 0
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        epoch_start = checkpoint.random_state(device)
+    with forked(device, data, seed=seed):
+        epoch_start = checkpoint.random_state(device, data)
         saved = checkpoint.load(path, identity) if path else None
         if saved is not None:
             checkpoint.load_model_state(model, saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             history, best, stale, done = json.loads(saved["history"]), saved["best"], saved["stale"], saved["done"]
             epoch, batch, epoch_start = saved["epoch"], saved["batch"], saved["epoch_start"]
-            total = saved["total"].to(device)
-            checkpoint.set_random_state(saved["random"] if batch == 0 else epoch_start, device)
+            count, total = saved["count"], saved["total"].to(device)
+            checkpoint.set_random_state(saved["random"] if batch == 0 else epoch_start, device, data)
 
         def store() -> None:
             if path:
@@ -147,8 +153,9 @@ def loop(
                     done=done,
                     epoch=epoch,
                     batch=batch,
+                    count=count,
                     total=total.cpu(),
-                    random=checkpoint.random_state(device),
+                    random=checkpoint.random_state(device, data),
                     epoch_start=epoch_start,
                 )
 
@@ -158,12 +165,12 @@ def loop(
             while not done:
                 run.enter()
                 if batch == 0:
-                    epoch_start = checkpoint.random_state(device)
+                    epoch_start = checkpoint.random_state(device, data)
                 source = batches(data, config.batch_size, device=device, order=_order(n, seed, epoch))
                 for number, (x, y) in enumerate(source):
                     if number < batch:  # already done before the checkpoint; a DataLoader has to be read up to here
                         if number == batch - 1 and saved is not None:
-                            checkpoint.set_random_state(saved["random"], device)
+                            checkpoint.set_random_state(saved["random"], device, data)
                         continue
                     share = (epoch * per_epoch + number) / (config.epochs * per_epoch)
                     for group in optimizer.param_groups:
@@ -180,7 +187,7 @@ def loop(
                         seed=seed * 1_000_003 + epoch * per_epoch + number,
                     )
                     total += value * len(x)
-                    batch = number + 1
+                    batch, count = number + 1, count + len(x)
                     if device.type == "cpu":
                         _check_finite(value, run.stage, epoch, config)
                     if progress:
@@ -196,9 +203,12 @@ def loop(
                 row = {
                     "stage": run.stage,
                     "epoch": epoch + 1,
-                    "loss": float(total) / n,
+                    "loss": float(total) / count,
                     "lr": optimizer.param_groups[0]["lr"],
                 }
+                if sites and run.budget is not None:
+                    # The last step moved the gates; what is read from here on meets the budget.
+                    budget.enforce_(model, run.budget, (epoch + 1) / config.epochs)
                 if sites:
                     row["expected_sparsity"] = layers.read(model).sparsity
                 if run.validate is not None:
@@ -208,7 +218,7 @@ def loop(
                     if better and config.patience:
                         best = {"validation_loss": row["validation_loss"], **checkpoint.model_state(model)}
                 history.append(row)
-                epoch, batch, total = epoch + 1, 0, torch.zeros_like(total)
+                epoch, batch, count, total = epoch + 1, 0, 0, torch.zeros_like(total)
                 done = epoch == config.epochs or (config.patience > 0 and stale >= config.patience)
                 if done and best is not None:
                     checkpoint.load_model_state(model, best)
@@ -264,7 +274,7 @@ def _step(
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], config.clip)
     optimizer.step()
     if run.after is not None:
-        run.after(optimizer.param_groups[0]["lr"])
+        run.after(lambda p: _rate(optimizer, p))
     weights.enforce_mask(model)
     return total
 
@@ -278,14 +288,18 @@ def _check_finite(value: Tensor, stage: str, epoch: int, config: Config) -> None
         )
 
 
-def _identity(model: nn.Module, data: Data, config: Config, run: Run, seed: int) -> str:
+def _identity(model: nn.Module, config: Config, run: Run, seed: int) -> str:
     """A hash of all that the outcome of a stage follows from."""
     content = {
         "stage": run.stage,
         "config": asdict(config),
         "seed": seed,
-        "data": hashlib.sha256(rows(data).numpy().tobytes()).hexdigest(),
         "model": checkpoint.digest(dict(model.state_dict())),
+        "mask": checkpoint.digest(weights.notes(model).get("mask", {})),
+        "samplers": [
+            [s.mapping, s.coupling, s.estimator, s.beta, int(s.seed), int(s.step)]
+            for s in (site.sampler for site in layers.sites(model))
+        ],
         **run.identity,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -316,6 +330,18 @@ def _optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.Opti
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return kind(groups, lr=config.lr, betas=(config.momentum, 0.999))
+
+
+def _rate(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> float | Tensor:
+    """How far a lasting unit of gradient moves this weight per step: momentum adds up, Adam divides by its scale.
+
+    A proximal step beside the optimiser's own has to use it, or the two would not weigh their terms alike.
+    """
+    group, state = optimizer.param_groups[0], optimizer.state[parameter]
+    if isinstance(optimizer, torch.optim.SGD):
+        return group["lr"] / (1 - group["momentum"])
+    scale = torch.sqrt(state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"]))
+    return group["lr"] / (scale + group["eps"])
 
 
 def _order(n: int, seed: int, epoch: int) -> Tensor:

@@ -23,6 +23,17 @@ def check_sparsity(sparsity: float) -> float:
     return sparsity
 
 
+def density(sparsity: float, *, size: int, total: int) -> float:
+    """1 - sparsity * total / size: the mean keep_prob of `size` weights with which all `total` have this sparsity."""
+    keep = 1 - sparsity * total / size
+    if keep <= 0:
+        raise ValueError(
+            f"sparsity {sparsity} of {total} weights cannot be met by pruning {size} of them; "
+            "lower the sparsity or let more layers be pruned"
+        )
+    return keep
+
+
 def top_k(
     scores: Scores,
     *,
@@ -57,14 +68,16 @@ def top_k(
             f"sparsity {sparsity} of {everything} weights needs {free - k} zeros, but only {free} may be pruned; "
             "lower the sparsity or let more layers be pruned"
         )
+    if min_per_layer < 0:
+        raise ValueError(f"min_per_layer is {min_per_layer}; it must be 0 or a number of weights to keep")
     floors = [min(min_per_layer, n) for n in sizes]
     if sum(floors) > k:
         raise ValueError(
             f"min_per_layer={min_per_layer} needs {sum(floors)} kept weights, but sparsity {sparsity} keeps {k}; "
             "lower one of them"
         )
-    flat = [s.detach().reshape(-1) for s in scores.values()]
-    second = [ties[name].detach().reshape(-1) for name in scores] if ties is not None else None
+    flat = [_flat(s) for s in scores.values()]
+    second = [_flat(ties[name]) for name in scores] if ties is not None else None
     if scope == "global":
         kept = _global(flat, second, k, floors)
     elif scope in ("layer", "erk"):
@@ -75,6 +88,11 @@ def top_k(
     else:
         raise ValueError(f"scope {scope!r} is unknown; use 'global', 'layer' or 'erk'")
     return {name: keep.reshape(s.shape) for (name, s), keep in zip(scores.items(), kept, strict=True)}
+
+
+def _flat(score: Tensor) -> Tensor:
+    """One dimension, in a type that can be ranked: float64 stays float64, bool and integers become float32."""
+    return score.detach().reshape(-1).to(torch.promote_types(score.dtype, torch.float32))
 
 
 def _largest(score: Tensor, ties: Tensor | None, k: int) -> Tensor:
@@ -93,8 +111,8 @@ def _largest(score: Tensor, ties: Tensor | None, k: int) -> Tensor:
 def _global(flat: list[Tensor], ties: list[Tensor] | None, k: int, floors: list[int]) -> list[Tensor]:
     """One ranking over all tensors, after each tensor's own best `floors` weights are set aside."""
     device = flat[0].device
-    score = torch.cat([f.to(device, torch.float32) for f in flat])
-    second = None if ties is None else torch.cat([t.to(device, torch.float32) for t in ties])
+    score = torch.cat([f.to(device) for f in flat])
+    second = None if ties is None else torch.cat([t.to(device) for t in ties])
     keep = torch.zeros(score.numel(), dtype=torch.bool, device=device)
     start = 0
     for f, floor in zip(flat, floors, strict=True):
@@ -109,30 +127,20 @@ def _global(flat: list[Tensor], ties: list[Tensor] | None, k: int, floors: list[
 
 
 def _apportion(want: list[float], sizes: list[int], floors: list[int], k: int) -> list[int]:
-    """Integers with sum k, floors <= count <= sizes, proportional to want * size, largest remainders first."""
-    ideal = [0.0] * len(sizes)
-    pinned: dict[int, int] = {}
-    # Pin whoever leaves its range and share the rest again, until nobody does: at most one round per tensor.
-    while len(pinned) < len(sizes):
-        loose = [i for i in range(len(sizes)) if i not in pinned]
-        mass = sum(want[i] * sizes[i] for i in loose)
-        left = k - sum(pinned.values())
-        for i in loose:
-            ideal[i] = left * want[i] * sizes[i] / mass
-        over = {i: sizes[i] for i in loose if ideal[i] > sizes[i]}
-        under = {i: floors[i] for i in loose if ideal[i] < floors[i]}
-        if not over and not under:
-            break
-        pinned |= over or under
-    counts = [pinned.get(i, math.floor(ideal[i])) for i in range(len(sizes))]
-    by_remainder = sorted((i for i in range(len(sizes)) if i not in pinned), key=lambda i: (counts[i] - ideal[i], i))
-    short = k - sum(counts)
-    for i in (by_remainder * 2)[: max(short, 0)]:
+    """Integers with sum k near clip(c * want * size, floor, size), c by bisection; largest remainders are raised."""
+
+    def share(c: float) -> list[float]:
+        return [min(max(c * w * n, f), n) for w, n, f in zip(want, sizes, floors, strict=True)]
+
+    low, high = 0.0, 1 / min(want)
+    for _ in range(100):
+        c = (low + high) / 2
+        low, high = (c, high) if sum(share(c)) <= k else (low, c)
+    ideal = share(low)  # its sum is at most k, so that the counts are only ever raised
+    counts = [math.floor(x) for x in ideal]
+    by_remainder = sorted(range(len(sizes)), key=lambda i: (counts[i] - ideal[i], i))
+    for i in by_remainder[: k - sum(counts)]:
         counts[i] += 1
-    if sum(counts) != k:  # only pinned tensors are left to give or take the difference
-        for i in range(len(sizes)):
-            step = max(floors[i] - counts[i], min(sizes[i] - counts[i], k - sum(counts)))
-            counts[i] += step
     return counts
 
 
@@ -143,26 +151,32 @@ def bounded(logit: Tensor) -> Tensor:
 
 @torch.no_grad()
 def shift(logits: list[Tensor], density: float, *, sharpness: float = 1.0, start: float | None = None) -> float:
-    """tau with mean(sigmoid(sharpness * (logit - tau))) = density, to 1e-7, by Newton steps inside a bisection bracket.
+    """tau with mean(sigmoid(sharpness * (logit - tau))) = density, by Newton steps inside a bisection bracket.
 
-    The mean falls in tau, so the root is unique. A density beyond what logits in [-14, 14] can give is met as nearly as
-    they can. `start` is a first guess, such as the last step's tau.
+    The mean falls in tau, so the root is unique. Exact to 5e-7 relative, or to a step of tau in float32 where that is
+    more, and never above: a network asked to be 90 % sparse is at least that. A density beyond what logits in [-14, 14]
+    can give is met as nearly as they can. `start` is a first guess, such as the last step's tau.
     """
     flat = torch.cat([x.detach().reshape(-1) for x in logits]).float()
     top = LOGIT_MAX
     edge = float(torch.sigmoid(torch.tensor(top)))
-    density = min(max(density, 1 - edge), edge)
+    density = min(max(density, 1 - edge), edge) * (1 - 3e-7)  # the rounding of p in float32 must not lift it
     low, high = float(flat.min()) - top / sharpness, float(flat.max()) + top / sharpness
     tau = (low + high) / 2 if start is None else min(max(start, low), high)
-    for _ in range(100):
+    for trial in range(100):
         p = torch.sigmoid(bounded(sharpness * (flat - tau)))
         mean = float(p.mean(dtype=torch.float64))
-        if abs(mean - density) < 1e-7 * max(density, 1e-2):
-            break
-        low, high = (tau, high) if mean > density else (low, tau)
         slope = sharpness * float((p * (1 - p)).mean(dtype=torch.float64))
-        newton = tau + (mean - density) / slope if slope > 0 else low
-        tau = newton if low < newton < high else (low + high) / 2
+        # One float32 step of tau (math.ulp is float64's) as the margin: it holds a tau that float32 can tell.
+        margin = max(2e-7 * density, slope * math.ulp(tau) * 2**29)
+        if density - margin <= mean <= density:
+            break
+        excess = mean - (density - margin / 2)
+        low, high = (tau, high) if excess > 0 else (low, tau)
+        newton = tau + excess / slope if slope > 0 else low
+        tau = newton if trial < 20 and low < newton < high else (low + high) / 2
+    else:  # a handful of weights, whose own rounding leaves the margin empty
+        tau = high
     return tau
 
 

@@ -11,6 +11,7 @@ draws the same bits. Streams keep purposes apart: a gate and a slab of the same 
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 def _block(seed: Tensor | int, step: Tensor | int, stream: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten Philox rounds on the int64 tensor `block`; returns four words in [0, 2**32), as int64."""
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
-    c0, c1 = block & _LOW, block >> 32
+    c0, c1 = block & _LOW, (block >> 32) & _LOW
     c2, c3 = torch.zeros_like(block) + (step & _LOW), torch.full_like(block, stream)
     for _ in range(10):
         # int64 products wrap modulo 2**64, which leaves all 64 bits of an unsigned 32x32 product right.
@@ -36,14 +37,30 @@ def _block(seed: Tensor | int, step: Tensor | int, stream: int, block: Tensor) -
     return c0, c1, c2, c3
 
 
+def _blocks(
+    n: int, seed: Tensor | int, step: Tensor | int, stream: int, offset: int, device: torch.device | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four lanes of all blocks that hold the numbers offset to offset + n - 1."""
+    block = torch.arange(offset // 4, (offset + n + 3) // 4, device=device, dtype=torch.int64)
+    if isinstance(step, Tensor) and step.ndim == 1:
+        step = step[:, None]
+    return _block(seed, step, stream, block)
+
+
+def _lanes(lanes: Sequence[Tensor], n: int, offset: int) -> Tensor:
+    """Four lanes laid side by side, from number `offset` on."""
+    start = offset % 4
+    return torch.stack(tuple(lanes), dim=-1).flatten(-2)[..., start : start + n]
+
+
 def words(
     n: int, *, seed: Tensor | int, step: Tensor | int, stream: int, offset: int = 0, device: torch.device | None = None
 ) -> Tensor:
-    """The n words with index offset, offset + 1, ...: int64 values uniform on [0, 2**32)."""
-    first, last = offset // 4, (offset + n + 3) // 4
-    block = torch.arange(first, last, device=device, dtype=torch.int64)
-    lanes = torch.stack(_block(seed, step, stream, block), dim=1).reshape(-1)
-    return lanes[offset - 4 * first : offset - 4 * first + n]
+    """The n words with index offset, offset + 1, ...: int64 values uniform on [0, 2**32).
+
+    A one-dimensional tensor of K steps gives K rows, one per step.
+    """
+    return _lanes(_blocks(n, seed, step, stream, offset, device), n, offset)
 
 
 def uniform(word: Tensor) -> Tensor:
@@ -55,15 +72,13 @@ def normal(
     n: int, *, seed: Tensor | int, step: Tensor | int, stream: int, offset: int = 0, device: torch.device | None = None
 ) -> Tensor:
     """Standard normals by Box-Muller on pairs of lanes: z = sqrt(-2 ln u1) (cos, sin)(2 pi u2), float32."""
-    first, last = offset // 4, (offset + n + 3) // 4
-    block = torch.arange(first, last, device=device, dtype=torch.int64)
-    c = _block(seed, step, stream, block)
+    c = _blocks(n, seed, step, stream, offset, device)
     pairs = []
     for one, two in ((c[0], c[1]), (c[2], c[3])):
         radius = torch.sqrt(-2.0 * torch.log((one.to(torch.float32) + 1.0) * 2.0**-32))
         angle = two.to(torch.float32) * (2.0 * math.pi * 2.0**-32)
         pairs += [radius * torch.cos(angle), radius * torch.sin(angle)]
-    return torch.stack(pairs, dim=1).reshape(-1)[offset - 4 * first : offset - 4 * first + n]
+    return _lanes(pairs, n, offset)
 
 
 def permutation(n: int, *, seed: int) -> Tensor:

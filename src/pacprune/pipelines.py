@@ -16,9 +16,9 @@ from pacprune.data import Split
 from pacprune.evaluate import reestimate_batchnorm
 from pacprune.layers import attach, harden, read, sites
 from pacprune.loop import Config, History, Progress
-from pacprune.scores import Loss, score
+from pacprune.scores import NAMES, Loss, score
 from pacprune.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone
-from pacprune.train import fit, fit_posterior
+from pacprune.train import check, fit, fit_posterior
 
 COUPLING = 4.0
 """How strongly a gate's logit follows log|w| in the default recipe of pft."""
@@ -66,7 +66,7 @@ def osp(
     progress: Progress | None = None,
 ) -> Pruned:
     """One-shot pruning, in place: [dense training] -> scores -> top-k -> sparse fine-tuning with `config`."""
-    masks.check_sparsity(sparsity)
+    _check(sparsity, criterion)
     stage = _stages(model, data, loss, seed, folder, progress)
     history = stage("dense", dense) if dense else []
     found = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
@@ -102,7 +102,7 @@ def pft(
     probabilities, no budget. An untrained model gives PFT at initialisation; lr = 0 with mask_share = 1 gives strong
     lottery tickets.
     """
-    masks.check_sparsity(sparsity)
+    _check(sparsity, criterion)
     if not 0 < mask_share <= 1:
         raise ValueError(
             f"mask_share is {mask_share}; it must lie in (0, 1]: the share of the epochs that trains the masks"
@@ -151,6 +151,7 @@ def pbp(
     train_std: bool = False,
     delta: float = 0.05,
     objective: str = "seeger",
+    draws: int = 2000,
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress | None = None,
@@ -160,6 +161,7 @@ def pbp(
     P is the block-isotropic spike and slab around the criterion's mask, trained on split.prior with its mean keep_prob
     held at 1 - sparsity, and written down before split.bound is read. The certificate holds with probability 1 - delta.
     """
+    _check(sparsity, criterion)
     stage = _stages(model, split.prior, F.cross_entropy, seed, folder, progress)
     history = stage("dense", dense) if dense else []
     found = score(criterion, model, split.prior, seed=seed)
@@ -175,12 +177,14 @@ def pbp(
         config if posterior is None else posterior,
         delta=delta,
         objective=objective,
+        budget=Budget(sparsity),
         out=folder,
         seed=seed,
         checkpoint=None if folder is None else Path(folder) / "posterior.pt",
         progress=progress,
     )
-    return Certified(model, prior, read(model), certify(model, prior, split, delta=delta, progress=progress), history)
+    certificate = certify(model, prior, split, delta=delta, draws=draws, progress=progress)
+    return Certified(model, prior, read(model), certificate, history)
 
 
 @torch.no_grad()
@@ -191,10 +195,18 @@ def _start_gates_(model: nn.Module, found: Mapping[str, Tensor]) -> None:
         site.gate.add_(COUPLING * start[site.name] - site.sampler.raw(site.mean, site.gate))
 
 
+def _check(sparsity: float, criterion: str) -> None:
+    """Refuses before anything is trained what would be refused after it."""
+    masks.check_sparsity(sparsity)
+    if criterion not in NAMES:
+        raise ValueError(f"criterion {criterion!r} is unknown; use one of {', '.join(NAMES)}")
+
+
 def _stages(
     model: nn.Module, data: Data, loss: Loss, seed: int, folder: str | Path | None, progress: Progress | None
 ) -> Callable[..., History]:
     """`fit` with everything bound that the stages of one pipeline share; each stage has its own checkpoint."""
+    check(model, data, loss)
 
     def stage(name: str, config: Config, budget: Budget | None = None) -> History:
         path = None if folder is None else Path(folder) / f"{name}.pt"

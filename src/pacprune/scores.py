@@ -1,6 +1,7 @@
 """Criteria: each is a function that returns scores, one number per prunable weight, larger = keep."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -91,22 +92,30 @@ def grasp(
 def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weights.prunable) -> dict[str, Tensor]:
     """|w dR/dw| with R = sum of the outputs of the network |w| on an input of ones (Tanaka et al. 2020), one round.
 
-    Only the shape of the first example is used (its values too when the input is integer tokens). Computed in float64,
-    where products over deep networks do not overflow.
+    Only the shape of the first example is used (its values too when the input is integer tokens). In float64, where
+    products over deep networks do not overflow.
     """
     x = next(batches(data, 1, device=device_of(model), limit=1))[0][:1]
+    if not x.is_floating_point():
+        weights.mark_seen(model, rows(data))
     chosen = prunable(model)
     state = {n: t.double() if t.is_floating_point() else t for n, t in _copies(model).items()}
     state |= {n: state[n].abs() for n, _ in model.named_parameters()}
     leaves = [state[name].requires_grad_() for name in chosen]
-    was_training = model.training
-    model.eval()
-    with torch.enable_grad():
+    with torch.enable_grad(), weights.modes_kept(model), _plain_kernels(model):
+        model.eval()
         flow = functional_call(model, state, torch.ones_like(x, dtype=torch.float64) if x.is_floating_point() else x)
         flow = flow[0] if isinstance(flow, tuple) else flow
-        gradient = torch.autograd.grad(flow.sum(), leaves)
-    model.train(was_training)
-    return {name: (leaf.detach() * g).abs().float() for name, leaf, g in zip(chosen, leaves, gradient, strict=True)}
+        gradient = torch.autograd.grad(flow.sum(), leaves, materialize_grads=True)
+    return {name: (leaf.detach() * g).abs() for name, leaf, g in zip(chosen, leaves, gradient, strict=True)}
+
+
+@contextmanager
+def _plain_kernels(model: nn.Module) -> Iterator[None]:
+    """Kernels with all derivatives: not fused attention (only one), nor cuDNN's RNNs (only one, in train mode)."""
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext():
+        yield
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:
@@ -125,21 +134,23 @@ def _gradient(
     """dL/dw of the mean loss over `examples` examples, or, with `times` = v, the product of the Hessian with v.
 
     The model is called with copies of its parameters and buffers, in the mode it is in: nothing of it changes, but the
-    examples are noted as seen.
+    examples are noted as seen. Dropout and a shuffling DataLoader draw the same numbers in every call.
     """
     seen, sums = 0, [torch.zeros_like(w) for w in chosen.values()]
-    state = _copies(model)
+    state, device = _copies(model), device_of(model)
     leaves = [state[name].requires_grad_() for name in chosen]
-    for x, y in batches(data, 256, device=device_of(model), limit=examples):
-        with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels cannot be differentiated twice
-            value = loss(functional_call(model, state, (x,)), y)
-        if not torch.isfinite(value):
-            raise ValueError(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
-        gradient = torch.autograd.grad(value, leaves, create_graph=times is not None, materialize_grads=True)
-        if times is not None:
-            dot = torch.stack([(g * v).sum() for g, v in zip(gradient, times, strict=True)]).sum()
-            gradient = torch.autograd.grad(dot, leaves, materialize_grads=True)
-        sums = [s + g.detach() * len(x) for s, g in zip(sums, gradient, strict=True)]
-        seen += len(x)
+    with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        for x, y in batches(data, 256, device=device, limit=examples):
+            with _plain_kernels(model):
+                value = loss(functional_call(model, state, (x,)), y)
+            if not torch.isfinite(value):
+                raise ValueError(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
+            gradient = torch.autograd.grad(value, leaves, create_graph=times is not None, materialize_grads=True)
+            if times is not None:
+                dot = torch.stack([(g * v).sum() for g, v in zip(gradient, times, strict=True)]).sum()
+                gradient = torch.autograd.grad(dot, leaves, materialize_grads=True)
+            sums = [s + g.detach() * len(x) for s, g in zip(sums, gradient, strict=True)]
+            seen += len(x)
     weights.mark_seen(model, rows(data))
     return [s / seen for s in sums]

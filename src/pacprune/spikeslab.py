@@ -54,7 +54,11 @@ class SpikeSlab:
 
 def _around(model: nn.Module, keep_prob: Mapping[str, Tensor], std: float | Mapping[str, Tensor]) -> SpikeSlab:
     """The SpikeSlab with these keep probabilities around the model's present weights."""
-    chosen = {name: w.detach().clone() for name, w in weights.prunable(model).items() if name in keep_prob}
+    found = weights.prunable(model)
+    unknown = [name for name in keep_prob if name not in found]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is not among the model's weights: {', '.join(found)}; use their names")
+    chosen = {name: w.detach().clone() for name, w in found.items() if name in keep_prob}
     if isinstance(std, (int, float)):
         if not 0 <= std < float("inf"):
             raise ValueError(f"std is {std}; it must be 0 (a stochastic mask) or a positive number")
@@ -80,13 +84,8 @@ def isotropic(
 ) -> SpikeSlab:
     """keep_prob = 1 - sparsity everywhere: every weight is equally likely to go."""
     masks.check_sparsity(sparsity)
-    found, everything = prunable(model), weights.total(model)
-    size = sum(w.numel() for w in found.values())
-    keep = 1 - sparsity * everything / size
-    if keep <= 0:
-        raise ValueError(
-            f"sparsity {sparsity} of {everything} weights cannot be met by pruning {size} of them; prune more layers"
-        )
+    found = prunable(model)
+    keep = masks.density(sparsity, size=sum(w.numel() for w in found.values()), total=weights.total(model))
     return _around(model, {n: torch.full_like(w, keep, dtype=torch.float32) for n, w in found.items()}, std)
 
 
@@ -100,17 +99,20 @@ def block_isotropic(model: nn.Module, mask: Mapping[str, Tensor], *, eps: float,
     if kept == 0:
         raise ValueError(f"the mask keeps 0 of {size} weights; lower the sparsity")
     high = 1 - (size - kept) * eps / kept
-    if high < eps * (1 - 1e-9):
+    # k is (1 - s) D rounded, which moves `high` by up to this: within it the two blocks are meant to be equal.
+    rounding = size * eps / (2 * kept**2)
+    if high < eps - rounding:
         raise ValueError(
             f"eps {eps} is too large for sparsity {1 - kept / size:.4f}: kept weights would get keep_prob {high:.4g}; "
             f"use an eps below {kept / size:.4g}"
         )
-    if high <= eps * (1 + 1e-6):
+    if high <= eps + rounding:
         warnings.warn(
             f"eps {eps} at sparsity {1 - kept / size:.4f} gives kept and pruned weights the same keep_prob: "
             f"the mask is forgotten; use an eps well below {kept / size:.4g}",
             stacklevel=2,
         )
+        high = eps = kept / size
     high = min(high, 1 - 1e-6)
     return _around(model, {n: torch.where(m, high, eps).to(torch.float32) for n, m in mask.items()}, std)
 
@@ -129,8 +131,8 @@ def score_monotone(
     """
     masks.check_sparsity(sparsity)
     logits = {n: sharpness * x for n, x in log_scores(scores).items()}
-    size, everything = sum(s.numel() for s in scores.values()), weights.total(model)
-    tau = masks.shift(list(logits.values()), 1 - sparsity * everything / size)
+    density = masks.density(sparsity, size=sum(s.numel() for s in scores.values()), total=weights.total(model))
+    tau = masks.shift(list(logits.values()), density)
     return _around(model, {n: torch.sigmoid(masks.bounded(x - tau).double()) for n, x in logits.items()}, std)
 
 
@@ -167,13 +169,15 @@ def kl(q: SpikeSlab, p: SpikeSlab, *, dtype: torch.dtype = torch.float64) -> Ten
 
 
 def _kl_gate(lam: Tensor, lam0: Tensor) -> Tensor:
-    """lam log(lam/lam0) + (1-lam) log((1-lam)/(1-lam0)), with log1p of the relative change and 0 log 0 = 0."""
+    """lam log(lam/lam0) + (1-lam) log((1-lam)/(1-lam0)), by log1p where the two are near, with 0 log 0 = 0."""
 
     def term(a: Tensor, b: Tensor) -> Tensor:
         inside = (a > 0) & (b > 0)
         safe_a, safe_b = torch.where(inside, a, 1.0), torch.where(inside, b, 1.0)
-        value = -safe_a * torch.log1p((safe_b - safe_a) / safe_a)
-        return torch.where(inside, value, torch.where(a > 0, float("inf"), 0.0))
+        change = (safe_b - safe_a) / safe_a
+        log_ratio = torch.where(change > -0.5, torch.log1p(change.clamp_min(-0.5)), torch.log(safe_b / safe_a))
+        # Anything but 0 log 0 = 0 is infinite, NaN and negative numbers too: a broken Q must not look free.
+        return torch.where(inside, -safe_a * log_ratio, torch.where(a == 0, 0.0, float("inf")))
 
     return term(lam, lam0) + term(1 - lam, 1 - lam0)
 
@@ -195,15 +199,45 @@ def _kl_slab(name: str, lam: Tensor, mean: Tensor, mean0: Tensor, std: Tensor, s
 
 
 @torch.no_grad()
-def draw(q: SpikeSlab, *, seed: int, step: int) -> dict[str, Tensor]:
-    """One network W ~ Q as plain weights: exact Bernoulli gates, a function of (seed, step) and of nothing else."""
+def gates(q: SpikeSlab, *, seed: int, step: Tensor | int) -> dict[str, Tensor]:
+    """The mask of draw number `step`: exact Bernoulli gates. A tensor of K steps gives K masks along a first dimension."""
     found, offset = {}, 0
     for name, p in q.keep_prob.items():
-        where = {"seed": seed, "step": step, "offset": offset, "device": p.device}
-        gate = kernels.hard_gate(p, philox.words(p.numel(), stream=philox.GATE, **where))
-        slab = q.mean[name]
-        if bool((q.std[name] != 0).any()):
-            slab = slab + q.std[name] * philox.normal(p.numel(), stream=philox.SLAB, **where).reshape(p.shape)
-        found[name] = torch.where(gate, slab, 0.0).to(q.mean[name].dtype)
+        word = philox.words(p.numel(), seed=seed, step=step, stream=philox.GATE, offset=offset, device=p.device)
+        found[name] = kernels.hard_gate(p, word)
         offset += p.numel()
     return found
+
+
+@torch.no_grad()
+def draw(q: SpikeSlab, *, seed: int, step: Tensor | int) -> dict[str, Tensor]:
+    """One network W ~ Q as plain weights, a function of (seed, step) and of nothing else; K of them for K steps."""
+    found, offset = {}, 0
+    for name, gate in gates(q, seed=seed, step=step).items():
+        slab = q.mean[name]
+        if bool((q.std[name] != 0).any()):
+            z = philox.normal(slab.numel(), seed=seed, step=step, stream=philox.SLAB, offset=offset, device=slab.device)
+            slab = slab + q.std[name] * z.reshape(gate.shape)
+        found[name] = torch.where(gate, slab, 0.0).to(q.mean[name].dtype)
+        offset += q.mean[name].numel()
+    return found
+
+
+def log_ratio(q: SpikeSlab, p: SpikeSlab, drawn: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> float:
+    """log dQ/dP at one drawn network: its mean over draws of Q is KL(Q||P).
+
+    Sum over pruned weights of log((1-lam)/(1-lam0)), over kept ones of log(lam/lam0) + log N(w; m, s)/N(w; m0, s0), in
+    float64, at the weights as they are stored.
+    """
+    total = 0.0
+    for name, w in drawn.items():
+        lam, lam0, keep = q.keep_prob[name].double(), p.keep_prob[name].double(), mask[name]
+        gate = torch.where(keep, torch.log(lam) - torch.log(lam0), torch.log1p(-lam) - torch.log1p(-lam0))
+        total += float(gate.sum())
+        std, std0 = q.std[name].double(), p.std[name].double()
+        if bool((std != 0).any()) or bool((std0 != 0).any()):
+            x = w.double()
+            near, far = (x - q.mean[name].double()) / std, (x - p.mean[name].double()) / std0
+            slab = 0.5 * (far**2 - near**2) - torch.log(std / std0)
+            total += float(torch.where(keep, slab, 0.0).sum())
+    return total

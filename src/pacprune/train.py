@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from pacprune import bounds, layers, weights
-from pacprune.batches import Data, batches, device_of, rows, tensors
+from pacprune.batches import Data, batches, device_of, forked, rows, tensors
 from pacprune.budget import Budget
-from pacprune.checkpoint import write_atomically
+from pacprune.checkpoint import digest, write_atomically
 from pacprune.data import Split
 from pacprune.evaluate import mean_loss
 from pacprune.loop import Config, History, Progress, Run, groups, loop
@@ -40,27 +41,42 @@ def fit(
 ) -> History:
     """Trains the model in the state it is in: dense, attached (means and gates), or masked (zeros stay zero).
 
-    A run is a function of (model, data, config, seed): the order of the data, the draws and dropout follow from them,
-    and torch's global random state is left alone. With a `checkpoint` path, saves there every epoch (or `every` steps),
-    and a second call with the same arguments goes on from there. Leaves the model in eval mode; returns one row per
-    epoch.
+    A run is a function of (model, data, config, seed): the order of the data, the draws and dropout follow from them;
+    torch's global random state and a DataLoader's own generators are left as they were. The examples of `data` and of
+    `validation` are noted as seen. With a `checkpoint` path, saves there every epoch (or `every` steps), and a second
+    call with the same arguments goes on from there. Leaves the model in eval mode; returns one row per epoch.
 
         pp.fit(model, (x, y), pp.Config(epochs=5, lr=.1), loss=torch.nn.functional.mse_loss)
     """
-    _check(model, data, loss)
+    check(model, data, loss)
     if budget is not None and not layers.sites(model):
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
         )
-    weights.mark_seen(model, rows(data))
+    seen = {"data": rows(data), **({} if validation is None else {"validation": rows(validation)})}
+    for known in seen.values():
+        weights.mark_seen(model, known)
+    # `check` saw the labels of tensors only; on an accelerator, looking at every batch would cost a stop.
+    look = loss is F.cross_entropy and tensors(data) is None and device_of(model).type == "cpu"
+
+    def objective(x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        if look:
+            _check_labels(y, out.shape[1])
+        return loss(out, y)
+
     run = Run(
         stage=stage,
-        objective=lambda x, y: loss(model(x), y),
+        objective=objective,
         groups=groups(model, config, rest=True),
         enter=model.train,
         budget=budget,
         validate=None if validation is None else lambda: mean_loss(model, validation, loss=loss),
-        identity={"budget": None if budget is None else asdict(budget)},
+        identity={
+            "budget": None if budget is None else asdict(budget),
+            "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
+            "seen": digest(seen),
+        },
     )
     return loop(model, data, config, run, seed=seed, path=checkpoint, every=every, progress=progress)
 
@@ -73,6 +89,7 @@ def fit_posterior(
     *,
     delta: float = 0.05,
     objective: str = "seeger",
+    budget: Budget | None = None,
     data: Data | None = None,
     out: str | Path | None = None,
     seed: int = 0,
@@ -86,10 +103,12 @@ def fit_posterior(
     The risk in the bound is the cross-entropy with probabilities clamped at 1e-4, divided by log(1e4), so that it lies
     in [0, 1]. Refuses when P has seen the bound set; writes P to `out` (default: a new temporary folder) and hashes it
     before the bound set is read; leaves a receipt without which `certify` refuses. `objective` is "seeger" or "paper".
-    `data` may be other training data (Q may be trained on anything); n and the KL stay the bound set's.
+    A `budget` holds the expected sparsity of Q. `data` may be other training data (Q may be trained on anything); n
+    and the KL stay the bound set's.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
+    layers.attached(model)
     refuse_if_seen(prior, split)
     ledger = bounds.Ledger.split(delta)
     where = Path(tempfile.mkdtemp(prefix="pacprune-") if out is None else out)
@@ -112,14 +131,16 @@ def fit_posterior(
         return risk + torch.minimum(excess + torch.sqrt(excess * (excess + 2 * risk)), torch.sqrt(excess / 2))
 
     @torch.no_grad()
-    def pull(lr: float) -> None:
-        """The proximal step of price * KL in the means: m <- (m + h m0) / (1 + h), h = lr * price * keep_prob / std0^2.
+    def pull(rate: Callable[[nn.Parameter], Any]) -> None:
+        """The proximal step of price * KL in the means: m <- (m + h m0)/(1 + h), h = rate * price * keep_prob / std0^2.
 
-        An explicit gradient step would diverge once lr > 2 n std^2 / price, which a small std makes tiny.
+        An explicit gradient step would diverge once rate > 2 std0^2 / price, which a small std makes tiny.
         """
         price, tap.grad = 0.0 if tap.grad is None else tap.grad.float(), None
         for site in layers.attached(model):
-            h = lr * price * torch.sigmoid(site.logit()) / prior.std[site.name] ** 2
+            if site.mean.grad is None:  # frozen by the user
+                continue
+            h = rate(site.mean) * price * torch.sigmoid(site.logit()) / prior.std[site.name] ** 2
             mean0 = prior.mean[site.name]
             site.mean.copy_(torch.where(torch.isfinite(h), (site.mean + h * mean0) / (1 + h), mean0))
 
@@ -129,16 +150,24 @@ def fit_posterior(
             site.sampler.train()
 
     data = split.bound if data is None else data
-    _check(model, data, F.cross_entropy)
-    weights.mark_seen(model, rows(data))
+    check(model, data, F.cross_entropy)
+    known = rows(data)
+    weights.mark_seen(model, known)
     run = Run(
         stage=stage,
         objective=bound,
         groups=groups(model, config, rest=False),
         enter=enter,
-        budget=None,
+        budget=budget,
         validate=None,
-        identity={"prior": prior_hash, "delta": delta, "objective": objective},
+        identity={
+            "prior": prior_hash,
+            "n": n,
+            "seen": digest({"data": known}),
+            "delta": delta,
+            "objective": objective,
+            "budget": None if budget is None else asdict(budget),
+        },
         after=pull,
     )
     history = loop(model, data, config, run, seed=seed, path=checkpoint, every=every, progress=progress)
@@ -148,11 +177,13 @@ def fit_posterior(
 
 def refuse_if_seen(prior: SpikeSlab, split: Split) -> None:
     """Raises when the examples that shaped the prior include one of the bound set (exact duplicates apart)."""
-    own = torch.isin(rows(split.bound), prior.seen) & ~torch.isin(rows(split.bound), rows(split.prior))
-    touched = int(own.sum())
+    known = rows(split.bound)
+    own = torch.isin(known, prior.seen) & ~torch.isin(known, rows(split.prior))
+    # An example is known by its content and by its origin; either is enough.
+    touched = int(own.reshape(-1, len(split.bound)).any(dim=0).sum())
     if touched:
         raise ValueError(
-            f"the prior has seen the bound set: {min(touched, len(split.bound))} of its {len(split.bound)} examples "
+            f"the prior has seen the bound set: {touched} of its {len(split.bound)} examples "
             "were used to train or to score it; train the prior on split.prior alone"
         )
 
@@ -190,22 +221,26 @@ class _KlInverse(torch.autograd.Function):
         return gradients[0] * ctx.slopes[0], gradients[0] * ctx.slopes[1]
 
 
-def _check(model: nn.Module, data: Data, loss: Loss) -> None:
+def check(model: nn.Module, data: Data, loss: Loss) -> None:
     """One forward pass before anything is changed: shapes, labels and weights are told apart from bad luck later."""
-    pair = tensors(data)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        x, _ = next(batches(data, 2, device=device_of(model), limit=2))
+    pair, device = tensors(data), device_of(model)
+    with weights.modes_kept(model), torch.no_grad(), forked(device, data):
+        model.eval()
+        x, _ = next(batches(data, 2, device=device, limit=2))
         out = model(x)
-    model.train(was_training)
     for name, p in model.named_parameters():
         if not torch.isfinite(p).all():
             raise ValueError(f"{name} holds NaN or infinite values before training; start from other weights")
-    if loss is F.cross_entropy and pair is not None and not pair[1].is_floating_point():
-        low, high = int(pair[1].min()), int(pair[1].max())
-        if low < 0 or high >= out.shape[1]:
-            raise ValueError(
-                f"labels run from {low} to {high}, but the model has {out.shape[1]} outputs "
-                f"(labels 0 to {out.shape[1] - 1}); change the labels or the last layer"
-            )
+    if loss is F.cross_entropy and pair is not None:
+        _check_labels(pair[1], out.shape[1])
+
+
+def _check_labels(y: Tensor, classes: int) -> None:
+    if y.is_floating_point():
+        return  # probabilities of the classes
+    low, high = int(y.min()), int(y.max())
+    if low < 0 or high >= classes:
+        raise ValueError(
+            f"labels run from {low} to {high}, but the model has {classes} outputs "
+            f"(labels 0 to {classes - 1}); change the labels or the last layer"
+        )

@@ -1,6 +1,7 @@
 """Which weights can be pruned, how many are zero, and what pacprune has noted about a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
             "has two or more dimensions; give a model with Linear, Conv, Embedding or similar layers"
         )
     for name, weight in found.items():
-        if ".parametrizations." in name and name.rsplit(".", 1)[1].startswith("original"):
+        if ".parametrizations." in f".{name}" and name.rsplit(".", 1)[1].startswith("original"):
             raise ValueError(
                 f"{name} is parametrized; of an attached model, pp.read(model) tells the distribution and "
                 "pp.harden(model) makes it plain; other parametrizations have to be removed first"
@@ -55,6 +56,17 @@ def notes(model: nn.Module) -> dict[str, Any]:
     return model.__dict__.setdefault("_pacprune_notes", {})
 
 
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts train and eval mode back at the end, module by module: a frozen BatchNorm stays frozen."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def seen(model: nn.Module) -> Tensor:
     """The hashes (sorted int64) of all examples that any fit, criterion or BatchNorm estimate used on this model."""
     return notes(model).get("seen", torch.empty(0, dtype=torch.int64))
@@ -67,8 +79,8 @@ def mark_seen(model: nn.Module, rows: Tensor) -> None:
 
 def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module:
     """Sets the pruned weights to zero, in place; from then on `fit` keeps exactly these at zero. None lets them go."""
-    notes(model).pop("mask", None)
     if mask is None:
+        notes(model).pop("mask", None)
         return model
     weights = prunable(model)
     unknown = [name for name in mask if name not in weights]

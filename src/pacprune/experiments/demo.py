@@ -10,7 +10,7 @@ from pacprune.experiments.options import Demo, Osp, Pbp, Pft
 from pacprune.loop import Progress
 
 
-def demo(options: Demo, begin: Callable[[], Path], progress: Progress | None) -> dict[str, Any]:
+def demo(options: Demo, begin: Callable[[], Path], progress: Progress) -> dict[str, Any]:
     """Each method at its own defaults; osp and pft start from one dense network, pbp trains its own on S_P alone."""
     given = {"seed": options.seed, "device": options.device}
     split, trained = runs.prepare(Osp(**given))
@@ -18,8 +18,8 @@ def demo(options: Demo, begin: Callable[[], Path], progress: Progress | None) ->
     folder = begin()
     outcomes = []
 
-    def shown(method: str) -> Progress | None:
-        return progress and (lambda stage, *rest: progress(f"{method}: {stage}", *rest))
+    def shown(method: str) -> Progress:
+        return lambda stage, *rest: progress(f"{method}: {stage}", *rest)
 
     checkpoints = folder / store.CHECKPOINTS
     outcomes.append(runs.dense(Osp(**given), trained, split, checkpoints, shown("osp, pft")))
@@ -38,5 +38,6 @@ def demo(options: Demo, begin: Callable[[], Path], progress: Progress | None) ->
     store.write_metrics(folder, history)
     certificate = outcomes[-1].certificate
     assert certificate is not None, "pbp certifies"
-    runs.certified(folder, certificate)
-    return {"rows": [outcome.row for outcome in outcomes], "certificate": certificate.as_dict()}
+    proved = runs.certified(folder, certificate)
+    words = {name: proved[name] for name in ("statement", "winner")}
+    return {"rows": [outcome.row for outcome in outcomes], "certificate": certificate.as_dict(), **words}

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file
 from pacprune import bounds
 from pacprune.checkpoint import write_atomically
 from pacprune.experiments import store
+from pacprune.masks import LOGIT_MAX
 
 HINT = 'no figures were drawn, since matplotlib is not installed: pip install "pacprune[plot]"'
 # Okabe and Ito's colours: told apart by colour-blind readers.
@@ -34,14 +36,14 @@ class Figure:
     png: Path | None
 
 
-def draw(folder: Path, result: dict[str, Any]) -> list[Figure]:
-    """Writes figures/NAME.csv and, with matplotlib, figures/NAME.png for everything the run has to show."""
+def draw(folder: Path, result: dict[str, Any], out: Path) -> list[Figure]:
+    """Writes OUT/figures/NAME.csv and, with matplotlib, figures/NAME.png for everything the run has to show."""
     found = []
     for name, (table, caption, paint) in _PLOTS.items():
         rows = table(folder, result)
         if not rows:
             continue
-        path = folder / "figures" / f"{name}.csv"
+        path = out / "figures" / f"{name}.csv"
         write_atomically(path, _csv(rows))
         picture = _png(paint, rows)
         if picture is not None:
@@ -50,12 +52,24 @@ def draw(folder: Path, result: dict[str, Any]) -> list[Figure]:
     return found
 
 
+def up(value: float) -> str:
+    """Four decimals, rounded up: a bound must not be rounded in its own favour."""
+    return f"{math.ceil(value * 1e4 - 1e-9) / 1e4:.4f}"
+
+
 def _csv(rows: Table) -> bytes:
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer = csv.DictWriter(
+        text, fieldnames=list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().encode()
+
+
+def _title(canvas: Any, what: str, random: str) -> None:
+    """The title says what is shown and what was random in it."""
+    canvas.suptitle(f"{what} (random: {random})", x=0.01, ha="left", fontsize=11)
 
 
 def _png(paint: Callable[[Any, Table], None], rows: Table) -> bytes | None:
@@ -64,7 +78,7 @@ def _png(paint: Callable[[Any, Table], None], rows: Table) -> bytes | None:
         from matplotlib.figure import Figure as Canvas
     except ImportError:
         return None
-    look = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11}
+    look: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
     with matplotlib.rc_context(look):
         canvas = Canvas(layout="constrained")
         paint(canvas, rows)
@@ -92,13 +106,19 @@ def _methods(canvas: Any, rows: Table) -> None:
     for key, (marker, label) in shown.items():
         proved = [(row[key], place) for place, row in enumerate(rows) if row[key] is not None]
         if proved:
-            axes.plot(*zip(*proved, strict=True), marker, color="black", mfc="none" if key == "held_out" else "black", label=label)
-            axes.legend(frameon=False, loc="lower right")
+            axes.plot(
+                *zip(*proved, strict=True),
+                marker,
+                color="black",
+                mfc="none" if key == "held_out" else "black",
+                label=label,
+            )
+            axes.legend(loc="upper right")
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlim(left=0)
     axes.set_xlabel("fraction of test examples that are wrong")
-    axes.set_title("Test error, one run (random: split, weights, data order, draws)", loc="left")
+    _title(canvas, "Test error of one run", "split, weights, data order, draws")
 
 
 # --- Training curves.
@@ -107,16 +127,18 @@ def _methods(canvas: Any, rows: Table) -> None:
 def _curves_table(folder: Path, result: dict[str, Any]) -> Table:
     steps: dict[str, int] = {}
     rows = []
+    counted = {row["method"]: row["sparsity"] for row in result["rows"]}
     for row in store.metrics(folder):
         method = row.get("method", result["command"])
         steps[method] = steps.get(method, 0) + 1
+        fixed = 0.0 if row["stage"] == "dense" else counted[method]
         rows.append(
             {
                 "method": method,
                 "stage": row["stage"],
                 "epoch": steps[method],
                 "loss": row["loss"],
-                "expected_sparsity": row.get("expected_sparsity"),
+                "sparsity": row.get("expected_sparsity", fixed),
             }
         )
     return rows
@@ -124,7 +146,7 @@ def _curves_table(folder: Path, result: dict[str, Any]) -> Table:
 
 def _curves(canvas: Any, rows: Table) -> None:
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    canvas.set_size_inches(max(6.5, 2.4 * len(methods)), 4.2)
+    canvas.set_size_inches(max(6.5, 2 * len(methods)), 4.2)
     grid = canvas.subplots(2, len(methods), sharex="col", sharey="row", squeeze=False)
     for (above, below), method in zip(grid.T, methods, strict=True):
         own = [row for row in rows if row["method"] == method]
@@ -132,16 +154,15 @@ def _curves(canvas: Any, rows: Table) -> None:
             part = [row for row in own if row["stage"] == stage]
             x = [row["epoch"] for row in part]
             above.plot(x, [row["loss"] for row in part], color=STAGES[stage], lw=2, marker=".", ms=3, label=stage)
-            if part[0]["expected_sparsity"] is not None:
-                below.plot(x, [row["expected_sparsity"] for row in part], color=STAGES[stage], lw=2, marker=".", ms=3)
+            below.plot(x, [row["sparsity"] for row in part], color=STAGES[stage], lw=2, marker=".", ms=3)
         above.set_yscale("log")
         above.set_title(method, loc="left")
-        above.legend(frameon=False, fontsize=8)
+        above.legend(fontsize=8)
         below.set_xlabel("epoch")
         below.set_ylim(-0.03, 1.03)
     grid[0][0].set_ylabel("training loss")
-    grid[1][0].set_ylabel("expected sparsity")
-    canvas.suptitle("Training of one run (random: weights, data order, sampled masks)", x=0.01, ha="left", fontsize=11)
+    grid[1][0].set_ylabel("sparsity")
+    _title(canvas, "Training of one run", "weights, data order, sampled masks")
 
 
 # --- Sparsity per layer.
@@ -149,10 +170,12 @@ def _curves(canvas: Any, rows: Table) -> None:
 
 def _layers_table(folder: Path, result: dict[str, Any]) -> Table:
     rows = []
-    for path in sorted(folder.glob("model*.safetensors")):
-        method = path.stem.partition("-")[2] or result["command"]
+    for method in METHODS:
+        path = folder / ("model.safetensors" if method == result["command"] else f"model-{method}.safetensors")
+        if method == "dense" or not path.exists():
+            continue
         for name, weight in load_file(path).items():
-            if weight.ndim >= 2 and method != "dense":
+            if weight.ndim >= 2:
                 pruned = float((weight == 0).mean())
                 rows.append({"method": method, "layer": name, "weights": weight.size, "sparsity": pruned})
     return rows
@@ -167,20 +190,22 @@ def _layers(canvas: Any, rows: Table) -> None:
     for number, method in enumerate(methods):
         own = {row["layer"]: row for row in rows if row["method"] == method}
         places = [place + (number + 0.5) * height - 0.4 for place in range(len(layers))]
-        axes.barh(places, [own[layer]["sparsity"] for layer in layers], height * 0.9, color=METHODS[method], label=method)
+        axes.barh(
+            places, [own[layer]["sparsity"] for layer in layers], height * 0.9, color=METHODS[method], label=method
+        )
     sizes = {row["layer"]: row["weights"] for row in rows}
     axes.set_yticks(range(len(layers)), [f"{layer}\n({sizes[layer]:,})" for layer in layers], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.set_xlabel("fraction of the layer's weights that are zero")
-    axes.set_title("Where the zeros are (counted in the saved network)", loc="left")
+    _title(canvas, "Where the zeros of the saved network are", "weights, data order, sampled masks")
     if len(methods) > 1:
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 # --- Keep probabilities of P and Q.
 
-_BINS = 40
+_EDGES = np.linspace(-LOGIT_MAX, LOGIT_MAX, 57)
 
 
 def _keep_table(folder: Path, result: dict[str, Any]) -> Table:
@@ -188,30 +213,31 @@ def _keep_table(folder: Path, result: dict[str, Any]) -> Table:
     if not path.exists():
         return []
     tensors = load_file(path)
-    edges = np.linspace(0, 1, _BINS + 1)
     counts = {}
     for part in ("prior", "posterior"):
         values = [t.reshape(-1) for name, t in tensors.items() if name.startswith(f"{part}/keep_prob/")]
-        counts[part] = np.histogram(np.concatenate(values), edges)[0]
+        p = np.concatenate(values).astype(np.float64)
+        counts[part] = np.histogram(np.clip(np.log(p) - np.log1p(-p), _EDGES[0], _EDGES[-1]), _EDGES)[0]
+    chance = 1 / (1 + np.exp(-_EDGES))
     return [
-        {"from": float(edges[i]), "to": float(edges[i + 1]), **{part: int(count[i]) for part, count in counts.items()}}
-        for i in range(_BINS)
+        {"from": float(chance[i]), "to": float(chance[i + 1]), **{part: int(n[i]) for part, n in counts.items()}}
+        for i in range(len(_EDGES) - 1)
     ]
 
 
 def _keep(canvas: Any, rows: Table) -> None:
     canvas.set_size_inches(7, 3)
     axes = canvas.subplots()
-    edges = [row["from"] for row in rows] + [rows[-1]["to"]]
-    axes.stairs([row["prior"] for row in rows], edges, fill=True, color=ORANGE, alpha=0.55, label="prior P")
-    axes.stairs([row["posterior"] for row in rows], edges, color=PURPLE, lw=2, label="posterior Q")
+    axes.stairs([row["prior"] for row in rows], _EDGES, fill=True, color=ORANGE, alpha=0.55, label="prior P")
+    axes.stairs([row["posterior"] for row in rows], _EDGES, color=PURPLE, lw=2, label="posterior Q")
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.7)
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("keep probability of a weight")
-    axes.set_ylabel("weights")
-    axes.legend(frameon=False, loc="upper center")
-    axes.set_title("Keep probabilities: each network drawn keeps a weight with this chance", loc="left")
+    ticks = {"1e-5": 1e-5, "0.001": 1e-3, "0.1": 0.1, "0.5": 0.5, "0.9": 0.9, "0.999": 0.999, "1-1e-5": 1 - 1e-5}
+    axes.set_xticks([np.log(p / (1 - p)) for p in ticks.values()], list(ticks))
+    axes.set_xlabel("keep probability (logit scale)")
+    axes.set_ylabel("number of weights")
+    axes.legend(loc="upper center")
+    _title(canvas, "Chance of each weight to be kept in a drawn network", "weights, data order")
 
 
 # --- What a certificate is made of.
@@ -234,7 +260,12 @@ def _certificate_table(folder: Path, result: dict[str, Any]) -> Table:
             "total": c["bound"],
         },
         {"certificate": "prior P (Q = P)", "total": c["q_equals_p"]},
-        {"certificate": "held-out baseline", "empirical risk": held, "confidence": c["held_out"] - held, "total": c["held_out"]},
+        {
+            "certificate": "held-out baseline",
+            "empirical risk": held,
+            "confidence": c["held_out"] - held,
+            "total": c["held_out"],
+        },
     ]
 
 
@@ -249,13 +280,13 @@ def _certificate(canvas: Any, rows: Table) -> None:
             left += row.get(key, 0.0)
         if not left:
             axes.barh(place, row["total"], 0.6, color="#D0D0D0")
-        axes.text(row["total"], place, f" {row['total']:.4f}", va="center")
+        axes.text(row["total"], place, f" {up(row['total'])}", va="center")
     axes.set_yticks(range(len(rows)), [row["certificate"] for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlabel("bound on the error rate on new data")
-    axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.28), fontsize=9)
-    axes.set_title("What the certificate is made of (random: bound examples, drawn networks)", loc="left")
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.28), fontsize=9)
+    _title(canvas, "What the certificate is made of", "bound examples, drawn networks")
 
 
 _PLOTS: dict[str, tuple[Callable[[Path, dict[str, Any]], Table], str, Callable[[Any, Table], None]]] = {
@@ -274,19 +305,20 @@ _PLOTS: dict[str, tuple[Callable[[Path, dict[str, Any]], Table], str, Callable[[
     ),
     "layers": (
         _layers_table,
-        "Pruning is decided over the whole network at once, so layers end up unequally sparse. In brackets: the weights "
-        "of the layer.",
+        "Pruning is decided over the whole network at once, so layers end up unequally sparse. In brackets: the "
+        "weights of the layer.",
         _layers,
     ),
     "curves": (
         _curves_table,
-        "The training loss per stage, and the expected sparsity wherever the mask is random. In the posterior stage the "
-        "loss is the bound itself, which is why its scale differs.",
+        "The training loss per stage, and the sparsity (the expected one wherever the mask is random). In the "
+        "posterior stage the loss is the bound itself, which is why its scale differs.",
         _curves,
     ),
     "keep_prob": (
         _keep_table,
-        "How sure the random masks are: a weight at 0 is nearly always pruned and one at 1 nearly always kept.",
+        "How sure the random masks are: a weight far to the left is nearly always pruned, one far to the right nearly "
+        "always kept.",
         _keep,
     ),
 }

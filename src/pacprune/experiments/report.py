@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -34,22 +35,23 @@ MEANINGS = {
     "Test error": "the fraction of wrong answers on the test part, which no training has seen; for pbp, the mean over "
     "networks drawn at random",
     "Certificate": "a proved upper bound on the error rate on new data: it holds before any test data are seen",
-    "Held-out baseline": "the simplest proof, to judge the certificate by: the prior's thresholded network and an exact "
-    "binomial (Clopper-Pearson) bound on the same examples",
+    "Held-out baseline": "the simplest proof, to judge the certificate by: an exact binomial (Clopper-Pearson) bound "
+    "for the prior's thresholded network on the same examples",
 }
 
 
-def write(folder: Path, result: dict[str, Any]) -> Path:
-    """Draws the figures of a run folder and writes report.html beside them."""
+def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> Path:
+    """Draws the figures of a run folder and writes report.html beside them, in the folder itself or in `out`."""
     command, options = store.recorded(folder)
-    figures = plots.draw(folder, result)
+    out = folder if out is None else out
+    figures = plots.draw(folder, result, out)
     path = folder / "certificate" / "certificate.json"
     body = [
         f"<h1>{TITLES[command]}</h1>",
         f"<p>{escape(_summary(result))}</p>",
         _table(result["rows"]),
-        _certificate(json.loads(path.read_text())) if path.exists() else "",
-        *(_figure(figure, folder) for figure in figures),
+        _certificate(json.loads(path.read_text()), os.path.relpath(path, out)) if path.exists() else "",
+        *(_figure(figure, out) for figure in figures),
         "" if all(figure.png for figure in figures) else f"<p>{escape(plots.HINT)}</p>",
         _asked(command, options, result),
     ]
@@ -66,8 +68,8 @@ def write(folder: Path, result: dict[str, Any]) -> Path:
 </main></body>
 </html>
 """
-    write_atomically(folder / "report.html", page.encode())
-    return folder / "report.html"
+    write_atomically(out / "report.html", page.encode())
+    return out / "report.html"
 
 
 def cell(name: str, value: Any) -> str:
@@ -75,7 +77,7 @@ def cell(name: str, value: Any) -> str:
     if value is None:
         return "–"
     if name in ("certificate", "held_out"):
-        return f"{-(-value * 1e4 // 1) / 1e4:.4f}"
+        return plots.up(value)
     return value if isinstance(value, str) else f"{value:.4f}"
 
 
@@ -84,7 +86,7 @@ def _summary(result: dict[str, Any]) -> str:
     wrong = [f"{name} {row['test_error']:.1%}" for name, row in rows.items()]
     text = f"Wrong answers on the test part: {', '.join(wrong)}."
     if "pbp" in rows:
-        bound = cell("certificate", rows["pbp"]["certificate"])
+        bound = plots.up(rows["pbp"]["certificate"])
         text += f" For a network drawn by pbp, the error rate on new data is certified to be at most {bound}."
     return text
 
@@ -99,45 +101,48 @@ def _table(rows: list[dict[str, Any]]) -> str:
     shown = [title for title in MEANINGS if proved or title in ("Sparsity", "Test error")]
     meanings = "".join(f"<dt>{title}</dt><dd>{MEANINGS[title]}.</dd>" for title in shown)
     return (
-        f'<div class="wide"><table id="results"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+        f'<div class="wide"><table id="results"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
         f"<p><small>All numbers are fractions between 0 and 1.</small></p><dl>{meanings}</dl>"
     )
 
 
-def _certificate(c: dict[str, Any]) -> str:
+def _certificate(c: dict[str, Any], link: str) -> str:
     ledger, split = c["ledger"], c["split"]
     facts = [
-        f"Empirical risk {c['risk']:.4f}: the mean error of {c['draws']:,} networks drawn from Q, each on its own random "
-        f"{c['batch']} of the {c['n']:,} bound examples; with Monte-Carlo uncertainty, at most {c['risk_upper']:.4f}.",
-        f"KL(Q||P) = {c['kl']:.3f} nats: how far the posterior Q moved from the prior P. P was made from {split['prior']:,} "
-        "other examples and written to disk before the bound examples were read.",
-        f"Q = P gives {cell('certificate', c['q_equals_p'])}: what the prior is worth without training on the bound examples.",
-        f"Held-out baseline {cell('held_out', c['held_out'])}: {c['held_out_errors']} mistakes of one fixed network on the "
+        f"Empirical risk {c['risk']:.4f}: the mean error of {c['draws']:,} networks drawn from Q, each on its own "
+        f"random {c['batch']} of the {c['n']:,} bound examples; with Monte-Carlo uncertainty, at most "
+        f"{c['risk_upper']:.4f}.",
+        f"KL(Q||P) = {c['kl']:.3f} nats: how far the posterior Q moved from the prior P. P was made from "
+        f"{split['prior']:,} other examples and written to disk before the bound examples were read.",
+        f"Q = P gives {plots.up(c['q_equals_p'])}: what the prior is worth without training on the bound examples.",
+        f"Held-out baseline {plots.up(c['held_out'])}: {c['held_out_errors']} mistakes of one fixed network on the "
         f"same {c['n']:,} examples.",
-        f"The paper's theorem gives {cell('certificate', c['paper'])} for the same numbers; it is never below the certificate.",
-        f"The statement may fail with probability {ledger['delta']:g} = {ledger['pac_bayes']:g} for the PAC-Bayes bound + "
-        f"{ledger['monte_carlo']:g} for the sampled networks.",
-        "Assumed: the bound examples and the new data are drawn independently from one distribution, with labels as noisy "
-        f"as these; {split['duplicates']} bound examples also occur, to the byte, among the prior's.",
+        f"The paper's theorem gives {plots.up(c['paper'])} for the same numbers; it is never below the certificate.",
+        f"The statement may fail with probability {ledger['delta']:g} = {ledger['pac_bayes']:g} for the PAC-Bayes "
+        f"bound + {ledger['monte_carlo']:g} for the sampled networks.",
+        "Assumed: the bound examples and the new data are drawn independently from one distribution, with labels as "
+        f"noisy as these; {split['duplicates']} bound examples also occur, to the byte, among the prior's.",
     ]
     items = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
     return (
         f'<section><h2>The certificate</h2><blockquote id="statement">{escape(c["statement"])}</blockquote>'
-        f'<p id="winner"><strong>{escape(_sentence(c["winner"]))}</strong></p><ul>{items}</ul>'
-        '<p>All numbers and hashes: <a href="certificate/certificate.json">certificate.json</a></p></section>'
+        f'<p id="winner"><strong>{escape(sentence(c["winner"]))}</strong></p><ul>{items}</ul>'
+        f'<p>All numbers and hashes: <a href="{escape(link)}">certificate.json</a></p></section>'
     )
 
 
-def _sentence(words: str) -> str:
+def sentence(words: str) -> str:
+    """The words with a capital letter and a full stop."""
     return words[0].upper() + words[1:] + "."
 
 
-def _figure(figure: plots.Figure, folder: Path) -> str:
+def _figure(figure: plots.Figure, out: Path) -> str:
     image = ""
     if figure.png is not None:
         content = base64.b64encode(figure.png.read_bytes()).decode()
         image = f'<img alt="{escape(figure.caption)}" src="data:image/png;base64,{content}">'
-    link = f'<a href="{figure.csv.relative_to(folder).as_posix()}">data (CSV)</a>'
+    link = f'<a href="{figure.csv.relative_to(out).as_posix()}">data (CSV)</a>'
     return f'<figure id="{figure.name}">{image}<figcaption>{escape(figure.caption)} {link}</figcaption></figure>'
 
 
@@ -173,7 +178,7 @@ details table { width: auto; } details td { text-align: left; } details th { fon
 dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: var(--soft); }
 blockquote { margin: 0; padding: .9rem 1.1rem; background: var(--tint); border-left: 4px solid var(--mark); }
 figure { margin: 2.25rem 0; } figcaption { color: var(--soft); margin-top: .5rem; }
-img { display: block; max-width: 100%; background: #fff; border: 1px solid var(--line); border-radius: 6px; padding: 8px;
-  box-sizing: border-box; }
+img { display: block; max-width: 100%; background: #fff; border: 1px solid var(--line); border-radius: 6px;
+  padding: 8px; box-sizing: border-box; }
 pre { background: var(--tint); padding: .8rem 1rem; overflow-x: auto; border-radius: 6px; }
 """

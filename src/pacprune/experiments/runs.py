@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -56,18 +57,18 @@ class Outcome:
         }
 
 
-Work = Callable[[Any, Callable[[], Path], Progress | None], dict[str, Any]]
+Work = Callable[[Any, Callable[[], Path], Progress], dict[str, Any]]
 """(options, begin, progress) -> result; `begin` makes the run folder and is called once all input has been checked."""
 
 
-def execute(command: str, options: Any, work: Work, *, out: Path | None, progress: Progress | None) -> dict[str, Any]:
+def execute(command: str, options: Any, work: Work, *, out: Path | None, progress: Progress) -> dict[str, Any]:
     """Runs a command in its folder: returns at once when it is finished there, goes on when it was broken off."""
     folder = out if out is not None else Path("runs") / opt.run_name(command, options)
     done = store.claim(folder, command, options)
     if done is not None:
         store.drop_checkpoints(folder)
         return done
-    taken_up = (folder / "config.toml").exists()
+    existed, taken_up = folder.exists(), (folder / "config.toml").exists()
     try:
         # The networks for the digits are so small that a second thread costs time.
         with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
@@ -79,12 +80,14 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
     except ValueError:
         # The same input fails the same way: nothing here is worth keeping.
         if not taken_up:
-            store.discard(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            if existed:
+                folder.mkdir()
         raise
     return found
 
 
-def single(options: Options, begin: Callable[[], Path], progress: Progress | None) -> dict[str, Any]:
+def single(options: Options, begin: Callable[[], Path], progress: Progress) -> dict[str, Any]:
     """The work of osp, pft and pbp."""
     split, model = prepare(options)
     rehearse(options, model, split)
@@ -125,16 +128,17 @@ def certified(folder: Path, certificate: Certificate) -> dict[str, Any]:
 def prepare(options: Any) -> tuple[Split, nn.Module]:
     """The data and the untrained network, on the device."""
     device = check_device(options.device)
-    split = data.load(
-        options.data, prior_fraction=options.prior_fraction, seed=options.seed, data_dir=options.data_dir
-    )
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"seed is {options.seed}; it must be a whole number from 0 to {2**32 - 1}")
+    split = data.load(options.data, prior_fraction=options.prior_fraction, seed=options.seed, data_dir=options.data_dir)
     return split, models.build(options.model, split, seed=options.seed).to(device)
 
 
 def check_device(name: str) -> torch.device:
-    """The device, if a tensor can be put there."""
+    """The device, if it can compute."""
     try:
-        return torch.empty(0, device=name).device
+        torch.zeros(1, device=name).item()
+        return torch.device(name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"the device {name!r} cannot be used here ({reason}); use --device cpu") from None
@@ -155,9 +159,7 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
     attach(model, block_isotropic(model, mask, eps=options.eps, std=options.std))
     last = replace(posterior(options), epochs=0)
     with tempfile.TemporaryDirectory() as out:
-        fit_posterior(
-            model, read(model), split, last, delta=options.delta, objective=options.objective, out=out
-        )
+        fit_posterior(model, read(model), split, last, delta=options.delta, objective=options.objective, out=out)
 
 
 def stage(options: Options, *, epochs: int) -> Config:
@@ -175,7 +177,7 @@ def stage(options: Options, *, epochs: int) -> Config:
 
 
 def posterior(options: Pbp) -> Config:
-    """How Q is trained: its own epochs and learning rate, no augmentation (the bound is on the examples as they are)."""
+    """How Q is trained: its own epochs and learning rate, on the bound examples as they are."""
     return Config(epochs=options.posterior_epochs, lr=options.posterior_lr, batch_size=options.batch_size)
 
 
@@ -192,7 +194,7 @@ def procedure(options: Options) -> Callable[..., Any]:
     return partial(pipelines.pbp, **common, **own, posterior=posterior(options))
 
 
-def dense(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress | None) -> Outcome:
+def dense(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress) -> Outcome:
     """Dense training, in place: on S_P for pbp, whose prior may see nothing else, and on S otherwise."""
     part = split.prior if isinstance(options, Pbp) else split.train
     config = stage(options, epochs=options.dense_epochs)
@@ -201,7 +203,7 @@ def dense(options: Options, model: nn.Module, split: Split, folder: Path, progre
     return Outcome("dense", 0.0, error(model, split.test), copy.deepcopy(model), history)
 
 
-def prune(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress | None) -> Outcome:
+def prune(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress) -> Outcome:
     """Prunes the network in place by the procedure of its options, and measures it."""
     run, config = partial(procedure(options), folder=folder, progress=progress), stage(options, epochs=options.epochs)
     if not isinstance(options, Pbp):

@@ -58,20 +58,13 @@ def drop_checkpoints(folder: Path) -> None:
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
-def discard(folder: Path) -> None:
-    """Deletes all that a failed run wrote; the folder too."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def recorded(folder: Path) -> tuple[str, Any]:
     """(command, options) as config.toml has them."""
     path = folder / "config.toml"
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.toml, so it is not a run folder; name one, such as runs/demo")
-    command = next((name for name in opt.COMMANDS if path.read_text().startswith(f'command = "{name}"\n')), None)
-    if command is None:
-        raise ValueError(f"{path} does not begin with a command of pacprune; it was not written by a run")
-    return command, opt.COMMANDS[command](**opt.from_toml(path, command))
+    command, given = opt.from_toml(path)
+    return command, opt.COMMANDS[command](**given)
 
 
 def result(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,136 @@
+"""Data in any form: the same examples, the same hashes, and no random number taken that is not put back."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from pacprune import batches, data
+
+CPU = torch.device("cpu")
+X = torch.arange(30.0).reshape(10, 3)
+Y = torch.arange(10) % 3
+
+
+class Noisy(Dataset):
+    """A random augmentation, as torchvision's are."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return X[i] + torch.randn(3), Y[i]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y, strict=True))
+
+
+def forms() -> dict[str, batches.Data]:
+    pairs = TensorDataset(X, Y)
+    part = data.Part("own", X, Y, torch.arange(10))
+    return {"tensors": (X, Y), "part": part, "dataset": pairs, "loader": DataLoader(pairs, 4), "of-list": list_loader()}
+
+
+def list_loader() -> DataLoader:
+    return DataLoader(list(zip(X, Y, strict=True)), 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["tensors", "part", "dataset", "loader", "of-list"])
+def test_every_form_gives_the_same_batches_and_hashes(form: str) -> None:
+    given = forms()[form]
+    found = list(batches.batches(given, 4, device=CPU))
+    assert [len(x) for x, _ in found] == [4, 4, 2]
+    assert torch.equal(torch.cat([x for x, _ in found]), X)
+    assert torch.equal(torch.cat([y for _, y in found]), Y)
+    assert torch.equal(batches.rows(given), data.rows(X, Y))
+    assert batches.size(given) == 10
+
+
+def test_order_and_limit() -> None:
+    order = torch.arange(9, -1, -1)
+    for form in ("tensors", "part", "dataset"):
+        found = list(batches.batches(forms()[form], 4, device=CPU, order=order, limit=6))
+        assert [len(x) for x, _ in found] == [4, 2]
+        assert torch.equal(torch.cat([y for _, y in found]), Y.flip(0)[:6])
+    assert sum(len(x) for x, _ in batches.batches(forms()["loader"], 99, device=CPU, limit=5)) == 8  # whole batches
+
+
+def test_a_part_is_known_by_content_and_by_origin() -> None:
+    part = data.Part("own", X, Y, torch.arange(10), source="ab" * 32)
+    assert torch.equal(batches.rows(part), torch.cat([part.rows, part.ids]))
+    assert torch.equal(batches.rows(DataLoader(part, 4)), batches.rows(part))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((X, Y[:9]), "x has 10 examples but y has 9"),
+        ((X[:0], Y[:0]), "empty: 0 examples"),
+        (TensorDataset(X[:0], Y[:0]), "empty: 0 examples"),
+        (DataLoader(TensorDataset(X, Y), 11, drop_last=True), "empty: 0 examples"),
+        ([X, Y], "data is a list; give"),
+        ((X.numpy(), Y.numpy()), "data is a tuple; give"),
+        ("digits", "data is a str; give"),
+        (Stream(), "data is a stream, a Stream; give"),
+        (DataLoader(Stream(), 4), "data is a stream, a Stream; give"),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused(given: batches.Data, message: str) -> None:
+    for use in (batches.tensors, batches.size, batches.rows):
+        with pytest.raises(ValueError, match=message):
+            use(given)
+
+
+def test_hashes_of_a_random_augmentation_repeat_and_take_no_randomness() -> None:
+    state = torch.get_rng_state()
+    first = batches.rows(Noisy())
+    assert torch.equal(state, torch.get_rng_state())
+    torch.randn(3)
+    assert torch.equal(first, batches.rows(DataLoader(Noisy(), 4, shuffle=True)))
+    torch.set_rng_state(state)
+
+
+def test_generators_of_a_loader_are_found_wherever_they_are() -> None:
+    pairs, g = TensorDataset(X, Y), torch.Generator()
+    sampler = RandomSampler(pairs, generator=g)
+    loaders = {
+        "shuffle": DataLoader(pairs, 4, shuffle=True, generator=g),
+        "sampler": DataLoader(pairs, 4, sampler=sampler),
+        "subset": DataLoader(pairs, 4, sampler=SubsetRandomSampler(range(5), generator=g)),
+        "batch sampler": DataLoader(pairs, batch_sampler=BatchSampler(sampler, 4, drop_last=False)),
+    }
+    for name, loader in loaders.items():
+        assert any(found is g for found in batches.generators(loader)), name
+    assert batches.generators(DataLoader(pairs, 4, shuffle=True)) == []
+    assert batches.generators((X, Y)) == []
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
+def test_forked_puts_every_random_state_back(own: bool) -> None:
+    g = torch.Generator().manual_seed(3) if own else None
+    loader = DataLoader(TensorDataset(X, Y), 4, shuffle=True, generator=g)
+    before, orders = torch.get_rng_state(), []
+    for _ in range(2):
+        with batches.forked(CPU, loader, seed=5):
+            orders.append(torch.cat([y for _, y in loader]).tolist())
+            torch.rand(7)
+    assert orders[0] == orders[1]
+
+    def broken() -> None:
+        list(loader)
+        raise KeyError
+
+    with pytest.raises(KeyError), batches.forked(CPU, loader):
+        broken()
+    assert torch.equal(before, torch.get_rng_state())
+    assert g is None or torch.equal(g.get_state(), torch.Generator().manual_seed(3).get_state())

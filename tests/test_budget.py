@@ -1,0 +1,180 @@
+"""Sparsity controllers: the schedule, and each control against the budget it has to hold."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pacprune as pp
+from pacprune import budget, layers, scores, weights
+from pacprune.budget import CONTROLS, Budget
+
+PROGRESS = (0.0, 0.1, 0.4, 0.79, 0.8, 1.0)
+
+
+def attached(seed: int = 0, **how: object) -> nn.Module:
+    """A net with magnitudes of many scales and a few exact zeros, its gates far from any budget."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5))
+    with torch.no_grad():
+        model[0].weight.mul_(torch.exp(2 * torch.randn(40, 30, generator=generator)))
+        model[0].weight[:2] = 0
+    pp.attach(model, pp.score_monotone(model, scores.magnitude(model), sparsity=0.5), **how)
+    disturb_(model, generator)
+    return model
+
+
+@torch.no_grad()
+def disturb_(model: nn.Module, generator: torch.Generator, size: float = 3.0) -> None:
+    """What an optimiser might do to the gates."""
+    for site in layers.sites(model):
+        site.gate.add_(size * torch.randn(site.gate.shape, generator=generator))
+
+
+def density(model: nn.Module) -> float:
+    return 1 - pp.read(model).sparsity
+
+
+def test_the_schedule_is_fixed_or_cubic():
+    fixed, cubic = Budget(0.9), Budget(0.9, schedule="cubic", ramp=0.8)
+    assert {fixed.density(t) for t in PROGRESS} == {1 - 0.9}
+    assert cubic.density(0.0) == 1.0
+    assert cubic.density(0.4) == pytest.approx(1 - 0.9 * (1 - 0.5**3))
+    assert cubic.density(0.8) == cubic.density(1.0) == pytest.approx(0.1)
+    path = [cubic.density(t / 100) for t in range(101)]
+    assert path == sorted(path, reverse=True)
+    assert [Budget(0.9, sharpen=4.0).sharpness(t) for t in (0.0, 0.5, 1.0)] == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sparsity": 1.0}, r"sparsity 1\.0 is outside \[0, 1\)"),
+        ({"sparsity": 0.9, "control": "shfit"}, "control 'shfit' is unknown; use one of none, shift, projection"),
+        ({"sparsity": 0.9, "schedule": "linear"}, "schedule 'linear' is unknown; use one of fixed, cubic"),
+        ({"sparsity": 0.9, "ramp": 0.0}, r"ramp 0\.0 must lie in \(0, 1\]"),
+        ({"sparsity": 0.9, "ramp": 1.5}, r"ramp 1\.5 must lie in \(0, 1\]"),
+        ({"sparsity": 0.9, "sharpen": 0.5}, r"sharpen 0\.5 be at least 1"),
+        ({"sparsity": 0.9, "strength": 0.0}, r"strength 0\.0 positive"),
+    ],
+)
+def test_a_wrong_budget_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Budget(**arguments)
+
+
+@pytest.mark.parametrize("coupling", [0.0, 1.0, 4.0], ids=["free", "coupled", "strongly coupled"])
+@pytest.mark.parametrize("control", ["shift", "projection"])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.99])
+def test_exact_controls_hold_the_budget_under_the_sigmoid(control, sparsity, coupling):
+    model, generator = attached(coupling=coupling), torch.Generator().manual_seed(1)
+    plan = Budget(sparsity, control=control, schedule="cubic", sharpen=4.0)
+    for progress in PROGRESS:
+        disturb_(model, generator)
+        budget.enforce_(model, plan, progress)
+        reachable = min(plan.density(progress), 1 - (1.5e-6 if control == "shift" else 1e-5))
+        assert density(model) == pytest.approx(reachable, abs=1e-6)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.99])
+def test_projection_holds_the_budget_under_the_clamp(sparsity):
+    model, generator = attached(mapping="clamp"), torch.Generator().manual_seed(1)
+    plan = Budget(sparsity, control="projection", schedule="cubic")
+    for progress in PROGRESS:
+        disturb_(model, generator)
+        budget.enforce_(model, plan, progress)
+        assert density(model) == pytest.approx(min(plan.density(progress), 1 - 1e-5), abs=1e-6)
+        values = torch.cat([site.gate.detach().reshape(-1) for site in layers.sites(model)])
+        assert float(values.min()) > 0.9e-5
+        assert float(values.max()) < 1 - 0.9e-5
+
+
+def test_a_shift_moves_all_logits_alike_and_no_gate():
+    model = attached(coupling=4.0)
+    gates = [site.gate.detach().clone() for site in layers.sites(model)]
+    before = [site.logit().detach() for site in layers.sites(model)]
+    budget.enforce_(model, Budget(0.9), 0.0)
+    assert all(torch.equal(g, site.gate) for g, site in zip(gates, layers.sites(model), strict=True))
+    moved = torch.cat([(b - s.logit().detach()).reshape(-1) for b, s in zip(before, layers.sites(model), strict=True)])
+    edge = torch.cat([(site.logit().detach().abs() > 13.9).reshape(-1) for site in layers.sites(model)])
+    edge |= torch.cat([(b.abs() > 13.9).reshape(-1) for b in before])
+    assert float(moved[~edge].max() - moved[~edge].min()) < 1e-4
+
+
+def test_none_changes_nothing_but_the_sharpness():
+    model = attached()
+    before = [site.logit().detach() for site in layers.sites(model)]
+    budget.enforce_(model, Budget(0.9, control="none", sharpen=2.0), 1.0)
+    for old, site in zip(before, layers.sites(model), strict=True):
+        inside = old.abs() < 6.9
+        assert torch.allclose(site.logit()[inside], 2 * old[inside], rtol=1e-6)
+
+
+def test_a_restricted_model_holds_the_budget_of_all_its_weights():
+    def first(model: nn.Module) -> dict[str, torch.Tensor]:
+        return {"0.weight": weights.prunable(model)["0.weight"]}
+
+    for control in ("shift", "projection"):
+        model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 10))
+        pp.attach(model, pp.isotropic(model, sparsity=0.1, prunable=first))
+        budget.enforce_(model, Budget(0.5, control=control), 0.0)
+        assert pp.read(model).sparsity == pytest.approx(0.5, abs=1e-6)
+        with pytest.raises(ValueError, match=r"of 900 weights cannot be met by pruning 600 of them"):
+            budget.enforce_(model, Budget(0.7, control=control), 0.0)
+
+
+def test_shift_has_nothing_to_shift_under_the_clamp():
+    with pytest.raises(ValueError, match=r"control 'shift' moves logits.*use control='projection'"):
+        budget.enforce_(attached(mapping="clamp"), Budget(0.9), 0.0)
+
+
+def test_a_plain_model_has_no_budget():
+    with pytest.raises(ValueError, match=r"has no stochastic masks; call pp\.attach"):
+        budget.enforce_(nn.Linear(3, 2), Budget(0.9), 0.0)
+
+
+def trained(control: str) -> float:
+    """The density after a short training in which every kept weight helps; the budget asks for .2."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 20, generator=generator)
+    target = x @ torch.randn(20, 10, generator=generator)
+    model = nn.Linear(20, 10, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.linalg.lstsq(x, target).solution.T)
+    pp.attach(model, pp.isotropic(model, sparsity=0.8))
+    gates = [site.gate for site in layers.sites(model)]
+    optimizer, plan = torch.optim.SGD(gates, lr=20.0), Budget(0.8, control=control, strength=50.0)
+    for step in range(200):
+        pp.resample_(model)
+        budget.enforce_(model, plan, step / 200)
+        loss = F.mse_loss(model(x), target)
+        if control == "lagrangian":
+            loss = loss + budget.penalty(model, plan, step / 200)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    budget.enforce_(model, plan, 1.0)
+    return density(model)
+
+
+def test_only_none_drifts_in_training():
+    found = {control: trained(control) for control in CONTROLS}
+    assert found["none"] > 0.5
+    assert found["shift"] == pytest.approx(0.2, abs=1e-6)
+    assert found["projection"] == pytest.approx(0.2, abs=1e-6)
+    assert found["lagrangian"] == pytest.approx(0.2, abs=0.05)
+
+
+def test_the_penalty_is_the_augmented_lagrangian():
+    model = attached()
+    plan = Budget(0.9, control="lagrangian", strength=10.0)
+    excess = density(model) - 0.1
+    first = budget.penalty(model, plan, 0.0)
+    assert first.item() == pytest.approx(5 * excess**2, rel=1e-5)
+    second = budget.penalty(model, plan, 0.0)
+    assert second.item() == pytest.approx(excess * excess + 5 * excess**2, rel=1e-5)
+    gradient = torch.autograd.grad(second, [site.gate for site in layers.sites(model)])
+    assert all((g >= 0).all() for g in gradient)
+    assert all((g > 0).any() for g in gradient)

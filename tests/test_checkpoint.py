@@ -1,0 +1,284 @@
+"""A run that is killed at any step and resumed ends as one that was not, bit for bit; nothing else is ever resumed."""
+
+import dataclasses
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import pacprune as pp
+from pacprune import budget, checkpoint, layers
+from pacprune.loop import History
+
+G = torch.Generator().manual_seed(1)
+X = torch.randn(70, 4, generator=G)
+Y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
+SPLIT = pp.data.split(X, Y, prior_fraction=0.5, seed=0)
+CONFIG = pp.Config(epochs=3, lr=0.1, gate_lr=2.0, weight_decay=1e-3, batch_size=16, schedule="cosine")
+STEPS = 15
+
+
+class Killed(Exception):
+    """Stands for a power cut: raised from the progress callback."""
+
+
+class Noisy(Dataset):
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return X[i] + 0.1 * torch.randn(4), Y[i]
+
+
+def net() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def dense(**how: Any) -> History:
+    return pp.fit(how.pop("model"), how.pop("data", (X, Y)), how.pop("config", CONFIG), **how)
+
+
+def masked(**how: Any) -> History:
+    pp.apply_mask(how["model"], pp.top_k(pp.scores.magnitude(how["model"]), sparsity=0.5))
+    return dense(config=dataclasses.replace(CONFIG, optimizer="adamw", accumulate=2, clip=1.0), **how)
+
+
+def attached(control: str, mapping: str = "sigmoid", **how: Any) -> History:
+    model = how["model"]
+    slab = pp.isotropic(model, sparsity=0.5, std=0.05)
+    pp.attach(model, slab, mapping=mapping, coupling=4.0 if mapping == "sigmoid" else 0.0, train_std=True, seed=7)
+    target = pp.Budget(0.7, control=control, schedule="cubic", sharpen=1.0 if mapping == "clamp" else 3.0)
+    return dense(budget=target, **how)
+
+
+def algorithm1(**how: Any) -> History:
+    pp.attach(how["model"], pp.isotropic(how["model"], sparsity=0.5))
+    return dense(config=dataclasses.replace(CONFIG, samples=3, accumulate=2), **how)
+
+
+def posterior(**how: Any) -> History:
+    model, path = how.pop("model"), how["checkpoint"]
+    pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.05), train_std=True)
+    # 35 bound examples: three steps an epoch
+    config, out = dataclasses.replace(CONFIG, epochs=5), None if path is None else path.parent
+    return pp.fit_posterior(model, pp.read(model), SPLIT, config, budget=pp.Budget(0.5), out=out, **how)
+
+
+def shuffled(generator: torch.Generator | None, data: Dataset, **how: Any) -> History:
+    return dense(data=DataLoader(data, 16, shuffle=True, generator=generator), **how)
+
+
+def early_stop(**how: Any) -> History:
+    validation = DataLoader(TensorDataset(X, Y), 16, shuffle=True)
+    how["config"] = dataclasses.replace(CONFIG, lr=3.0, schedule="constant", patience=1)
+    return dense(validation=validation, **how)
+
+
+SCENARIOS: dict[str, Callable[..., History]] = {
+    "dropout and BatchNorm": dense,
+    "masked, adamw, accumulation": masked,
+    **{f"attached, {control}": lambda control=control, **how: attached(control, **how) for control in budget.CONTROLS},
+    "attached, clamp": lambda **how: attached("projection", "clamp", **how),
+    "algorithm 1": algorithm1,
+    "posterior": posterior,
+    "random augmentation": lambda **how: dense(data=Noisy(), **how),
+    "loader": lambda **how: shuffled(None, Noisy(), **how),
+    "loader with a generator": lambda **how: shuffled(torch.Generator().manual_seed(9), TensorDataset(X, Y), **how),
+    "early stop": early_stop,
+}
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Equal to the bit, whatever is nested in what."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def kill_at(step: int) -> Callable[..., None]:
+    def progress(stage: str, done: int, total: int, row: dict[str, Any]) -> None:
+        if done == step:
+            raise Killed
+
+    return progress
+
+
+def content(path: Path) -> dict[str, Any]:
+    """Everything that the checkpoint holds: model, draw counters, history, optimiser, random states."""
+    return torch.load(io.BytesIO(path.read_bytes()[32:]), weights_only=True)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_at_any_step_and_resumed_ends_bit_identical(name: str, tmp_path: Path) -> None:
+    run, whole = SCENARIOS[name], net()
+    history = run(model=whole, checkpoint=tmp_path / "whole" / "run.pt", every=3)
+    without = net()
+    assert run(model=without, checkpoint=None) == history
+    assert equal(whole.state_dict(), without.state_dict())
+    for step in (1, 4, 8, 10, STEPS):  # first, mid-epoch, the end of an epoch, last
+        path = tmp_path / str(step) / "run.pt"
+        torch.randn(step)  # the global random state of the process that resumes is another one
+        if name == "early stop" and step > 5 * len(history):
+            continue
+        with pytest.raises(Killed):
+            run(model=net(), checkpoint=path, every=3, progress=kill_at(step))
+        assert path.exists() == (step > 3)
+        model = net()
+        assert run(model=model, checkpoint=path, every=3) == history, step
+        assert equal(model.state_dict(), whole.state_dict()), step
+        counters = [[int(site.sampler.step) for site in layers.sites(m)] for m in (model, whole)]
+        assert counters[0] == counters[1]
+        assert equal(content(path), content(tmp_path / "whole" / "run.pt")), step
+        assert list(path.parent.glob("*.part")) == []
+    assert len(history) == (2 if name == "early stop" else 5 if name == "posterior" else 3)
+
+
+def test_killed_more_than_once(tmp_path: Path) -> None:
+    whole, path = net(), tmp_path / "run.pt"
+    attached("shift", model=whole)
+    for step in (4, 5, 9, 12, 14, 15):
+        with pytest.raises(Killed):
+            attached("shift", model=net(), checkpoint=path, every=2, progress=kill_at(step))
+    model = net()
+    attached("shift", model=model, checkpoint=path, every=2)
+    assert equal(model.state_dict(), whole.state_dict())
+
+
+def test_a_finished_stage_returns_at_once(tmp_path: Path) -> None:
+    path, steps = tmp_path / "run.pt", []
+    one, two = net(), net()
+    history = dense(model=one, checkpoint=path)
+    stamp = path.stat().st_mtime_ns
+    again = dense(model=two, checkpoint=path, progress=lambda *call: steps.append(call))
+    assert (again, steps, path.stat().st_mtime_ns) == (history, [], stamp)
+    assert equal(one.state_dict(), two.state_dict())
+    assert not two.training
+
+
+SCRIPT = """
+    import os, signal, sys, torch, pacprune as pp
+    from torch import nn
+
+    def progress(stage, done, total, row):
+        if done == 8 and sys.argv[2] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+    x, y = torch.randn(70, 4), torch.randint(0, 3, (70,))
+    pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.05))
+    config = pp.Config(epochs=3, lr=0.1, batch_size=16)
+    pp.fit(model, (x, y), config, budget=pp.Budget(0.7), checkpoint=sys.argv[1], every=3, progress=progress)
+    print(pp.read(model).hash)
+"""
+
+
+def test_a_process_that_is_really_killed_is_resumed_by_another(tmp_path: Path) -> None:
+    def python(folder: str, how: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / folder / "run.pt"), how]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    killed = python("a", "kill")
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "a" / "run.pt").exists()
+    resumed, whole = python("a", "resume"), python("b", "whole")
+    assert resumed.returncode == whole.returncode == 0, resumed.stderr + whole.stderr
+    assert resumed.stdout == whole.stdout
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "config": {"config": dataclasses.replace(CONFIG, lr=0.2)},
+    "epochs": {"config": dataclasses.replace(CONFIG, epochs=4)},
+    "data": {"data": (X + 1, Y)},
+    "labels": {"data": (X, 2 - Y)},
+    "seed": {"seed": 1},
+    "stage": {"stage": "tune"},
+    "loss": {"loss": lambda out, y: nn.functional.cross_entropy(out, y, label_smoothing=0.1)},
+    "validation": {"validation": (X, Y)},
+}
+
+
+@pytest.mark.parametrize("what", [*OTHERS, "weights", "mask", "attached", "estimator", "draws"])
+def test_a_checkpoint_of_another_run_is_refused(what: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "run.pt", net()
+    own = OTHERS.get(what, {})
+    if what in ("estimator", "draws"):
+        first = net()
+        pp.attach(first, pp.isotropic(first, sparsity=0.5))
+        dense(model=first, checkpoint=path)
+        estimator = "straight-through" if what == "estimator" else "concrete"
+        pp.attach(model, pp.isotropic(model, sparsity=0.5), estimator=estimator, seed=int(what == "draws"))
+    else:
+        dense(model=net(), checkpoint=path)
+    if what == "weights":
+        torch.nn.init.zeros_(model[0].weight)
+    elif what == "mask":
+        pp.apply_mask(model, {"0.weight": torch.ones(8, 4, dtype=torch.bool)})
+    elif what == "attached":
+        pp.attach(model, pp.isotropic(model, sparsity=0.5))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="belongs to another run") as error:
+        dense(model=model, checkpoint=path, **own)
+    assert "\n" not in str(error.value)
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    dense(model=net(), checkpoint=path)
+    good = path.read_bytes()
+    flipped = [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(0, len(good), len(good) // 20)]
+    for bad in (b"", b"not a checkpoint", good[: len(good) // 2], good[:-1], good + b"\0", *flipped):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match="is damaged") as error:
+            dense(model=net(), checkpoint=path)
+        assert "\n" not in str(error.value)
+        assert path.read_bytes() == bad
+    torch.save({"weight": torch.ones(2)}, path)  # somebody else's file
+    with pytest.raises(ValueError, match="is damaged"):
+        dense(model=net(), checkpoint=path)
+
+
+def test_writing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "deep" / "file.bin"
+    checkpoint.write_atomically(path, b"old")
+
+    def full(handle: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoint.write_atomically(path, b"new")
+    assert [(p.name, p.read_bytes()) for p in path.parent.iterdir()] == [("file.bin", b"old")]
+
+
+def test_files_can_be_read_by_others(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        checkpoint.write_atomically(tmp_path / "certificate.json", b"{}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "certificate.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_digest_tells_names_shapes_and_types_apart() -> None:
+    a = torch.zeros(4)
+    variants = [{"a": a}, {"b": a}, {"a": a.reshape(2, 2)}, {"a": a.int()}, {"a": a + 1}, {"a": a[:2], "b": a[2:]}, {}]
+    assert len({checkpoint.digest(v) for v in variants}) == len(variants)

@@ -1,0 +1,229 @@
+"""The command line: what it prints, how it fails, and that both spellings are one program."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pacprune import __version__, bounds, cli, fetch, montecarlo
+from pacprune.experiments import options as opt
+from pacprune.experiments import runs
+
+COMMANDS = ("demo", "osp", "pft", "pbp", "bound", "data", "report")
+SHORT = ("--dense-epochs", "2", "--epochs", "2")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Default run folders and data folders lie in the test's own place."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PACPRUNE_DATA", raising=False)
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, list(words), prog_name="pacprune")
+
+
+def answer(*words: str) -> dict[str, Any]:
+    """The one JSON object on stdout."""
+    done = call(*words, "--json")
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def refusal(*words: str) -> str:
+    """The one sentence on stderr; nothing on stdout, no traceback, exit code 2, nothing written."""
+    done = call(*words)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    *bars, line = done.stderr.splitlines()
+    assert line.startswith("pacprune: error: ")
+    assert all("Traceback" not in bar for bar in bars)
+    assert sorted(Path("runs").glob("*")) == []
+    return line
+
+
+# --- Help.
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(command: str) -> None:
+    text = call(command, "--help").stdout
+    for flag in ("--seed", "--device", "--out", "--json"):
+        assert flag in text
+    assert f"Examples:\n    pacprune {command}" in text
+
+
+def test_all_commands_are_listed() -> None:
+    text = call("--help").stdout
+    assert all(f"\n  {command} " in text for command in COMMANDS)
+    assert "..." not in text.partition("Commands:")[2], "a summary was cut short"
+
+
+@pytest.mark.parametrize("command", opt.COMMANDS)
+def test_every_option_is_a_flag_with_help(command: str) -> None:
+    text = " ".join(call(command, "--help").stdout.split())
+    for name, field in opt.COMMANDS[command].__dataclass_fields__.items():
+        assert "--" + name.replace("_", "-") in text
+        assert field.metadata["help"].split(":")[0] in text
+
+
+def test_the_examples_are_understood() -> None:
+    for lines in cli.EXAMPLES.values():
+        for line in lines:
+            words = [word for word in line.split()[1:] if word.startswith("--")]
+            assert all(word in call(line.split()[1], "--help").stdout for word in words)
+
+
+def test_both_spellings_are_one_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pacprune", "--version"], capture_output=True, text=True, env=os.environ
+    )
+    assert (done.stdout, done.stderr) == (f"pacprune {__version__}\n", "")
+    assert call("--version").stdout == done.stdout
+
+
+# --- Runs.
+
+
+def test_osp_prints_a_table() -> None:
+    done = call("osp", *SHORT)
+    assert done.exit_code == 0, done.stderr
+    (folder,) = Path("runs").iterdir()
+    for words in ("dense", "osp", "0.9000", str(folder / "report.html")):
+        assert words in done.stdout
+    assert "tune" in done.stderr
+
+
+def test_pft_as_json() -> None:
+    found = answer("pft", *SHORT, "--sparsity", "0.95", "--out", "here")
+    assert found["folder"] == "here"
+    assert found["command"] == "pft"
+    assert found["sparsity"] == pytest.approx(0.95, abs=1e-5)
+    assert found["kept"] + round(found["sparsity"] * found["total"]) == found["total"] == 50_200
+    assert 0 <= found["test_error"] <= 1
+    assert 0 <= found["dense_error"] <= 1
+    assert [row["method"] for row in found["rows"]] == ["dense", "pft"]
+    assert answer("pft", *SHORT, "--sparsity", "0.95", "--out", "here") == found
+
+
+def test_flags_override_the_config_file() -> None:
+    Path("run.toml").write_text("dense_epochs = 1\nepochs = 1\nsparsity = 0.5\nseed = 4\n")
+    found = answer("osp", "--config", "run.toml", "--sparsity", "0.8")
+    assert found["sparsity"] == pytest.approx(0.8, abs=1e-5)
+    assert (found["seed"], found["epochs"]) == (4, 1)
+
+
+def test_pruning_at_initialisation_has_no_dense_error() -> None:
+    found = answer("osp", "--dense-epochs", "0", "--epochs", "1")
+    assert found["dense_error"] is None
+    assert [row["method"] for row in found["rows"]] == ["osp"]
+
+
+def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "execute", interrupted)
+    done = call("osp")
+    assert done.exit_code == 130
+    assert "run the same command again" in done.stderr
+
+
+# --- Bad input.
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("osp --sparsity 1.0", "sparsity 1.0 is outside [0, 1)"),
+        ("pbp --sparsity -0.1", "sparsity -0.1 is outside [0, 1)"),
+        ("pbp --eps 0.3", "eps 0.3 is too large for sparsity 0.9"),
+        ("pft --recipe paper --eps 0.3", "eps 0.3 is too large"),
+        ("osp --lr 1e9", "the loss became"),
+        ("osp --criterion best", "criterion 'best' is unknown"),
+        ("osp --model vgg", "unknown model 'vgg'"),
+        ("osp --model lenet5", "lenet5 takes square images of at least 12x12"),
+        ("osp --data imagenet", "unknown data set 'imagenet'"),
+        ("osp --data mnist", "pacprune data fetch mnist"),
+        ("pbp --prior-fraction 1", "prior_fraction 1.0"),
+        ("osp --seed -1", "seed is -1"),
+        ("osp --device abacus", "the device 'abacus' cannot be used here"),
+        ("osp --epochs -1", "epochs is -1"),
+        ("osp --min-per-layer 9999", "min_per_layer=9999"),
+        ("osp --scope world", "scope 'world' is unknown"),
+        ("pft --mask-share 0", "mask_share is 0.0"),
+        ("pbp --delta 2", "delta is 2.0"),
+        ("pbp --objective best", "objective 'best' is unknown"),
+        ("osp --config none.toml", "none.toml cannot be read"),
+        ("osp --out .", "is not empty and holds no config.toml"),
+        ("bound --risk 3 --n 10", "risk is 3.0"),
+        ("data fetch digits", "nothing to download for 'digits'"),
+        ("data burn", "unknown action 'burn'"),
+        ("report .", "is not finished"),
+    ],
+)
+def test_bad_input_gets_one_sentence(words: str, said: str) -> None:
+    Path("mine.txt").write_text("keep me")
+    assert said in refusal(*words.split())
+    assert [f.name for f in Path().iterdir() if f.name != "runs"] == ["mine.txt"]
+
+
+def test_an_unknown_flag_is_a_usage_error() -> None:
+    assert call("osp", "--sparsty", "0.9").exit_code == 2
+
+
+@pytest.mark.parametrize("content", [b"not gzip at all", gzip.compress(b"other bytes"), gzip.compress(b"cut")[:-4]])
+def test_a_damaged_data_file_is_refused(content: bytes) -> None:
+    folder = Path("data/mnist")
+    folder.mkdir(parents=True)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(content)
+    line = refusal("osp", "--data", "mnist", "--data-dir", "data", "--json")
+    assert "train-images-idx3-ubyte.gz" in line
+    assert "delete it" in line
+
+
+# --- Calculator and data.
+
+
+def test_bound_is_a_calculator() -> None:
+    found = answer("bound", "--risk", "0.1", "--n", "12000", "--kl", "500", "--out", "here")
+    assert found["seeger"] == bounds.seeger(0.1, n=12_000, kl=500.0, delta=0.05)
+    assert found["paper"] == bounds.paper(0.1, n=12_000, kl=500.0, delta=0.05)
+    assert found["held_out"] == bounds.clopper_pearson(1200, n=12_000, delta=0.05)
+    assert json.loads(Path("here/bound.json").read_text()) == found
+    assert "0.2088" in call("bound", "--risk", "0.1", "--n", "12000", "--kl", "500").stdout
+
+
+def test_draws_cost_a_share_of_delta() -> None:
+    found = answer("bound", "--risk", "0.1", "--n", "12000", "--draws", "1000")
+    assert found["risk_upper"] == montecarlo.chernoff(0.1, draws=1000, delta=0.05 * 0.2)
+    assert found["seeger"] == bounds.seeger(found["risk_upper"], n=12_000, kl=0.0, delta=0.05 - 0.05 * 0.2)
+
+
+def test_data_list_says_what_is_missing() -> None:
+    rows = {row["name"]: row for row in answer("data", "list", "--data-dir", "data")["data"]}
+    assert list(rows) == ["digits", "mnist", "fashion-mnist", "cifar10"]
+    assert rows["digits"]["present"]
+    assert not rows["mnist"]["present"]
+    assert "data fetch cifar10" in rows["cifar10"]["detail"]
+    assert call("data", "list", "--data-dir", "data").stdout.count("missing ") == 3
+
+
+def test_data_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACPRUNE_DATA", "elsewhere")
+    assert call("data", "path").stdout == "elsewhere\n"
+    assert answer("data", "path", "--data-dir", "here") == {"folder": "here"}
+
+
+def test_data_fetch_reports_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        fetch, "fetch", lambda name, data_dir, progress: progress("file.gz", 1, 2) or Path(data_dir, name)
+    )
+    assert answer("data", "fetch", "mnist", "--out", "there") == {"name": "mnist", "folder": "there/mnist"}

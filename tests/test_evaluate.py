@@ -1,0 +1,143 @@
+"""Errors and losses weighted by size, modes and random states put back, BatchNorm's statistics against direct ones."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+import pacprune as pp
+from pacprune import batches, evaluate, weights
+
+
+def net() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+@pytest.fixture
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(50, 5, generator=g), torch.randint(0, 3, (50,), generator=g)
+
+
+def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: b.clone() for n, b in model.named_buffers()}
+
+
+def test_error_and_mean_loss_weight_a_short_last_batch_by_its_size(
+    pair: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (x, y) = net().eval(), pair
+    logits = model(x).detach()
+    wrong, loss = int((logits.argmax(1) != y).sum()), float(F.cross_entropy(logits, y))
+    for batch in (7, 49, 50, 1000):
+        monkeypatch.setattr(evaluate, "BATCH", batch)
+        assert pp.error(model, pair) == wrong / 50
+        assert evaluate.mean_loss(model, pair) == pytest.approx(loss, rel=1e-6)
+    assert evaluate.mean_loss(model, pair, loss=lambda out, y: out.sum() / len(out)) == pytest.approx(
+        float(logits.sum()) / 50, abs=1e-6
+    )
+
+
+def test_what_a_loader_leaves_out_is_not_counted_as_right(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    model, everything = net().eval(), TensorDataset(*pair)
+    first = (pair[0][:40], pair[1][:40])
+    for loader in (
+        DataLoader(everything, 40, drop_last=True),
+        DataLoader(everything, 16, sampler=SubsetRandomSampler(range(40))),
+    ):
+        assert pp.error(model, loader) == pp.error(model, first)
+        assert evaluate.mean_loss(model, loader) == pytest.approx(evaluate.mean_loss(model, first), rel=1e-6)
+
+
+def test_the_error_of_a_language_model_is_a_fraction_of_its_tokens() -> None:
+    model = nn.Embedding(6, 6)
+    tokens = torch.randint(0, 6, (8, 4), generator=torch.Generator().manual_seed(0))
+    wrong = (model(tokens).argmax(-1) != tokens).float().mean()
+    assert pp.error(model, (tokens, tokens)) == pytest.approx(float(wrong))
+
+
+def test_ties_go_to_the_lowest_class() -> None:
+    assert evaluate.mistakes(torch.zeros(3, 4), torch.tensor([0, 1, 3])).tolist() == [False, True, True]
+
+
+def test_modes_gradients_and_random_state_are_put_back(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    model = net().train()
+    model[1].eval()  # a user's own frozen BatchNorm
+    before, state, moved = [m.training for m in model.modules()], torch.get_rng_state(), buffers(model)
+    shuffled = DataLoader(TensorDataset(*pair), 16, shuffle=True)
+    assert pp.error(model, shuffled) == pp.error(model, pair)
+    evaluate.mean_loss(model, shuffled)
+    with pytest.raises(RuntimeError):
+        pp.error(model, (pair[0][:, :2], pair[1]))
+    assert [m.training for m in model.modules()] == before
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+    assert all(torch.equal(b, moved[n]) for n, b in model.named_buffers())
+
+
+def test_gibbs_error_is_the_mean_over_fresh_hard_draws(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    model = net().train()
+    slab = pp.isotropic(model, sparsity=0.5)
+    pp.attach(model, slab, seed=3)
+    found = pp.gibbs_error(model, pair, draws=6)
+    other = pp.attach(net(), slab, seed=3)
+    each = [pp.error(pp.resample_(other), pair) for _ in range(6)]
+    assert found == sum(each) / 6
+    assert len(set(each)) > 1
+    assert model.training
+    with pytest.raises(ValueError, match="draws is 0"):
+        pp.gibbs_error(model, pair, draws=0)
+    with pytest.raises(ValueError, match=r"pp\.attach"):
+        pp.gibbs_error(net(), pair)
+
+
+def test_reestimated_batchnorm_equals_direct_statistics(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    model, x = net(), pair[0]
+    with torch.no_grad():
+        h = model[0](x)
+    pp.reestimate_batchnorm(model, pair)  # one batch
+    assert torch.allclose(model[1].running_mean, h.mean(0), atol=1e-6)
+    assert torch.allclose(model[1].running_var, h.var(0), rtol=1e-5)
+    pp.reestimate_batchnorm(model, pair, batch_size=16)  # 16, 16, 16 and 2: weighted by size
+    assert torch.allclose(model[1].running_mean, h.mean(0), atol=1e-6)
+    within = sum(len(part) * part.var(0) for part in h.split(16)) / 50
+    assert torch.allclose(model[1].running_var, within, rtol=1e-5)
+    assert int(model[1].num_batches_tracked) == 4
+    pp.reestimate_batchnorm(model, pair, batch_size=7)  # the last batch has one example, and so no variance
+    assert torch.allclose(model[1].running_mean, h[:49].mean(0), atol=1e-6)
+
+
+def test_reestimation_changes_batchnorm_statistics_alone(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    model = net().train()
+    model[3].eval()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    modes, momentum = [m.training for m in model.modules()], model[1].momentum
+    pp.reestimate_batchnorm(model, pair)
+    changed = {n for n, t in model.state_dict().items() if not torch.equal(t, before[n])}
+    assert changed == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert [m.training for m in model.modules()] == modes
+    assert model[1].momentum == momentum
+    assert torch.equal(weights.seen(model), batches.rows(pair).unique())
+
+
+def test_reestimation_under_random_masks_takes_a_draw_for_every_batch(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    model = net()
+    pp.attach(model, pp.isotropic(model, sparsity=0.5), seed=1)
+    means = []
+    with torch.no_grad():
+        for part in pair[0].split(25):
+            pp.resample_(model.eval())
+            means.append(model[0](part).mean(0))
+    again = net()
+    pp.attach(again, pp.isotropic(again, sparsity=0.5), seed=1)
+    pp.reestimate_batchnorm(again, pair, batch_size=25)
+    assert torch.allclose(again[1].running_mean, (means[0] + means[1]) / 2, atol=1e-6)
+
+
+def test_a_model_without_batchnorm_sees_nothing(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    model = nn.Linear(5, 3)
+    assert pp.reestimate_batchnorm(model, pair) is model
+    assert len(weights.seen(model)) == 0

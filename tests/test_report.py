@@ -1,0 +1,161 @@
+"""Figures and report.html of a run folder, read as files and in a browser."""
+
+import base64
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pacprune import cli, pipelines
+from pacprune.experiments import plots, report, store
+
+PNG = b"\x89PNG\r\n\x1a\n"
+FIGURES = ["methods", "certificate", "layers", "curves", "keep_prob"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run of pbp, which has every figure."""
+    out, full = tmp_path_factory.mktemp("runs") / "pbp", pipelines.certify
+    words = ["--dense-epochs", "4", "--epochs", "4", "--posterior-epochs", "2", "--delta", "0.1", "--seed", "3"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelines, "certify", lambda *args, **more: full(*args, **{**more, "draws": 50}))
+        done = CliRunner().invoke(cli.app, ["pbp", *words, "--out", str(out), "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout) == store.result(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> str:
+    return (folder / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def certificate(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "certificate" / "certificate.json").read_text())
+
+
+def table(folder: Path, name: str) -> list[dict[str, str]]:
+    with (folder / "figures" / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_result_repeats_the_certificate(folder: Path, certificate: dict[str, Any]) -> None:
+    found = store.result(folder)
+    assert found["certificate"] == certificate["bound"]
+    for name in ("risk", "kl", "n", "held_out", "q_equals_p", "winner", "statement"):
+        assert found[name] == certificate[name]
+    assert found["delta"] == pytest.approx(0.1)
+    assert found["expected_sparsity"] == pytest.approx(0.9, abs=1e-4)
+    assert found["sparsity"] == pytest.approx(0.9, abs=1e-4)
+    assert 0 <= found["thresholded_error"] <= 1
+    assert (folder / "prior.safetensors").is_file()
+
+
+def test_the_report_needs_nothing_but_itself(page: str) -> None:
+    assert "<script" not in page
+    assert not re.search(r"""(src|href)=["']?(https?:)?//|@import|url\(""", page)
+    sources = re.findall(r'src="([^"]*)"', page)
+    assert len(sources) == len(FIGURES)
+    for source in sources:
+        kind, content = source.split(",", 1)
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(content, validate=True).startswith(PNG)
+
+
+def test_every_link_leads_to_a_file(page: str, folder: Path) -> None:
+    links = re.findall(r'href="([^"]*)"', page)
+    assert len(links) == len(FIGURES) + 1
+    assert all((folder / link).is_file() for link in links)
+
+
+def test_the_report_says_what_is_proved(page: str, certificate: dict[str, Any]) -> None:
+    text = unescape(page)
+    assert certificate["statement"] in text
+    assert report.sentence(certificate["winner"]) in text
+    assert "drawn independently from one distribution" in text
+    assert "0.1 = 0.08 for the PAC-Bayes bound + 0.02 for the sampled networks" in text
+    assert "pacprune pbp --seed 3 --dense-epochs 4 --epochs 4 --posterior-epochs 2 --delta 0.1" in text
+
+
+def test_bounds_are_rounded_up(page: str, folder: Path) -> None:
+    assert plots.up(0.12341) == "0.1235"
+    assert plots.up(0.1234) == "0.1234"
+    (dense, pbp) = store.result(folder)["rows"]
+    assert f"<td>{plots.up(pbp['certificate'])}</td><td>{plots.up(pbp['held_out'])}</td>" in page
+    assert dense["certificate"] is None
+
+
+def test_figures_are_small_and_have_their_numbers(folder: Path, certificate: dict[str, Any]) -> None:
+    assert sorted(f.name for f in (folder / "figures").iterdir()) == sorted(
+        f"{name}.{kind}" for name in FIGURES for kind in ("csv", "png")
+    )
+    assert all(f.stat().st_size < 100_000 for f in (folder / "figures").iterdir())
+    assert len(table(folder, "curves")) == 4 + 4 + 2
+    layers = table(folder, "layers")
+    pruned = sum(float(row["sparsity"]) * int(row["weights"]) for row in layers)
+    assert pruned / sum(int(row["weights"]) for row in layers) == pytest.approx(store.result(folder)["sparsity"])
+    assert sum(int(row["posterior"]) for row in table(folder, "keep_prob")) == 50_200
+    pieces = table(folder, "certificate")[0]
+    parts = [float(pieces[name]) for name in ("empirical risk", "Monte Carlo", "confidence", "KL")]
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(certificate["bound"])
+
+
+def test_report_rebuilds_what_was_deleted(folder: Path, page: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    shutil.rmtree(copy / "figures")
+    (copy / "report.html").unlink()
+    done = CliRunner().invoke(cli.app, ["report", str(copy)])
+    assert done.stdout == f"Report: {copy / 'report.html'}\n"
+    assert (copy / "report.html").read_text() == page
+
+
+def test_report_can_be_written_elsewhere(folder: Path, tmp_path: Path) -> None:
+    before = {f: f.stat().st_mtime_ns for f in folder.rglob("*")}
+    done = CliRunner().invoke(cli.app, ["report", str(folder), "--out", str(tmp_path), "--json"])
+    assert json.loads(done.stdout)["report"] == str(tmp_path / "report.html")
+    links = re.findall(r'href="([^"]*)"', (tmp_path / "report.html").read_text())
+    assert all((tmp_path / link).is_file() for link in links)
+    assert {f: f.stat().st_mtime_ns for f in folder.rglob("*")} == before
+
+
+def test_without_matplotlib_the_numbers_remain(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = report.write(folder, store.result(folder), out=tmp_path)
+    assert 'pip install "pacprune[plot]"' in unescape(path.read_text())
+    assert sorted(f.suffix for f in (tmp_path / "figures").iterdir()) == [".csv"] * len(FIGURES)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium is not installed")
+def test_a_browser_shows_the_table_and_the_figures(folder: Path, page: str, tmp_path: Path) -> None:
+    # The copy counts its pictures and the rows that take up space on the screen; the report itself has no script.
+    probe = """<script>onload = () => {
+      document.body.dataset.widths = [...document.images].map(image => image.naturalWidth);
+      const rows = [...document.querySelectorAll("#results tbody tr")];
+      document.body.dataset.rows = rows.filter(row => row.offsetHeight > 0).length;
+    }</script></body>"""
+    (tmp_path / "report.html").write_text(page.replace("</body>", probe))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    done = subprocess.run(
+        ["chromium", *flags, (tmp_path / "report.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    (widths,) = re.findall(r'data-widths="([\d,]*)"', done.stdout)
+    assert len(widths.split(",")) == len(FIGURES)
+    assert all(int(width) > 500 for width in widths.split(","))
+    assert 'data-rows="2"' in done.stdout
+    assert store.result(folder)["statement"] in unescape(done.stdout)

@@ -1,0 +1,284 @@
+"""Criteria: one contract for all of them, and each against its definition."""
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pacprune import batches, scores, weights
+from pacprune.scores import NAMES, grasp, magnitude, random, score, snip, synflow
+
+
+class Attention(nn.Module):
+    """Embedding, attention, normalisation, dropout, and an output layer tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(9, 8)
+        self.block = nn.ModuleDict({"att": nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)})
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 9, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.emb(tokens)
+        return self.head(self.norm(h + self.block["att"](h, h, h, need_weights=False)[0]).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0].mean(1))
+
+
+class Case(NamedTuple):
+    model: nn.Module
+    data: tuple[Tensor, Tensor]
+
+
+def mlp() -> Case:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    return Case(model, (torch.randn(300, 6), torch.randint(0, 3, (300,))))
+
+
+def conv2d() -> Case:
+    body = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5))
+    model = nn.Sequential(body, nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 3))
+    return Case(model, (torch.randn(20, 2, 4, 4), torch.randint(0, 3, (20,))))
+
+
+def conv1d() -> Case:
+    model = nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))
+    model[1].eval()  # frozen statistics in a model that is in train mode
+    return Case(model, (torch.randn(20, 3, 5), torch.randint(0, 3, (20,))))
+
+
+def attention() -> Case:
+    return Case(Attention(), (torch.randint(0, 9, (20, 6)), torch.randint(0, 9, (20,))))
+
+
+def recurrent() -> Case:
+    return Case(Recurrent(), (torch.randn(20, 6, 4), torch.randint(0, 3, (20,))))
+
+
+def made(case: Callable[[], Case]) -> Case:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return case()
+
+
+def fingerprint(model: nn.Module) -> tuple[object, ...]:
+    """All that a criterion must leave alone."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return (
+        {n: (id(t), t._version, t.requires_grad) for n, t in tensors.items()},
+        {n: t.detach().numpy().tobytes() for n, t in tensors.items()},
+        {n: p.grad.numpy().tobytes() for n, p in model.named_parameters() if p.grad is not None},
+        [m.training for m in model.modules()],
+        torch.get_rng_state().numpy().tobytes(),
+        torch.is_grad_enabled(),
+    )
+
+
+def first_two(model: nn.Module) -> dict[str, Tensor]:
+    return dict(list(weights.prunable(model).items())[:2])
+
+
+@pytest.mark.parametrize("criterion", NAMES)
+@pytest.mark.parametrize("case", [mlp, conv2d, conv1d, attention, recurrent], ids=lambda f: f.__name__)
+class TestContract:
+    def test_one_finite_number_per_prunable_weight(self, case, criterion):
+        model, data = made(case)
+        found = score(criterion, model, data)
+        assert {n: s.shape for n, s in found.items()} == {n: w.shape for n, w in weights.prunable(model).items()}
+        for name, s in found.items():
+            assert torch.isfinite(s).all(), name
+            assert s.is_floating_point(), name
+            assert not s.requires_grad, name
+            assert (s != 0).any(), name
+
+    def test_the_model_and_the_random_numbers_are_left_alone(self, case, criterion):
+        model, data = made(case)
+        next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+        next(model.parameters()).requires_grad_(False)
+        before = fingerprint(model)
+        score(criterion, model, data)
+        assert fingerprint(model) == before
+
+    def test_the_same_call_gives_the_same_scores_with_gradients_off_too(self, case, criterion):
+        model, data = made(case)
+        one = score(criterion, model, data)
+        torch.rand(3)
+        with torch.no_grad():
+            two = score(criterion, model, data)
+        assert all(torch.equal(one[n], two[n]) for n in one)
+
+    def test_a_users_own_prunable_restricts_it(self, case, criterion):
+        model, data = made(case)
+        found = score(criterion, model, data, prunable=first_two)
+        assert list(found) == list(first_two(model))
+        if criterion not in ("grasp", "random"):  # those two look at all chosen weights together
+            whole = score(criterion, model, data)
+            assert all(torch.allclose(found[n], whole[n], rtol=1e-5, atol=1e-9) for n in found)
+
+    def test_bad_models_are_refused(self, case, criterion):
+        model, data = made(case)
+        with pytest.raises(ValueError, match="nothing to prune"):
+            score(criterion, nn.PReLU(), data)
+        with torch.no_grad():
+            list(weights.prunable(model).values())[-1].reshape(-1)[0] = float("nan")
+        with pytest.raises(ValueError, match="1 NaN or infinite weights"):
+            score(criterion, model, data)
+
+
+def test_an_unknown_criterion_is_refused():
+    model, data = made(mlp)
+    with pytest.raises(ValueError, match="criterion 'magnitud' is unknown; use one of magnitude, snip"):
+        score("magnitud", model, data)
+
+
+def test_magnitude_is_the_absolute_value():
+    model, _ = made(attention)
+    found = magnitude(model)
+    assert list(found) == ["emb.weight", "block.att.in_proj_weight", "block.att.out_proj.weight"]
+    assert torch.equal(found["emb.weight"], model.emb.weight.abs())
+
+
+def test_random_is_uniform_and_a_function_of_the_seed_alone():
+    model, _ = made(mlp)
+    wide, other = nn.Linear(300, 100), nn.Linear(300, 100)
+    assert torch.equal(random(wide, seed=1)["weight"], random(other, seed=1)["weight"])
+    assert not torch.equal(random(wide, seed=1)["weight"], random(wide, seed=2)["weight"])
+    assert stats.kstest(random(wide, seed=1)["weight"].reshape(-1).numpy(), "uniform").pvalue > 1e-3
+    both = torch.cat([s.reshape(-1) for s in random(model, seed=1).values()])
+    assert len(both.unique()) == len(both)  # no number serves two tensors
+
+
+@pytest.mark.parametrize("case", [mlp, attention, recurrent], ids=lambda f: f.__name__)
+def test_snip_is_weight_times_gradient_of_the_mean_loss(case):
+    model, (x, y) = made(case)
+    model.eval()
+    chosen = weights.prunable(model)
+    gradient = torch.autograd.grad(F.cross_entropy(model(x), y), list(chosen.values()))
+    found = snip(model, (x, y))
+    for (name, w), g in zip(chosen.items(), gradient, strict=True):
+        assert torch.allclose(found[name], (w * g).abs(), rtol=1e-4, atol=1e-8), name
+
+
+def test_snip_takes_any_loss_and_a_number_of_examples():
+    model, (x, _) = made(mlp)
+    target = torch.randn(300, 3, generator=torch.Generator().manual_seed(1))
+    found = snip(model, (x, target), loss=F.mse_loss, examples=64)
+    gradient = torch.autograd.grad(F.mse_loss(model(x[:64]), target[:64]), model[0].weight)[0]
+    assert torch.allclose(found["0.weight"], (model[0].weight * gradient).abs(), rtol=1e-4, atol=1e-8)
+
+
+def test_datasets_and_loaders_give_the_same_scores_as_tensors():
+    model, (x, y) = made(mlp)
+    tensors = snip(model, (x, y))
+    for data in (TensorDataset(x, y), DataLoader(TensorDataset(x, y), batch_size=50)):
+        assert torch.allclose(snip(model, data)["0.weight"], tensors["0.weight"], rtol=1e-4, atol=1e-8)
+
+
+def test_a_shuffling_loader_gives_the_same_scores_every_time():
+    model, (x, y) = made(mlp)
+    loader = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
+    before = torch.get_rng_state()
+    one, two = (grasp(model, loader, examples=100)["0.weight"] for _ in range(2))
+    assert torch.equal(one, two)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_grasp_is_weight_times_hessian_times_gradient():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+    x, y = torch.randn(300, 3, dtype=torch.float64), torch.randint(0, 2, (300,))
+    flat = torch.cat([w.detach().reshape(-1) for w in model.parameters()])
+
+    def loss(w: Tensor) -> Tensor:
+        return F.cross_entropy(torch.tanh(x @ w[:12].reshape(4, 3).T) @ w[12:].reshape(2, 4).T, y)
+
+    gradient = torch.autograd.functional.jacobian(loss, flat)
+    # Two batches of 256 and 44 examples: the Hessian of the mean loss times the gradient of the mean loss.
+    expected = flat * (torch.autograd.functional.hessian(loss, flat) @ gradient)
+    found = torch.cat([s.reshape(-1) for s in grasp(model, (x, y)).values()])
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_grasp_keeps_what_carries_the_gradient():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+    x, y = torch.randn(200, 3, dtype=torch.float64), torch.randint(0, 2, (200,))
+
+    def flow() -> float:
+        gradient = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+        return float(torch.stack([(g**2).sum() for g in gradient]).sum())
+
+    before = flow()
+    for name, s in grasp(model, (x, y)).items():
+        for i in (int(s.argmax()), int(s.argmin())):
+            smaller = copy.deepcopy(dict(model.named_parameters())[name].data)
+            with torch.no_grad():
+                dict(model.named_parameters())[name].data.reshape(-1)[i] *= 1 - 1e-6
+            # Shrinking w by a share h changes the squared norm of the gradient by -2 h w (H g).
+            assert (flow() - before) / -2e-6 == pytest.approx(float(s.reshape(-1)[i]), rel=1e-3)
+            dict(model.named_parameters())[name].data.copy_(smaller)
+
+
+def test_synflow_is_conserved_from_layer_to_layer():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(12, 7, bias=False), nn.ReLU(),
+        nn.Linear(7, 4, bias=False),
+    )  # fmt: skip
+    found = synflow(model, (torch.randn(5, 2, 4, 4), torch.zeros(5)))
+    sums = [float(s.sum()) for s in found.values()]
+    with torch.no_grad():
+        for w in model.parameters():
+            w.abs_()
+        flow = float(model.double()(torch.ones(1, 2, 4, 4, dtype=torch.float64)).sum())
+    assert sums == pytest.approx([flow] * 3, rel=1e-6)
+    last = found["5.weight"]
+    hidden = model[:5](torch.ones(1, 2, 4, 4, dtype=torch.float64))
+    assert torch.allclose(last, model[5].weight.abs() * hidden, rtol=1e-5)
+
+
+def test_synflow_sees_no_values_and_stays_finite_in_deep_networks():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(100, 100) for _ in range(80)])
+    one, two = (synflow(model, (torch.randn(3, 100), torch.zeros(3))) for _ in range(2))
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    assert max(float(s.max()) for s in one.values()) > 1e40  # beyond float32
+    assert all(torch.isfinite(s).all() for s in one.values())
+
+
+@pytest.mark.parametrize("criterion", ["snip", "grasp"])
+def test_a_loss_that_is_not_a_number_is_refused(criterion):
+    model, (x, y) = made(mlp)
+    x[3, 2] = float("nan")
+    with pytest.raises(ValueError, match="the loss is nan on the scoring data"):
+        score(criterion, model, (x, y))
+
+
+@pytest.mark.parametrize("case", [mlp, attention], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("criterion", NAMES)
+def test_what_a_criterion_looks_at_is_noted_as_seen(case, criterion):
+    model, data = made(case)
+    score(criterion, model, data)
+    looks = criterion in ("snip", "grasp") or (criterion == "synflow" and case is attention)
+    expected = torch.unique(batches.rows(data)) if looks else torch.empty(0, dtype=torch.int64)
+    assert torch.equal(weights.seen(model), expected)
+
+
+def test_names_and_functions_agree():
+    assert all(callable(getattr(scores, name)) for name in NAMES)

@@ -1,0 +1,174 @@
+"""Options and run folders: names, config files, and who owns a folder."""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacprune import data, pipelines
+from pacprune.experiments import options as opt
+from pacprune.experiments import runs, store
+from pacprune.experiments.options import Demo, Osp, Pbp, Pft
+from pacprune.loop import Progress
+
+SHORT: dict[str, Any] = {"dense_epochs": 2, "epochs": 2}
+
+
+def quiet(*_: Any) -> None:
+    """A progress that nobody watches."""
+
+
+def run(options: Any, out: Path, progress: Progress = quiet) -> dict[str, Any]:
+    return runs.execute(type(options).__name__.lower(), options, runs.single, out=out, progress=progress)
+
+
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = pipelines.certify
+    monkeypatch.setattr(pipelines, "certify", lambda *args, **more: full(*args, **{**more, "draws": 20}))
+
+
+# --- Names.
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "name"),
+    [
+        # Literal on purpose: another hash here means that every finished run of every user would be run again.
+        ("pft", Pft(), "pft-44136fa355"),
+        ("osp", Osp(sparsity=0.95, seed=3), "osp-ba17a1a033"),
+        ("pbp", opt.resolve(Pbp, {"data": "mnist", "lr": 0.02}), "pbp-72650bcf27"),
+        ("demo", Demo(), "demo"),
+        ("demo", Demo(seed=1), "demo-fbe47f6d82"),
+    ],
+)
+def test_a_run_is_named_by_its_changed_options(command: str, options: Any, name: str) -> None:
+    assert opt.run_name(command, options) == name
+
+
+def test_where_a_run_happens_does_not_change_its_name() -> None:
+    assert opt.run_name("osp", Osp(device="cuda", data_dir="/data")) == opt.run_name("osp", Osp())
+
+
+def test_a_preset_is_a_default() -> None:
+    plain, spelled = opt.resolve(Pft, {"data": "mnist"}), opt.resolve(Pft, {"data": "mnist", "lr": 0.01})
+    assert plain == spelled
+    assert plain.lr == 0.01
+    assert opt.changed(plain) == {"data": "mnist"}
+
+
+def test_later_options_win() -> None:
+    found = opt.resolve(Osp, {"data": "cifar10", "lr": 0.3, "seed": 1}, {"seed": 2})
+    assert (found.model, found.augment, found.lr, found.seed) == ("resnet20", True, 0.3, 2)
+
+
+def test_presets_name_data_sets_and_options_that_exist() -> None:
+    known = {f.name for kind in opt.COMMANDS.values() for f in fields(kind)}
+    assert set(opt.PRESETS) <= set(data.NAMES)
+    assert {name for preset in opt.PRESETS.values() for name in preset} <= known
+
+
+def test_the_command_line_names_what_was_changed() -> None:
+    options = opt.resolve(Osp, {"data": "cifar10", "augment": False, "lr": 0.05})
+    assert opt.command_line("osp", options) == "pacprune osp --data cifar10 --lr 0.05 --no-augment"
+
+
+# --- Config files.
+
+
+@pytest.mark.parametrize("command", opt.COMMANDS)
+def test_a_config_file_reads_back_as_it_was_written(command: str, tmp_path: Path) -> None:
+    options = opt.COMMANDS[command](seed=7, device='a "quoted" \\ name')
+    (tmp_path / "run.toml").write_text(opt.to_toml(command, options))
+    found, given = opt.from_toml(tmp_path / "run.toml", command)
+    assert found == command
+    assert opt.resolve(opt.COMMANDS[command], given) == options
+    assert given == {name: value for name, value in asdict(options).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("sparsty = 0.9", "unknown key 'sparsty'"),
+        ('sparsity = "high"', "must be a float"),
+        ("augment = 1", "must be a bool"),
+        ('command = "pbp"', "is for the command 'pbp'"),
+        ("sparsity = ", "cannot be read"),
+    ],
+)
+def test_a_wrong_config_file_is_refused(content: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(content)
+    with pytest.raises(ValueError, match=words):
+        opt.from_toml(tmp_path / "run.toml", "osp")
+
+
+def test_a_whole_number_is_a_float_too(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("lr = 1")
+    assert isinstance(opt.from_toml(tmp_path / "run.toml", "osp")[1]["lr"], float)
+
+
+# --- Folders.
+
+
+def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds no config"):
+        run(Osp(**SHORT), tmp_path)
+    assert [f.name for f in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_folder_of_another_run_is_refused_and_untouched(tmp_path: Path) -> None:
+    store.begin(tmp_path, "osp", Osp(seed=1))
+    before = (tmp_path / "config.toml").read_bytes()
+    with pytest.raises(ValueError, match="seed is 1 there and 2 here"):
+        run(Osp(seed=2), tmp_path)
+    with pytest.raises(ValueError, match="holds a run of 'osp', this is 'pft'"):
+        run(Pft(seed=1), tmp_path)
+    assert [f.name for f in tmp_path.iterdir()] == ["config.toml"]
+    assert (tmp_path / "config.toml").read_bytes() == before
+
+
+def test_a_run_folder_holds_what_was_asked_and_what_came_out(tmp_path: Path) -> None:
+    found = run(Osp(**SHORT), tmp_path / "run")
+    files = {f.name for f in (tmp_path / "run").iterdir()}
+    assert files == {"config.toml", "metrics.jsonl", "model.safetensors", "result.json", "figures", "report.html"}
+    assert store.recorded(tmp_path / "run") == ("osp", Osp(**SHORT))
+    assert store.result(tmp_path / "run") == found
+    assert [row["stage"] for row in store.metrics(tmp_path / "run")] == ["dense", "dense", "tune", "tune"]
+    assert found["sparsity"] == pytest.approx(0.9, abs=1e-5)
+    assert found["kept"] == 5020
+
+
+def test_a_finished_run_returns_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run(Osp(**SHORT), tmp_path)
+    monkeypatch.setattr(runs, "prepare", lambda options: pytest.fail("a finished run was begun again"))
+    assert run(Osp(**SHORT), tmp_path) == first
+
+
+@pytest.mark.parametrize("options", [Pft(**SHORT), Pbp(**SHORT, posterior_epochs=2)], ids=["pft", "pbp"])
+@pytest.mark.usefixtures("few_draws")
+def test_a_run_broken_off_anywhere_ends_like_one_that_was_not(options: Any, tmp_path: Path) -> None:
+    whole = run(options, tmp_path / "whole")
+    stages = dict.fromkeys(row["stage"] for row in store.metrics(tmp_path / "whole"))
+    for stage in stages:
+
+        def stop(name: str, done: int, total: int, row: Any, stage: str = stage) -> None:
+            if name == stage and done > total // 2:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run(options, tmp_path / "broken", stop)
+        assert not (tmp_path / "broken" / "result.json").exists()
+    again = run(options, tmp_path / "broken")
+    assert again == {**whole, "folder": str(tmp_path / "broken")}
+    for name in ("model.safetensors", "metrics.jsonl"):
+        assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not (tmp_path / "broken" / store.CHECKPOINTS).exists()
+
+
+def test_a_run_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    for out in (tmp_path / "new", tmp_path):
+        with pytest.raises(ValueError, match="loss became"):
+            run(Osp(lr=1e9), out)
+        assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,143 @@
+"""What is prunable, how zeros are counted and kept, and what is noted about a model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import pacprune as pp
+from pacprune import weights
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.table = nn.Embedding(5, 3)
+        self.inner = nn.ModuleDict({"head": nn.Linear(3, 5), "conv": nn.Conv1d(3, 2, 4)})
+        self.inner["head"].weight = self.table.weight
+        self.register_buffer("grid", torch.ones(4, 4))
+        self.count = nn.Parameter(torch.zeros(2, 2, dtype=torch.int64), requires_grad=False)
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+
+def mask_of(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows).bool()
+
+
+def test_prunable_is_every_float_parameter_of_two_dimensions_and_a_tied_one_once():
+    model = Tied()
+    assert {name: tuple(w.shape) for name, w in pp.prunable(model).items()} == {
+        "frozen": (2, 2),
+        "table.weight": (5, 3),
+        "inner.conv.weight": (2, 3, 4),
+    }
+    assert weights.total(model) == 4 + 15 + 24
+
+
+def test_sparsity_counts_exact_zeros_in_all_of_it():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[0].weight[0] = 0
+        model[1].bias.zero_()
+        model[1].weight[0, 0] = -0.0
+    assert pp.sparsity(model) == 4 / 10
+
+
+def test_a_model_without_matrices_has_nothing_to_prune():
+    with pytest.raises(ValueError, match="BatchNorm1d has nothing to prune: none of its 2 parameters"):
+        pp.prunable(nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_numbers_are_refused(bad):
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight[1, :2] = bad
+    with pytest.raises(ValueError, match="weight has 2 NaN or infinite weights of 6"):
+        pp.prunable(model)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2))], ids=["root", "nested"])
+def test_an_attached_model_is_not_counted_as_a_plain_one(model):
+    pp.attach(model, pp.isotropic(model, sparsity=0.5))
+    for call in (pp.prunable, pp.sparsity, weights.total):
+        with pytest.raises(ValueError, match="is parametrized"):
+            call(model)
+
+
+def test_a_foreign_parametrization_is_refused():
+    with pytest.raises(ValueError, match="other parametrizations have to be removed first"):
+        pp.prunable(parametrizations.weight_norm(nn.Linear(3, 2)))
+
+
+def test_a_mask_makes_zeros_and_keeps_them():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    keep = mask_of([1, 0, 1], [0, 0, 1])
+    untouched = model[1].weight.detach().clone()
+    assert pp.apply_mask(model, {"0.weight": keep}) is model
+    assert torch.equal(model[0].weight != 0, keep)
+    assert torch.equal(model[1].weight, untouched)
+    with torch.no_grad():
+        model[0].weight.fill_(7)
+    weights.enforce_mask(model)
+    assert torch.equal(model[0].weight, 7 * keep.float())
+    pp.apply_mask(model, None)
+    with torch.no_grad():
+        model[0].weight.fill_(7)
+    weights.enforce_mask(model)
+    assert (model[0].weight == 7).all()
+
+
+def test_zeros_overcome_infinite_weights():
+    model = nn.Linear(2, 1)
+    pp.apply_mask(model, {"weight": mask_of([0, 1])})
+    with torch.no_grad():
+        model.weight[0, 0] = float("inf")
+    weights.enforce_mask(model)
+    assert model.weight[0, 0].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ({"wieght": mask_of([1, 1])}, "the mask names 'wieght', which is not among the model's weights: weight"),
+        ({"weight": mask_of([1], [1])}, r"the mask of weight has shape \(2, 1\), its weight \(1, 2\)"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused_and_changes_nothing(mask, message):
+    model = pp.apply_mask(nn.Linear(2, 1), {"weight": mask_of([0, 1])})
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match=message):
+        pp.apply_mask(model, mask)
+    assert torch.equal(model.weight, before)
+    assert torch.equal(weights.notes(model)["mask"]["weight"], mask_of([0, 1]))
+
+
+def test_seen_is_a_growing_sorted_set_that_a_copy_takes_along():
+    model = nn.Linear(2, 1)
+    assert len(weights.seen(model)) == 0
+    weights.mark_seen(model, torch.tensor([5, -3, 5]))
+    weights.mark_seen(model, torch.tensor([7, -3]))
+    assert weights.seen(model).tolist() == [-3, 5, 7]
+    other = copy.deepcopy(model)
+    weights.mark_seen(other, torch.tensor([1]))
+    assert weights.seen(other).tolist() == [-3, 1, 5, 7]
+    assert weights.seen(model).tolist() == [-3, 5, 7]
+    assert set(model.state_dict()) == {"weight", "bias"}
+
+
+def test_modes_come_back_module_by_module_even_after_an_error():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].eval()
+
+    def interrupted() -> None:
+        with weights.modes_kept(model):
+            model.train()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        interrupted()
+    assert [m.training for m in model.modules()] == [True, True, False]
