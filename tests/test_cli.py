@@ -160,6 +160,7 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None
         ("osp --scope world", "scope 'world' is unknown"),
         ("pft --mask-share 0", "mask_share is 0.0"),
         ("pbp --delta 2", "delta is 2.0"),
+        ("pbp --draws 0", "draws is 0"),
         ("pbp --objective best", "objective 'best' is unknown"),
         ("osp --config none.toml", "none.toml cannot be read"),
         ("osp --out .", "is not empty and holds no config.toml"),

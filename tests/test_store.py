@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pacprune import data, pipelines
+from pacprune import data
 from pacprune.experiments import options as opt
 from pacprune.experiments import runs, store
 from pacprune.experiments.options import Demo, Osp, Pbp, Pft
@@ -21,12 +21,6 @@ def quiet(*_: Any) -> None:
 
 def run(options: Any, out: Path, progress: Progress = quiet) -> dict[str, Any]:
     return runs.execute(type(options).__name__.lower(), options, runs.single, out=out, progress=progress)
-
-
-@pytest.fixture
-def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = pipelines.certify
-    monkeypatch.setattr(pipelines, "certify", lambda *args, **more: full(*args, **{**more, "draws": 20}))
 
 
 # --- Names.
@@ -146,8 +140,7 @@ def test_a_finished_run_returns_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert run(Osp(**SHORT), tmp_path) == first
 
 
-@pytest.mark.parametrize("options", [Pft(**SHORT), Pbp(**SHORT, posterior_epochs=2)], ids=["pft", "pbp"])
-@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("options", [Pft(**SHORT), Pbp(**SHORT, posterior_epochs=2, draws=20)], ids=["pft", "pbp"])
 def test_a_run_broken_off_anywhere_ends_like_one_that_was_not(options: Any, tmp_path: Path) -> None:
     whole = run(options, tmp_path / "whole")
     stages = dict.fromkeys(row["stage"] for row in store.metrics(tmp_path / "whole"))

@@ -146,9 +146,10 @@ def _add(name: str, kind: type) -> None:
 
 def _shown(result: dict[str, Any]) -> Iterator[Any]:
     """The table of a run, what is proved, and where everything lies."""
-    table = Table(*report.COLUMNS.values())
+    columns = report.columns(result["rows"])
+    table = Table(*columns.values())
     for row in result["rows"]:
-        table.add_row(*(report.cell(name, row[name]) for name in report.COLUMNS))
+        table.add_row(*(report.cell(name, row[name]) for name in columns))
     yield table
     if "statement" in result:
         yield f"{result['statement']}\n{report.sentence(result['winner'])}"

@@ -81,6 +81,7 @@ class Pbp(Options):
     eps: float = _option(1e-4, "Keep probability of the weights outside the prior's mask, at the start.")
     std: float = _option(2e-3, "Standard deviation of a kept weight.")
     delta: float = _option(0.05, "Probability with which the certificate may fail.")
+    draws: int = _option(2000, "Networks drawn to estimate the posterior's risk for the certificate.")
     objective: str = _option("seeger", f"Bound that trains the posterior: {', '.join(OBJECTIVES)}.")
 
 

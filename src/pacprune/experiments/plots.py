@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,12 +154,13 @@ def _curves(canvas: Any, rows: Table) -> None:
         for stage in dict.fromkeys(row["stage"] for row in own):
             part = [row for row in own if row["stage"] == stage]
             x = [row["epoch"] for row in part]
-            above.plot(x, [row["loss"] for row in part], color=STAGES[stage], lw=2, marker=".", ms=3, label=stage)
-            below.plot(x, [row["sparsity"] for row in part], color=STAGES[stage], lw=2, marker=".", ms=3)
+            above.plot(x, [row["loss"] for row in part], color=STAGES[stage], lw=2, marker=".", ms=5, label=stage)
+            below.plot(x, [row["sparsity"] for row in part], color=STAGES[stage], lw=2, marker=".", ms=5)
         above.set_yscale("log")
         above.set_title(method, loc="left")
         above.legend(fontsize=8)
         below.set_xlabel("epoch")
+        below.xaxis.get_major_locator().set_params(integer=True)
         below.set_ylim(-0.03, 1.03)
     grid[0][0].set_ylabel("training loss")
     grid[1][0].set_ylabel("sparsity")
@@ -174,11 +176,16 @@ def _layers_table(folder: Path, result: dict[str, Any]) -> Table:
         path = folder / ("model.safetensors" if method == result["command"] else f"model-{method}.safetensors")
         if method == "dense" or not path.exists():
             continue
-        for name, weight in load_file(path).items():
+        for name, weight in sorted(load_file(path).items(), key=_natural):
             if weight.ndim >= 2:
                 pruned = float((weight == 0).mean())
                 rows.append({"method": method, "layer": name, "weights": weight.size, "sparsity": pruned})
     return rows
+
+
+def _natural(item: tuple[str, Any]) -> list[int | str]:
+    """Sorts 2.weight before 10.weight; a file does not keep the order of the network."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0])]
 
 
 def _layers(canvas: Any, rows: Table) -> None:
@@ -292,21 +299,20 @@ def _certificate(canvas: Any, rows: Table) -> None:
 _PLOTS: dict[str, tuple[Callable[[Path, dict[str, Any]], Table], str, Callable[[Any, Table], None]]] = {
     "methods": (
         _methods_table,
-        "How often each network is wrong on test examples that no training has seen. A certificate is a promise about "
-        "all new data, so it lies above the test error.",
+        "How often each network is wrong on test examples that no training has seen. A certificate, where there is "
+        "one, is a promise about all new data, so it should lie above the test error.",
         _methods,
     ),
     "certificate": (
         _certificate_table,
         "The posterior's certificate, piece by piece: its error on the bound examples, the price of estimating that by "
-        "sampling, the price of confidence, and the KL divergence it paid to differ from the prior. The lowest of the "
-        "three totals is the one to use.",
+        "sampling, the price of confidence, and the KL divergence it paid to differ from the prior. Each of the "
+        "three totals holds by itself.",
         _certificate,
     ),
     "layers": (
         _layers_table,
-        "Pruning is decided over the whole network at once, so layers end up unequally sparse. In brackets: the "
-        "weights of the layer.",
+        "How sparse each layer is; the layers need not be equally so. In brackets: the weights of the layer.",
         _layers,
     ),
     "curves": (

@@ -31,9 +31,9 @@ COLUMNS = {
     "held_out": "Held-out baseline",
 }
 MEANINGS = {
-    "Sparsity": "the fraction of the weights that are zero; for pbp, the expected one of a network drawn at random",
-    "Test error": "the fraction of wrong answers on the test part, which no training has seen; for pbp, the mean over "
-    "networks drawn at random",
+    "Sparsity": "the fraction of the weights that are zero (of a network drawn by pbp: the expected one)",
+    "Test error": "the fraction of wrong answers on the test part, which no training has seen (of pbp: the mean over "
+    "networks drawn at random)",
     "Certificate": "a proved upper bound on the error rate on new data: it holds before any test data are seen",
     "Held-out baseline": "the simplest proof, to judge the certificate by: an exact binomial (Clopper-Pearson) bound "
     "for the prior's thresholded network on the same examples",
@@ -72,6 +72,11 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
     return out / "report.html"
 
 
+def columns(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Key and title of the columns in which at least one row has something to say."""
+    return {key: title for key, title in COLUMNS.items() if any(row[key] is not None for row in rows)}
+
+
 def cell(name: str, value: Any) -> str:
     """One cell of the table: four decimals, certificates rounded up, a dash for what a method does not give."""
     if value is None:
@@ -92,14 +97,13 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    head = "".join(f"<th>{title}</th>" for title in COLUMNS.values())
+    shown = columns(rows)
+    head = "".join(f"<th>{title}</th>" for title in shown.values())
     lines = []
     for row in rows:
-        cells = "".join(f"<td>{cell(name, row[name])}</td>" for name in COLUMNS if name != "method")
+        cells = "".join(f"<td>{cell(name, row[name])}</td>" for name in shown if name != "method")
         lines.append(f"<tr><th>{row['method']}<small>{METHODS[row['method']]}</small></th>{cells}</tr>")
-    proved = any(row["certificate"] is not None for row in rows)
-    shown = [title for title in MEANINGS if proved or title in ("Sparsity", "Test error")]
-    meanings = "".join(f"<dt>{title}</dt><dd>{MEANINGS[title]}.</dd>" for title in shown)
+    meanings = "".join(f"<dt>{t}</dt><dd>{sentence(MEANINGS[t])}</dd>" for t in shown.values() if t in MEANINGS)
     return (
         f'<div class="wide"><table id="results"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
@@ -121,6 +125,8 @@ def _certificate(c: dict[str, Any], link: str) -> str:
         f"The paper's theorem gives {plots.up(c['paper'])} for the same numbers; it is never below the certificate.",
         f"The statement may fail with probability {ledger['delta']:g} = {ledger['pac_bayes']:g} for the PAC-Bayes "
         f"bound + {ledger['monte_carlo']:g} for the sampled networks.",
+        "Each of these bounds holds by itself with that probability; whoever picks the lowest one afterwards has to "
+        "divide the probability among them first.",
         "Assumed: the bound examples and the new data are drawn independently from one distribution, with labels as "
         f"noisy as these; {split['duplicates']} bound examples also occur, to the byte, among the prior's.",
     ]

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -73,17 +72,15 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
         # The networks for the digits are so small that a second thread costs time.
         with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
             found = work(options, partial(store.begin, folder, command, options), progress)
-        common = {"command": command, "folder": str(folder), "version": __version__, "torch": torch.__version__}
-        found = common | opt.identity(options) | found
-        report.write(folder, found)
-        store.finish(folder, found)
     except ValueError:
-        # The same input fails the same way: nothing here is worth keeping.
+        # The same input fails the same way, so what was begun here is not worth keeping.
         if not taken_up:
-            shutil.rmtree(folder, ignore_errors=True)
-            if existed:
-                folder.mkdir()
+            store.clear(folder, keep=existed)
         raise
+    common = {"command": command, "folder": str(folder), "version": __version__, "torch": torch.__version__}
+    found = common | opt.identity(options) | found
+    report.write(folder, found)
+    store.finish(folder, found)
     return found
 
 
@@ -152,6 +149,8 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
     if not isinstance(options, Pbp):
         procedure(options)(model, split.train.subset(few[: len(split.train)]), config)
         return
+    if options.draws < 1:
+        raise ValueError(f"draws is {options.draws}; at least 1 network must be drawn to estimate the risk")
     few = few[: min(len(split.prior), len(split.bound))]
     split = replace(split, prior=split.prior.subset(few), bound=split.bound.subset(few))
     found = scores.score(options.criterion, model, split.prior, seed=options.seed)
@@ -190,7 +189,7 @@ def procedure(options: Options) -> Callable[..., Any]:
         own = {name: getattr(options, name) for name in ("recipe", "mask_share", "eps", "min_per_layer")}
         return partial(pipelines.pft, **common, **own)
     assert isinstance(options, Pbp)
-    own = {name: getattr(options, name) for name in ("eps", "std", "delta", "objective")}
+    own = {name: getattr(options, name) for name in ("eps", "std", "delta", "draws", "objective")}
     return partial(pipelines.pbp, **common, **own, posterior=posterior(options))
 
 

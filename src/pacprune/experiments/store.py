@@ -58,6 +58,15 @@ def drop_checkpoints(folder: Path) -> None:
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
+def clear(folder: Path, *, keep: bool) -> None:
+    """Deletes what a run wrote into its folder, and the folder too unless it is to be kept."""
+    if (folder / "config.toml").exists():
+        for file in folder.iterdir():
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+        if not keep:
+            folder.rmdir()
+
+
 def recorded(folder: Path) -> tuple[str, Any]:
     """(command, options) as config.toml has them."""
     path = folder / "config.toml"

@@ -1,0 +1,369 @@
+"""Synthetic populations whose true risk is known exactly, each with the bounds that it tries to break.
+
+They spend the KL on the sample, stop at the worst time, or have a risk just above a value that the bound takes.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pacprune import bounds, montecarlo
+
+NETWORKS = 10_000
+"""Independent networks of equal risk, P uniform over them, Q on the one with the fewest errors: KL = log 10,000."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+CountBound = Callable[[int, int], float]
+"""(errors, examples) -> upper bound on a risk; increasing in errors."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a study saw: in which trials a bound, or a planted fault, lay below the true risk."""
+
+    bound: str
+    predictor: str
+    population: str
+    violated: Bools
+    planted_fault: bool = False
+
+
+# --- Populations: the fewest errors of many networks, and the risk at which a bound fails most often.
+
+
+def _cdf(n: int, p: float) -> Floats:
+    """Pr[Binomial(n, p) <= k] for k = 0..n."""
+    k = np.arange(n + 1)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
+    log_choose = log_factorial[n] - log_factorial - log_factorial[::-1]
+    return np.minimum(np.cumsum(np.exp(log_choose + k * math.log(p) + (n - k) * math.log1p(-p))), 1.0)
+
+
+def _fewest(rng: np.random.Generator, trials: int, *, n: int, risk: float, networks: int) -> Ints:
+    """The smallest of `networks` independent Binomial(n, risk), by the inverse of its distribution function."""
+    u = -np.expm1(np.log1p(-rng.random(trials)) / networks)
+    return np.minimum(np.searchsorted(_cdf(n, risk), u), n)
+
+
+def worst_case(bound: CountBound, *, sizes: Sequence[int], networks: int = 1) -> tuple[int, float, float]:
+    """The (n, risk) where `bound` at the fewest errors of the networks fails most often, and how often: exact.
+
+    For a risk in (bound(k), bound(k+1)] the bound fails iff there are at most k errors, which is the more probable the
+    smaller the risk: only the risks just above a value of the bound need be tried.
+    """
+    found = (sizes[0], 0.5, 0.0)
+    for n in sizes:
+        for k in range(n):
+            risk = bound(k, n) * (1.0 + 1e-12)
+            if risk < 1.0:
+                rate = 1.0 - (1.0 - _cdf(n, risk)[k]) ** networks
+                found = max(found, (n, risk, rate), key=lambda case: round(case[2], 6))
+    return found
+
+
+def _each(function: Callable[..., float], *columns: NDArray) -> Floats:
+    """function(*row) of every trial, called once for each row that occurs."""
+    rows, inverse = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    return np.array([function(*row) for row in rows.tolist()])[inverse.reshape(-1)]
+
+
+def _at_worst(
+    rng: np.random.Generator, trials: int, bound: CountBound, *, sizes: Sequence[int], networks: int = 1
+) -> tuple[int, float, Ints, Bools]:
+    """The worst case of `bound`: (n, risk), the fewest errors of the networks in every trial, and where it failed."""
+    n, risk, _ = worst_case(bound, sizes=sizes, networks=networks)
+    errors = _fewest(rng, trials, n=n, risk=risk, networks=networks)
+    return n, risk, errors, _each(lambda k: bound(k, n), errors) < risk
+
+
+def _ever_below(
+    rng: np.random.Generator, trials: int, bound: CountBound, *, means: float | Floats, risk: float, draws: int
+) -> Bools:
+    """Whether bound(errors, t) < risk at any time t <= draws, for draws that err with probability `means`."""
+    safe, k = [], 0
+    for t in range(1, draws + 1):
+        while k <= t and bound(k, t) < risk:  # the least safe number of errors never falls
+            k += 1
+        safe.append(k)
+    below = np.empty(trials, dtype=bool)
+    p = np.broadcast_to(means, trials)[:, None]
+    for start in range(0, trials, 1000):
+        part = slice(start, start + 1000)
+        errors = (rng.random((len(p[part]), draws)) < p[part]).cumsum(axis=1)
+        below[part] = (errors < np.array(safe)).any(axis=1)
+    return below
+
+
+# --- The studies. Each yields what it found, valid bounds first.
+
+
+def _gibbs(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+    """PAC-Bayes bounds: one network with P = Q, and Q on the best of 10,000."""
+
+    def at(function: Callable[..., float], kl: float, **fixed: float) -> CountBound:
+        return lambda k, n: function(k / n, n=n, kl=kl, delta=delta, **fixed)
+
+    few, more, kl = (1, 2, 5, 10, 20, 50, 100, 200), (50, 100, 200, 500), math.log(NETWORKS)
+    for name, function, fixed in (
+        ("Seeger-Maurer", bounds.seeger, {}),
+        ("paper", bounds.paper, {}),
+        ("Catoni, grid of 20", bounds.catoni, {}),
+        ("Catoni, c = 8", bounds.catoni, {"c": 8.0}),
+    ):
+        n, risk, _, violated = _at_worst(rng, trials, at(function, 0.0, **fixed), sizes=few)
+        yield Finding(name, "Q = P", f"one network, n = {n}, risk {risk:.3f}", violated)
+        n, risk, _, violated = _at_worst(rng, trials, at(function, kl, **fixed), sizes=more, networks=NETWORKS)
+        yield Finding(name, "Gibbs", f"best of {NETWORKS:,} networks, n = {n}, risk {risk:.3f}", violated)
+    n, risk, errors, _ = _at_worst(rng, trials, at(bounds.seeger, kl), sizes=more, networks=NETWORKS)
+    where = f"n = {n}, risk {risk:.3f}"
+    twice = _each(lambda k: bounds.seeger(k / n, n=2 * n, kl=kl, delta=delta), errors)
+    yield Finding(
+        "Seeger-Maurer, n counted twice", "Gibbs", f"best of {NETWORKS:,} networks, {where}", twice < risk, True
+    )
+    undivided = _each(lambda k: bounds.seeger(k / n, n=n, kl=0.0, delta=delta), errors)
+    name = "Seeger-Maurer, delta not divided"
+    yield Finding(name, "Q = P", f"best of {NETWORKS:,} priors, {where}", undivided < risk, True)
+
+
+def _held_out(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+    """Clopper-Pearson for one fixed network, and for the best of 20 priors with and without the union bound."""
+
+    def at(grid: int) -> CountBound:
+        each = bounds.Ledger.split(delta, grid=grid).delta_each
+        return lambda k, n: bounds.clopper_pearson(k, n=n, delta=each)
+
+    for name, priors, grid in (
+        ("Clopper-Pearson", 1, 1),
+        ("Clopper-Pearson, delta/20", 20, 20),
+        ("Clopper-Pearson, delta not divided", 20, 1),
+    ):
+        n, risk, _, violated = _at_worst(rng, trials, at(grid), sizes=(100,), networks=priors)
+        population = ("one network" if priors == 1 else f"best of {priors} priors") + f", n = {n}, risk {risk:.3f}"
+        yield Finding(name, "held-out", population, violated, planted_fault=grid < priors)
+
+
+def _monte_carlo(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+    """Bounds on a known mean from draws: at a fixed time, or at the worst time of 500."""
+
+    def chernoff(k: int, t: int) -> float:
+        return montecarlo.chernoff(k / t, draws=t, delta=delta)
+
+    def betting(k: int, t: int) -> float:
+        return montecarlo.betting([0.0, 1.0], counts=[t - k, k], delta=delta)
+
+    def lower(k: int, t: int) -> float:
+        # The mean of 1 - X, from k draws of X = 0.
+        return 1.0 - montecarlo.betting_lower([0.0, 1.0], counts=[k, t - k], delta=delta)
+
+    def difference(k: int, t: int) -> float:
+        # k draws, of one example each, err where f does not; the others agree with f.
+        return montecarlo.betting_difference([0.0, 1.0], counts=[t - k, k], delta=delta)
+
+    n, risk, _, violated = _at_worst(rng, trials, chernoff, sizes=(100,))
+    yield Finding("Chernoff", "Monte Carlo", f"{n} draws, mean {risk:.3f}", violated)
+    for name, bound in (("betting", betting), ("betting, lower", lower), ("betting, control variate", difference)):
+        violated = _ever_below(rng, trials, bound, means=0.7, risk=0.7, draws=500)
+        yield Finding(name, "Monte Carlo", "worst time of 500 draws, mean 0.7", violated)
+    fewest = _fewest(rng, trials, n=n, risk=risk, networks=20)
+    violated = _each(lambda k: chernoff(k, n), fewest) < risk
+    yield Finding("Chernoff, best of 20 seeds", "Monte Carlo", f"{n} draws, mean {risk:.3f}", violated, True)
+
+
+def _composition(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+    """Seeger-Maurer at the betting bound: so many examples that the Monte-Carlo step alone can fail."""
+    ledger, n, risk = bounds.Ledger.split(delta), 10**6, 0.5
+
+    def chain(k: int, t: int) -> float:
+        upper = montecarlo.betting([0.0, 1.0], counts=[t - k, k], delta=ledger.monte_carlo)
+        return bounds.seeger(upper, n=n, kl=0.0, delta=ledger.pac_bayes)
+
+    means = rng.binomial(n, risk, trials) / n
+    violated = _ever_below(rng, trials, chain, means=means, risk=risk, draws=500)
+    population = f"worst time of 500 draws, n = {n:,}, risk {risk}"
+    yield Finding("Seeger-Maurer at betting", "Gibbs", population, violated)
+    draws = 200
+    mean = _each(
+        lambda k: bounds.seeger(k / draws, n=n, kl=0.0, delta=ledger.pac_bayes), rng.binomial(draws, means, trials)
+    )
+    name = "Seeger-Maurer at the mean of the draws"
+    yield Finding(name, "Gibbs", f"{draws} draws, n = {n:,}, risk {risk}", mean < risk, True)
+
+
+def _excess(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+    """Excess loss against a reference network: Q is the reference itself, or the best of 100 x 100 changes to it."""
+    ledger = bounds.Ledger.split(delta, monte_carlo_share=0.0, reference_share=0.5)
+
+    def bound(errors: int, plus: int, minus: int, n: int, kl: float) -> float:
+        return bounds.excess_loss(
+            reference_errors=errors,
+            plus=plus / n,
+            minus=minus / n,
+            n=n,
+            kl=kl,
+            delta_reference=ledger.reference,
+            delta=ledger.pac_bayes,
+        )
+
+    n = 10_000
+    risk = bound(n // 2, 0, 0, n, 0.0) * (1.0 + 1e-12)
+    violated = _each(lambda k: bound(k, 0, 0, n, 0.0), rng.binomial(n, risk, trials)) < risk
+    yield Finding("excess loss", "Gibbs", f"Q = reference, n = {n:,}, risk {risk:.3f}", violated)
+
+    n, own, added, mended, side = 200, 0.2, 0.1, 0.5, 100
+    errors = rng.binomial(n, own, trials)
+    plus, minus = np.empty_like(errors), np.empty_like(errors)
+    for count in np.unique(errors).tolist():
+        at = errors == count
+        plus[at] = _fewest(rng, int(at.sum()), n=n - count, risk=added, networks=side)
+        minus[at] = count - _fewest(rng, int(at.sum()), n=count, risk=1.0 - mended, networks=side)
+    risk = own + (1.0 - own) * added - own * mended
+    violated = _each(lambda e, p, m: bound(e, p, m, n, math.log(side**2)), errors, plus, minus) < risk
+    yield Finding("excess loss", "Gibbs", f"best of {side**2:,} networks, n = {n}, risk {risk:.3f}", violated)
+
+
+def _single_draw(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+    """One network drawn from the Gibbs posterior Q ~ exp(-2 errors) over 10,000 networks, its log ratio exact."""
+    n, sharpness = 50, 2.0
+    _, risk, _ = worst_case(
+        lambda k, n: bounds.seeger(k / n, n=n, kl=math.log(NETWORKS), delta=delta), sizes=(n,), networks=NETWORKS
+    )
+    # How many networks make k errors is all that Q depends on.
+    networks = rng.multinomial(NETWORKS, np.diff(_cdf(n, risk), prepend=0.0), size=trials)
+    weights = networks * np.exp(-sharpness * np.arange(n + 1))
+    total = weights.sum(axis=1)
+    errors = (weights.cumsum(axis=1) < (rng.random(trials) * total)[:, None]).sum(axis=1)
+    ratio = math.log(NETWORKS) - sharpness * errors - np.log(total)
+    found = [
+        bounds.disintegrated(k, n=n, log_ratio=r, delta=delta)
+        for k, r in zip(errors.tolist(), ratio.tolist(), strict=True)
+    ]
+    population = f"Gibbs posterior over {NETWORKS:,} networks, n = {n}, risk {risk:.3f}"
+    yield Finding("disintegrated", "single draw", population, np.array(found) < risk)
+
+
+def _transfer(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+    """Where the inequalities behind agreement and vote are equalities."""
+    n, ledger = 10**6, bounds.Ledger.split(delta, monte_carlo_share=0.0, unlabelled_share=0.5)
+    never = bounds.seeger(0.0, n=n, kl=0.0, delta=ledger.pac_bayes)
+
+    def agreement(k: int, m: int) -> float:
+        return bounds.agreement(never, disagreements=k, m=m, delta=ledger.unlabelled)
+
+    m, risk, _, violated = _at_worst(rng, trials, agreement, sizes=(100,))
+    population = f"Q never errs, {m} inputs, n = {n:,}, risk {risk:.3f}"
+    yield Finding("agreement", "thresholded", population, violated)
+
+    def vote(k: int, n: int) -> float:
+        return bounds.vote(bounds.seeger(k / (2 * n), n=n, kl=0.0, delta=delta))
+
+    n, risk, _, violated = _at_worst(rng, trials, vote, sizes=(20, 50, 100))
+    yield Finding("vote", "vote", f"half of Q errs at once, n = {n}, risk {risk:.3f}", violated)
+
+
+# --- Real networks over a finite domain: every pruned network and every example can be listed.
+
+INPUTS, HIDDEN, NOISE = 5, 2, 0.3
+
+FLIPS = (0.5, 0.35, 0.2, 0.1, 0.03, 0.001)
+"""Posteriors around a mask, its centre: every gate differs from the centre's with this probability; .5 is P itself."""
+
+
+def small_networks(w: Floats, v: Floats) -> tuple[Floats, Bools, Floats]:
+    """All prunings of [v relu(w x) > 0] on x in {-1, 1}^INPUTS: probability[a], wrong[mask, a], gibbs[flip, centre, a].
+
+    Atom a = 2x + y is input x with label y, which is the class given by the unpruned network, flipped with probability
+    NOISE. Bit i of a mask keeps weight i, those of w first. gibbs is the probability that a mask drawn from the
+    posterior around a centre errs on the atom.
+    """
+    gates = w.size + v.size
+    masks = np.arange(2**gates)[:, None] >> np.arange(gates) & 1
+    x = 2.0 * (np.arange(2**INPUTS)[:, None] >> np.arange(INPUTS) & 1) - 1.0
+    active = np.maximum(np.einsum("xi,mhi->mxh", x, masks[:, : w.size].reshape(-1, *w.shape) * w), 0.0)
+    says_one = np.einsum("mxh,mh->mx", active, masks[:, w.size :] * v) > 0.0
+    wrong = np.stack([says_one, ~says_one], axis=2).reshape(len(masks), -1)
+    gibbs = np.stack([wrong.astype(np.float64)] * len(FLIPS))
+    flip = np.array(FLIPS)[:, None, None]
+    for gate in range(gates):
+        gibbs = (1.0 - flip) * gibbs + flip * gibbs[:, np.arange(len(masks)) ^ (1 << gate)]
+    return np.where(wrong[-1], NOISE, 1.0 - NOISE) / 2**INPUTS, wrong, gibbs
+
+
+def _real(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+    """A whole certificate for real networks, in blocks of trials that fit into memory."""
+    weights = np.random.default_rng(1)  # of one network, the same for every seed of the trials
+    networks = small_networks(weights.standard_normal((HIDDEN, INPUTS)), weights.standard_normal(HIDDEN))
+    blocks = [list(_certified(rng, min(250, trials - done), delta, *networks)) for done in range(0, trials, 250)]
+    for same in zip(*blocks, strict=True):
+        yield replace(same[0], violated=np.concatenate([found.violated for found in same]))
+
+
+def _certified(
+    rng: np.random.Generator, trials: int, delta: float, probability: Floats, wrong: Bools, gibbs: Floats
+) -> Iterator[Finding]:
+    """A Q of small bound on the sample; its KL, its draws on the sample, and every bound that is made of them."""
+    n, draws, inputs, gates = 50, 200, 100, len(wrong).bit_length() - 1
+    sample = rng.choice(probability.size, p=probability, size=(trials, n))
+    counts = np.stack([np.bincount(row, minlength=probability.size) for row in sample])
+
+    # Of every kind of Q the centre of least empirical risk, and of these the one of least bound (Pinsker's).
+    empirical = (counts / n @ gibbs.reshape(-1, probability.size).T).reshape(trials, len(FLIPS), -1)
+    kls = [gates * bounds.kl_bernoulli(flip, 0.5) for flip in FLIPS]
+    price = [math.sqrt(bounds.complexity(n, kl, delta) / 2.0) for kl in kls]
+    kind = (empirical.min(axis=2) + price).argmin(axis=1)
+    centre = empirical[np.arange(trials), kind].argmin(axis=1)
+    q, flip = gibbs[kind, centre], np.array(FLIPS)[kind]
+
+    def draw(number: int) -> tuple[Ints, Ints]:
+        """So many masks from the Q of every trial, and how many of their gates differ from the centre's."""
+        flipped = rng.random((trials, number, gates)) < flip[:, None, None]
+        return centre[:, None] ^ (flipped @ (1 << np.arange(gates))), flipped.sum(axis=2)
+
+    examples = np.take_along_axis(sample, rng.integers(n, size=(trials, draws)), axis=1)
+    errors = wrong[draw(draws)[0], examples].sum(axis=1)
+    whole, less = bounds.Ledger.split(delta), bounds.Ledger.split(delta, unlabelled_share=0.2)
+
+    def certificate(k: int, kind: int, ledger: bounds.Ledger) -> float:
+        upper = montecarlo.betting([0.0, 1.0], counts=[draws - k, k], delta=ledger.monte_carlo)
+        return bounds.seeger(upper, n=n, kl=kls[kind], delta=ledger.pac_bayes)
+
+    where = f"{len(wrong):,} prunings of a {INPUTS}-{HIDDEN}-1 network, labels {NOISE:.0%} noise, n = {n}"
+    bound = _each(lambda k, kind: certificate(k, kind, whole), errors, kind)
+    yield Finding("Seeger-Maurer at betting", "Gibbs", where, bound < q @ probability)
+    # A tie counts as an error of the vote.
+    yield Finding("vote", "vote", where, _each(bounds.vote, bound) < (q >= 0.5) @ probability)
+
+    x = rng.integers(2**INPUTS, size=(trials, inputs))
+    disagreements = (wrong[draw(inputs)[0], 2 * x] != wrong[centre[:, None], 2 * x]).sum(axis=1)
+
+    def agreement(k: int, kind: int, disagreements: int) -> float:
+        gibbs_bound = certificate(k, kind, less)
+        return bounds.agreement(gibbs_bound, disagreements=disagreements, m=inputs, delta=less.unlabelled)
+
+    bound = _each(agreement, errors, kind, disagreements)
+    yield Finding("agreement", "thresholded", where, bound < wrong[centre] @ probability)
+
+    one, distance = (column[:, 0] for column in draw(1))
+
+    def disintegrated(k: int, distance: int, kind: int) -> float:
+        flip = FLIPS[kind]
+        ratio = gates * math.log(2.0) + distance * math.log(flip) + (gates - distance) * math.log1p(-flip)
+        return bounds.disintegrated(k, n=n, log_ratio=ratio, delta=delta)
+
+    bound = _each(disintegrated, (counts * wrong[one]).sum(axis=1), distance, kind)
+    yield Finding("disintegrated", "single draw", where, bound < wrong[one] @ probability)
+
+    fitted = (counts / n @ wrong.T.astype(np.float64)).argmin(axis=1)
+    for name, mask, fault in (
+        ("Clopper-Pearson", np.full(trials, len(wrong) - 1), False),
+        ("Clopper-Pearson, network saw the data", fitted, True),
+    ):
+        bound = _each(lambda k: bounds.clopper_pearson(k, n=n, delta=delta), (counts * wrong[mask]).sum(axis=1))
+        yield Finding(name, "held-out", where, bound < wrong[mask] @ probability, fault)
+
+
+STUDIES = (_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real)

@@ -1,0 +1,190 @@
+"""Coverage of the bounds by simulation: bounds hold, planted faults are caught, the populations are what they say."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from pacprune import bounds, montecarlo, spikeslab
+from pacprune.experiments import coverage, populations
+
+DELTA = 0.05
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[coverage.Row]:
+    return coverage.run(200)
+
+
+def rate(rows: list[coverage.Row], name: str) -> float:
+    return max(row.rate for row in rows if row.bound == name)
+
+
+def test_every_bound_holds_and_every_planted_fault_is_caught(rows):
+    assert [row for row in rows if not row.ok] == []
+    assert sum(row.planted_fault for row in rows) == 6
+    assert rate(rows, "Seeger-Maurer, n counted twice") > 0.2
+    assert rate(rows, "Clopper-Pearson, delta not divided") > 0.5
+    assert rate(rows, "Seeger-Maurer at the mean of the draws") > 0.3
+
+
+def test_every_kind_of_predictor_is_covered(rows):
+    kinds = {"Q = P", "Gibbs", "held-out", "Monte Carlo", "single draw", "thresholded", "vote"}
+    assert {row.predictor for row in rows} == kinds
+    assert {row.predictor for row in rows if "prunings" in row.population} == kinds - {"Q = P", "Monte Carlo"}
+
+
+def test_a_row_counts_and_has_the_exact_interval(rows):
+    for row in rows:
+        assert row.trials == 200
+        assert row.rate == row.violations / 200
+        assert row.delta == DELTA
+        interval = stats.binomtest(row.violations, 200).proportion_ci(0.999, method="exact")
+        assert (row.ci_low, row.ci_high) == pytest.approx((interval.low, interval.high), abs=1e-9)
+
+
+def test_the_table_has_one_line_per_row(rows):
+    head, *lines = coverage.table(rows)
+    assert len(lines) == len(rows)
+    assert {len(line) for line in lines} == {len(head)}
+    assert {line[-1] for line in lines} == {"holds", "caught"}
+
+
+def test_ten_thousand_trials_where_the_bounds_are_worst(monkeypatch):
+    monkeypatch.setattr(coverage, "STUDIES", (populations._gibbs, populations._held_out))
+    rows = coverage.run(10_000)
+    assert [row for row in rows if not row.ok] == []
+    exact = {
+        "Seeger-Maurer": DELTA / bounds.xi(1),
+        "Catoni, c = 8": DELTA,
+        "Clopper-Pearson": DELTA,
+        "Clopper-Pearson, delta/20": 1 - (1 - DELTA / 20) ** 20,
+        "Clopper-Pearson, delta not divided": 1 - (1 - DELTA) ** 20,
+    }
+    assert {name: rate(rows, name) for name in exact} == pytest.approx(exact, abs=0.02)
+    assert rate(rows, "Seeger-Maurer, n counted twice") > 0.5
+
+
+def test_a_bound_that_is_wrong_is_found_out(monkeypatch):
+    true = bounds.seeger
+    monkeypatch.setattr(bounds, "seeger", lambda risk, *, n, kl, delta: true(risk, n=3 * n, kl=kl, delta=delta))
+    monkeypatch.setattr(coverage, "STUDIES", (populations._gibbs, populations._single_draw))
+    found = {row.bound: row for row in coverage.run(200) if row.predictor == "Gibbs"}
+    assert not found["Seeger-Maurer"].ok
+    assert coverage.table([found["Seeger-Maurer"]])[1][-1] == "FAILS"
+    assert found["paper"].ok
+
+
+def test_the_seed_decides_and_progress_is_told(monkeypatch):
+    monkeypatch.setattr(coverage, "STUDIES", (populations._held_out, populations._transfer))
+    told = []
+    first = coverage.run(500, seed=1, progress=lambda *message: told.append(message))
+    assert told == [("coverage", 1, 2, {}), ("coverage", 2, 2, {})]
+    assert coverage.run(500, seed=1) == first
+    assert coverage.run(500, seed=2) != first
+
+
+@pytest.mark.parametrize(("trials", "delta", "message"), [(0, 0.05, "trials is 0"), (10, 1.0, "delta is 1.0")])
+def test_refusals(trials, delta, message):
+    with pytest.raises(ValueError, match=message):
+        coverage.run(trials, delta=delta)
+
+
+# --- The populations are what they are said to be.
+
+
+@pytest.mark.parametrize("networks", [1, 10_000])
+def test_the_worst_case_of_seeger_is_no_error_at_all(networks):
+    n, kl = 50, math.log(networks)
+    found = populations.worst_case(
+        lambda k, n: bounds.seeger(k / n, n=n, kl=kl, delta=DELTA), sizes=(n,), networks=networks
+    )
+    none = DELTA / (bounds.xi(n) * networks)
+    assert found == pytest.approx((n, 1.0 - none ** (1 / n), 1.0 - (1.0 - none) ** networks), rel=1e-9)
+
+
+def test_the_worst_case_is_the_worst_of_all_risks():
+    n, networks = 20, 100
+
+    def bound(k, n):
+        return bounds.catoni(k / n, n=n, kl=math.log(networks), delta=DELTA, c=1.0)
+
+    _, _, worst = populations.worst_case(bound, sizes=(n,), networks=networks)
+    levels = np.array([bound(k, n) for k in range(n + 1)])
+    rates = []
+    for risk in np.linspace(0.001, 0.999, 999):
+        tail = stats.binom.cdf((levels < risk).sum() - 1, n, risk)
+        rates.append(1.0 - (1.0 - tail) ** networks)
+    assert 0.9 * worst < max(rates) <= worst
+
+
+def test_clopper_pearson_is_exact_where_it_is_worst():
+    found = populations.worst_case(lambda k, n: bounds.clopper_pearson(k, n=n, delta=DELTA), sizes=(30,))
+    assert found[2] == pytest.approx(DELTA, rel=1e-9)
+
+
+def test_the_fewest_errors_have_the_law_of_a_minimum():
+    found = populations._fewest(np.random.default_rng(0), 20_000, n=30, risk=0.2, networks=50)
+    counts = np.bincount(found, minlength=31)
+    above = stats.binom.sf(np.arange(-1, 31), 30, 0.2) ** 50
+    expected = 20_000 * -np.diff(above)
+    big = expected > 5
+    assert (
+        stats.chisquare(
+            np.append(counts[big], counts[~big].sum()), np.append(expected[big], expected[~big].sum())
+        ).pvalue
+        > 1e-3
+    )
+
+
+def test_ever_below_looks_at_every_time():
+    def bound(k, t):
+        return montecarlo.chernoff(k / t, draws=t, delta=0.2)
+
+    found = populations._ever_below(np.random.default_rng(3), 40, bound, means=0.4, risk=0.4, draws=30)
+    errors = (np.random.default_rng(3).random((40, 30)) < 0.4).cumsum(axis=1)
+    expected = [any(bound(int(k), t) < 0.4 for t, k in enumerate(row, start=1)) for row in errors]
+    assert found.tolist() == expected
+    assert 0 < found.sum() < 40
+
+
+@pytest.fixture(scope="module")
+def networks():
+    rng = np.random.default_rng(0)
+    w, v = rng.standard_normal((populations.HIDDEN, populations.INPUTS)), rng.standard_normal(populations.HIDDEN)
+    return w, v, *populations.small_networks(w, v)
+
+
+def test_the_small_networks_are_pruned_torch_networks(networks):
+    w, v, probability, wrong, _ = networks
+    assert probability.sum() == pytest.approx(1.0)
+    assert wrong[-1] @ probability == pytest.approx(populations.NOISE)
+    x = torch.tensor([[1.0 if i >> j & 1 else -1.0 for j in range(populations.INPUTS)] for i in range(32)]).double()
+    for mask in (0, 1, 1234, 4095):
+        gates = torch.tensor([mask >> i & 1 for i in range(12)])
+        first, last = torch.nn.Linear(5, 2, bias=False).double(), torch.nn.Linear(2, 1, bias=False).double()
+        with torch.no_grad():
+            first.weight.copy_(torch.tensor(w) * gates[:10].reshape(2, 5))
+            last.weight.copy_(torch.tensor(v) * gates[10:])
+            one = (torch.nn.Sequential(first, torch.nn.ReLU(), last)(x)[:, 0] > 0).numpy()
+        for label in (0, 1):
+            assert np.array_equal(wrong[mask, label::2], one != label)
+
+
+def test_the_small_posteriors_are_spike_and_slab_distributions(networks):
+    *_, wrong, gibbs = networks
+    centre, kind = 1234, 2
+    bits = np.arange(4096)[:, None] >> np.arange(12) & 1
+    keep = np.where(bits[centre] == 1, 1.0 - populations.FLIPS[kind], populations.FLIPS[kind])
+    q = np.where(bits == 1, keep, 1.0 - keep).prod(axis=1)
+    assert np.allclose(q @ wrong, gibbs[kind, centre], atol=1e-12)
+
+    def slab(keep_prob):
+        zero = torch.zeros(12)
+        return spikeslab.SpikeSlab({"w": torch.as_tensor(keep_prob)}, {"w": zero}, {"w": torch.tensor(0.0)}, {}, 12)
+
+    kl = 12 * bounds.kl_bernoulli(populations.FLIPS[kind], 0.5)
+    assert float(spikeslab.kl(slab(keep), slab(np.full(12, 0.5)))) == pytest.approx(kl)
+    assert (q * np.log(q * 4096)).sum() == pytest.approx(kl)

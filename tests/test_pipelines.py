@@ -1,0 +1,312 @@
+"""osp, pft and pbp from end to end: exact sparsity, any network, resuming, and the numbers promised on the digits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pacprune as pp
+from pacprune import scores, weights
+
+G = torch.Generator().manual_seed(1)
+X = torch.randn(120, 6, generator=G)
+Y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
+SPLIT = pp.data.split(X, Y, prior_fraction=0.5, seed=0)
+CONFIG = pp.Config(epochs=4, lr=0.1, batch_size=32)
+PROCEDURES = {
+    "osp": pp.osp,
+    "pft": pp.pft,
+    "pft-paper": lambda *given, **how: pp.pft(*given, recipe="paper", **how),
+}
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+def net() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3)))
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
+
+
+def kept(mask: Any) -> int:
+    return sum(int(m.sum()) for m in mask.values())
+
+
+# --- What comes out.
+
+
+@pytest.mark.parametrize("criterion", scores.NAMES)
+@pytest.mark.parametrize("name", PROCEDURES)
+def test_exactly_k_weights_are_kept_and_the_plain_model_takes_them(name: str, criterion: str) -> None:
+    model = net()
+    found = PROCEDURES[name](model, (X, Y), CONFIG, sparsity=0.85, criterion=criterion, dense=CONFIG)
+    assert found.model is model
+    assert kept(found.mask) == round(0.15 * 180) == 27
+    assert found.sparsity == 1 - 27 / 180
+    for key, weight in weights.prunable(model).items():
+        assert torch.equal(weight != 0, found.mask[key])
+    stages = [row["stage"] for row in found.history]
+    assert stages == ["dense"] * 4 + (["tune"] * 4 if name == "osp" else ["masks"] * 2 + ["tune"] * 2)
+    plain = net()
+    plain.load_state_dict(model.state_dict(), strict=True)
+    assert pp.error(plain, (X, Y)) == pp.error(model, (X, Y)) < 0.6
+
+
+def test_pft_and_osp_spend_one_budget_on_one_schedule() -> None:
+    config = pp.Config(epochs=5, lr=0.1, schedule="cosine", batch_size=60, warmup=0.2)
+    one, two = (f(net(), (X, Y), config, sparsity=0.5).history for f in (pp.osp, pp.pft))
+    assert len(one) == len(two) == 5
+    assert [row["lr"] for row in one[2:]] == pytest.approx([row["lr"] for row in two[2:]])
+    assert [row["expected_sparsity"] for row in two if row["stage"] == "masks"][-1] == pytest.approx(0.5, abs=1e-6)
+
+
+def test_a_restricted_choice_leaves_the_denominator() -> None:
+    def body(model: nn.Module) -> dict[str, Tensor]:
+        return {name: w for name, w in pp.prunable(model).items() if not name.startswith("3")}
+
+    for procedure in PROCEDURES.values():
+        found = procedure(net(), (X, Y), CONFIG, sparsity=0.5, prunable=body)
+        assert set(found.mask) == {"0.weight"}
+        assert kept(found.mask) == 30  # 90 of all 180 weights are zero, and they are all among these 120
+        assert found.sparsity == 0.5
+        with pytest.raises(ValueError, match=r"sparsity 0\.9 of 180 weights"):
+            procedure(net(), (X, Y), CONFIG, sparsity=0.9, prunable=body)
+
+
+def test_a_minimum_per_layer_and_other_scopes() -> None:
+    for procedure in PROCEDURES.values():
+        found = procedure(net(), (X, Y), CONFIG, sparsity=0.95, min_per_layer=4)
+        assert min(int(m.sum()) for m in found.mask.values()) >= 4
+        assert kept(found.mask) == 9
+    found = pp.osp(net(), (X, Y), CONFIG, sparsity=0.9, scope="layer")
+    assert [int(m.sum()) for m in found.mask.values()] == [12, 6]
+
+
+def test_pft_at_initialisation_even_of_a_net_without_a_width() -> None:
+    found = pp.pft(pp.models.mlp(classes=3), (X, Y), pp.Config(epochs=10, lr=0.1), sparsity=0.9)
+    assert [row["stage"] for row in found.history] == ["masks"] * 5 + ["tune"] * 5
+    assert pp.error(found.model, (X, Y)) < 0.4
+
+
+@pytest.mark.parametrize("recipe", ["coupled", "paper"])
+def test_a_strong_lottery_ticket_never_changes_a_weight(recipe: str) -> None:
+    model = seeded(wide)
+    first = {n: w.detach().clone() for n, w in model.named_parameters()}
+    config = pp.Config(epochs=30, lr=0.0, gate_lr=20.0 if recipe == "coupled" else 0.5, batch_size=32)
+    found = pp.pft(model, (X, Y), config, sparsity=0.5, criterion="random", recipe=recipe, mask_share=1.0)
+    assert {row["stage"] for row in found.history} == {"masks"}
+    for name, keep in found.mask.items():
+        assert torch.equal(model.get_parameter(name), torch.where(keep, first[name], 0.0))
+    assert all(torch.equal(model.get_parameter(f"{i}.bias"), first[f"{i}.bias"]) for i in (0, 2))
+    chance = pp.osp(seeded(wide), (X, Y), pp.Config(epochs=0), sparsity=0.5, criterion="random")
+    assert pp.error(model, (X, Y)) < pp.error(chance.model, (X, Y)) - 0.15
+
+
+def test_without_epochs_batchnorm_still_learns_the_pruned_network() -> None:
+    model = net()
+    pp.osp(model, (X, Y), pp.Config(epochs=0), sparsity=0.5)
+    with torch.no_grad():
+        assert torch.allclose(model[1].running_mean, model[0](X).mean(0), atol=1e-5)  # type: ignore[index, union-attr]
+
+
+class Everything(nn.Module):
+    """Attention, LSTM, and an embedding tied to the output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(8, 16)
+        self.att = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 8)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        h = h + self.att(h, h, h, need_weights=False)[0]
+        return self.head(self.lstm(h)[0])
+
+
+def next_token(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("name", PROCEDURES)
+@pytest.mark.parametrize("criterion", ["magnitude", "snip"])
+def test_attention_lstm_and_tied_weights_by_ones_own_loss(name: str, criterion: str) -> None:
+    text = torch.arange(200) % 8
+    data = text[:-1].unfold(0, 6, 2).contiguous(), text[1:].unfold(0, 6, 2).contiguous()
+    model, config = seeded(Everything), pp.Config(epochs=8, lr=0.01, gate_lr=0.1, optimizer="adam", batch_size=32)
+    found = PROCEDURES[name](model, data, config, sparsity=0.6, criterion=criterion, dense=config, loss=next_token)
+    total = 8 * 16 + 4 * 16 * 16 + 2 * 4 * 16 * 16
+    assert kept(found.mask) == round(0.4 * total)
+    assert pp.error(model, data) < 0.2
+    assert model.head.weight is model.emb.weight
+    seeded(Everything).load_state_dict(model.state_dict(), strict=True)
+
+
+def conv() -> nn.Module:
+    layers = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(128, 10))
+
+
+def test_a_convolution_with_batchnorm(digits: pp.data.Split) -> None:
+    config = pp.Config(epochs=4, lr=0.1)
+    found = pp.pft(seeded(conv), digits.train, config, sparsity=0.8, dense=config)
+    assert kept(found.mask) == round(0.2 * (72 + 1280))
+    assert pp.error(found.model, digits.test) < 0.15
+    how = {"std": 1e-2, "train_std": True, "draws": 50}
+    sure = pp.pbp(seeded(conv), digits, config, sparsity=0.5, dense=pp.Config(epochs=15, lr=0.1), **how)
+    assert torch.equal(sure.prior.rest["1.running_mean"], sure.posterior.rest["1.running_mean"])
+    assert sure.certificate.risk < 0.15
+
+
+# --- pbp.
+
+
+def test_pbp_hands_back_what_its_certificate_is_about(tmp_path: Path) -> None:
+    model, config = net(), pp.Config(epochs=5, lr=0.1, batch_size=16)
+    found = pp.pbp(model, SPLIT, config, sparsity=0.5, eps=0.01, std=0.02, dense=config, draws=50, folder=tmp_path)
+    assert [row["stage"] for row in found.history] == ["dense"] * 5 + ["prior"] * 5 + ["posterior"] * 5
+    cert = found.certificate
+    assert cert.hashes["prior"] == found.prior.hash == cert.prior.hash
+    assert cert.hashes["posterior"] == found.posterior.hash == pp.read(model).hash
+    assert (found.prior.sparsity, found.posterior.sparsity, cert.sparsity) == pytest.approx((0.5,) * 3, abs=1e-6)
+    assert not torch.isin(SPLIT.bound.rows, found.prior.seen).any()
+    assert torch.isin(SPLIT.prior.rows, found.prior.seen).all()
+    assert (tmp_path / "prior.safetensors").exists()
+    assert cert.bound < 1
+    pp.harden(model)
+    assert weights.sparsity(model) == pytest.approx(0.5, abs=1e-2)
+
+
+def test_pbp_refuses_a_network_that_knows_the_bound_set() -> None:
+    model = net()
+    pp.fit(model, SPLIT.train, CONFIG)
+    with pytest.raises(ValueError, match="the prior has seen the bound set: 60 of its 60 examples"):
+        pp.pbp(model, SPLIT, CONFIG, sparsity=0.5, eps=0.01)
+
+
+# --- Resuming, and bad input.
+
+
+class Killed(Exception):
+    """Raised from the progress callback."""
+
+
+def pbp(model: nn.Module, data: Any, config: pp.Config, **how: Any) -> pp.Certified:
+    return pp.pbp(model, SPLIT, config, eps=0.01, std=0.02, draws=3, **how)
+
+
+@pytest.mark.parametrize("name", [*PROCEDURES, "pbp"])
+def test_a_pipeline_goes_on_where_it_was_killed(name: str, tmp_path: Path) -> None:
+    procedure, steps = {**PROCEDURES, "pbp": pbp}[name], []
+    # snip reads the shuffled data as well: its scores must not depend on when it is called
+    data = DataLoader(TensorDataset(X, Y), 32, shuffle=True)
+
+    def run(folder: Path | None, stop: int = -1) -> Any:
+        steps.clear()
+
+        def progress(*call: Any) -> None:
+            steps.append(call)
+            if len(steps) == stop:
+                raise Killed
+
+        how = {"sparsity": 0.5, "criterion": "snip", "dense": CONFIG, "folder": folder, "progress": progress}
+        return procedure(net(), data, CONFIG, **how)
+
+    whole = run(None)
+    count = len(steps)
+    for stop in (3, 6, count // 2, count - 8, count):
+        with pytest.raises(Killed):
+            run(tmp_path / str(stop), stop)
+        torch.randn(stop)
+        found = run(tmp_path / str(stop))
+        assert found.history == whole.history
+        state, expected = found.model.state_dict(), whole.model.state_dict()
+        assert all(torch.equal(state[n], t) for n, t in expected.items())
+        if name == "pbp":
+            assert found.certificate.as_dict() == whole.certificate.as_dict()
+    again = run(tmp_path / str(count))
+    assert again.history == whole.history
+    assert all(call[0].startswith("certify") for call in steps)
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    pp.osp(net(), (X, Y), CONFIG, sparsity=0.5, folder=tmp_path)
+    with pytest.raises(ValueError, match="belongs to another run"):
+        pp.osp(net(), (X, Y), CONFIG, sparsity=0.6, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"sparsity": 1.0}, r"sparsity 1\.0 is outside \[0, 1\)"),
+        ({"sparsity": -0.1}, r"sparsity -0\.1 is outside"),
+        ({"sparsity": 0.5, "criterion": "size"}, "criterion 'size' is unknown; use one of magnitude, snip"),
+    ],
+)
+@pytest.mark.parametrize("name", [*PROCEDURES, "pbp"])
+def test_bad_arguments_are_refused_before_anything_is_trained(
+    name: str, how: dict, message: str, tmp_path: Path
+) -> None:
+    procedure = {**PROCEDURES, "pbp": pbp}[name]
+    model = net()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        procedure(model, (X, Y), CONFIG, dense=CONFIG, folder=tmp_path, **how)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_arguments_of_pft() -> None:
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match=f"mask_share is {share}"):
+            pp.pft(net(), (X, Y), CONFIG, sparsity=0.5, mask_share=share)
+    with pytest.raises(ValueError, match="recipe 'best' is unknown; use 'coupled' or 'paper'"):
+        pp.pft(net(), (X, Y), CONFIG, sparsity=0.5, recipe="best")
+    with pytest.raises(ValueError, match="nothing to prune"):
+        pp.pft(nn.BatchNorm1d(6), (X, Y), CONFIG, sparsity=0.5)
+
+
+# --- The promises on the digits: mlp 64-300-100-10, seeds 0 to 4. Settings were chosen inside the training part.
+
+
+@pytest.mark.parametrize("sparsity", [0.9, 0.95])
+def test_pft_beats_one_shot_pruning_from_random_masks(sparsity: float) -> None:
+    dense = pp.Config(epochs=10, lr=0.05)
+    config = pp.Config(epochs=20, lr=0.15, gate_lr=50.0, schedule="cosine")
+    errors: dict[str, list[float]] = {"osp": [], "pft": []}
+    for seed in range(5):
+        split = pp.data.digits(seed=seed)
+        assert (len(split.train), len(split.test)) == (1437, 360)
+        for name, found in errors.items():
+            model = pp.models.mlp(64, seed=seed)
+            how = {"sparsity": sparsity, "criterion": "random", "dense": dense, "seed": seed}
+            result = PROCEDURES[name](model, split.train, config, **how)
+            assert kept(result.mask) == round((1 - sparsity) * 50_200)
+            found.append(pp.error(model, split.test))
+    assert mean(errors["pft"]) < mean(errors["osp"]) - 0.01, errors
+    assert mean(errors["pft"]) < 0.05
+
+
+def test_pbp_certifies_below_15_percent_on_every_seed() -> None:
+    dense, config, posterior = pp.Config(epochs=20, lr=0.1), pp.Config(epochs=15, lr=0.05), pp.Config(epochs=5, lr=0.05)
+    for seed in range(5):
+        split = pp.data.digits(prior_fraction=0.5, seed=seed)
+        how = {"sparsity": 0.9, "dense": dense, "posterior": posterior, "draws": 300, "seed": seed}
+        found = pp.pbp(pp.models.mlp(64, seed=seed), split, config, **how)
+        assert found.certificate.bound < 0.15
+        assert round(found.certificate.sparsity, 6) >= 0.9
+        assert pp.gibbs_error(found.model, split.test) < found.certificate.bound
