@@ -15,7 +15,7 @@ from pacprune import __version__, bounds, cli, fetch, montecarlo
 from pacprune.experiments import options as opt
 from pacprune.experiments import runs
 
-COMMANDS = ("demo", "osp", "pft", "pbp", "bound", "data", "report")
+COMMANDS = ("demo", "osp", "pft", "pbp", "bound", "certify", "verify", "selftest", "data", "report")
 SHORT = ("--dense-epochs", "2", "--epochs", "2")
 
 
@@ -162,9 +162,17 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None
         ("pbp --delta 2", "delta is 2.0"),
         ("pbp --draws 0", "draws is 0"),
         ("pbp --objective best", "objective 'best' is unknown"),
+        ("pbp --family best", "family 'best' is unknown"),
+        ("pbp --grid 0", "grid is 0"),
+        ("pbp --unlabelled 5000", "less 5000 unlabelled ones"),
+        ("osp --train-on test", "train_on is 'test'"),
         ("osp --config none.toml", "none.toml cannot be read"),
         ("osp --out .", "is not empty and holds no config.toml"),
         ("bound --risk 3 --n 10", "risk is 3.0"),
+        ("bound --n 10", "give one of the two"),
+        ("bound --n 10 --risk 0.1 --errors 1", "give one of the two"),
+        ("bound --n 0 --errors 1", "n is 0"),
+        ("bound --n 10 --errors 11", "risk is 1.1"),
         ("data fetch digits", "nothing to download for 'digits'"),
         ("data burn", "unknown action 'burn'"),
         ("report .", "is not finished"),
@@ -197,6 +205,7 @@ def test_bound_is_a_calculator() -> None:
     found = answer("bound", "--risk", "0.1", "--n", "12000", "--kl", "500", "--out", "here")
     assert found["seeger"] == bounds.seeger(0.1, n=12_000, kl=500.0, delta=0.05)
     assert found["paper"] == bounds.paper(0.1, n=12_000, kl=500.0, delta=0.05)
+    assert found["catoni"] == bounds.catoni(0.1, n=12_000, kl=500.0, delta=0.05)
     assert found["held_out"] == bounds.clopper_pearson(1200, n=12_000, delta=0.05)
     assert json.loads(Path("here/bound.json").read_text()) == found
     assert "0.2088" in call("bound", "--risk", "0.1", "--n", "12000", "--kl", "500").stdout
@@ -206,6 +215,8 @@ def test_draws_cost_a_share_of_delta() -> None:
     found = answer("bound", "--risk", "0.1", "--n", "12000", "--draws", "1000")
     assert found["risk_upper"] == montecarlo.chernoff(0.1, draws=1000, delta=0.05 * 0.2)
     assert found["seeger"] == bounds.seeger(found["risk_upper"], n=12_000, kl=0.0, delta=0.05 - 0.05 * 0.2)
+    assert answer("bound", "--errors", "1200000", "--n", "12000", "--draws", "1000") == found
+    assert answer("bound", "--errors", "1200", "--n", "12000") == answer("bound", "--risk", "0.1", "--n", "12000")
 
 
 def test_data_list_says_what_is_missing() -> None:

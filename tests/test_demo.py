@@ -29,8 +29,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return out, json.loads(found.stdout), time.monotonic() - began
 
 
-def test_it_takes_at_most_ninety_seconds(done: tuple[Path, dict[str, Any], float]) -> None:
-    assert done[2] < 90
+def test_it_takes_at_most_a_minute(done: tuple[Path, dict[str, Any], float]) -> None:
+    assert done[2] < 60
 
 
 def test_it_compares_all_methods(done: tuple[Path, dict[str, Any], float]) -> None:
@@ -49,8 +49,9 @@ def test_it_leaves_one_certificate_and_one_report(done: tuple[Path, dict[str, An
     out, found, _ = done
     assert list(out.rglob("certificate.json")) == [out / "certificate" / "certificate.json"]
     assert found["folder"] == str(out)
-    assert found["certificate"]["bound"] == found["rows"][-1]["certificate"]
-    assert found["certificate"]["statement"] in (out / "report.html").read_text()
+    assert found["certificate"] == found["rows"][-1]["certificate"]
+    assert found["statement"] in (out / "report.html").read_text()
+    assert CliRunner().invoke(cli.app, ["verify", str(out), "--recount"]).stdout.endswith("\nVALID\n")
     figures = ["certificate", "curves", "keep_prob", "layers", "methods"]
     assert sorted(f.name for f in (out / "figures").glob("*.png")) == [f"{name}.png" for name in figures]
     assert not (out / store.CHECKPOINTS).exists()

@@ -9,13 +9,13 @@ import subprocess
 import sys
 from html import unescape
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from pacprune import cli
-from pacprune.experiments import plots, report, store
+from pacprune.certificate import LABELS, Certificate, load, rounded_up
+from pacprune.experiments import report, store
 
 PNG = b"\x89PNG\r\n\x1a\n"
 COMMAND = "pacprune pbp --seed 3 --dense-epochs 4 --epochs 4 --posterior-epochs 2 --delta 0.1 --draws 50"
@@ -38,8 +38,8 @@ def page(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def certificate(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "certificate" / "certificate.json").read_text())
+def certificate(folder: Path) -> Certificate:
+    return load(folder / "certificate")
 
 
 def table(folder: Path, name: str) -> list[dict[str, str]]:
@@ -47,16 +47,15 @@ def table(folder: Path, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_result_repeats_the_certificate(folder: Path, certificate: dict[str, Any]) -> None:
+def test_the_result_repeats_the_certificate(folder: Path, certificate: Certificate) -> None:
     found = store.result(folder)
-    assert found["certificate"] == certificate["bound"]
-    for name in ("risk", "kl", "n", "held_out", "q_equals_p", "winner", "statement"):
-        assert found[name] == certificate[name]
+    assert found["certificate"] == certificate.bound
+    for name in ("risk", "risk_upper", "draws", "kl", "n", "bounds", "winner", "statement"):
+        assert found[name] == getattr(certificate, name)
     assert found["delta"] == pytest.approx(0.1)
     assert found["expected_sparsity"] == pytest.approx(0.9, abs=1e-4)
     assert found["sparsity"] == pytest.approx(0.9, abs=1e-4)
     assert 0 <= found["thresholded_error"] <= 1
-    assert (folder / "prior.safetensors").is_file()
 
 
 def test_the_report_needs_nothing_but_itself(page: str) -> None:
@@ -76,24 +75,34 @@ def test_every_link_leads_to_a_file(page: str, folder: Path) -> None:
     assert all((folder / link).is_file() for link in links)
 
 
-def test_the_report_says_what_is_proved(page: str, certificate: dict[str, Any]) -> None:
+def test_the_report_says_what_is_proved(page: str, certificate: Certificate) -> None:
     text = unescape(page)
-    assert certificate["statement"] in text
-    assert report.sentence(certificate["winner"]) in text
-    assert "drawn independently from one distribution" in text
-    assert "0.1 = 0.08 for the PAC-Bayes bound + 0.02 for the sampled networks" in text
+    assert certificate.statement in text
+    assert report.sentence(certificate.winner) in text
+    assert all(report.sentence(line) in text for line in certificate.record["assumptions"])
+    assert '<pre id="verify">pacprune verify certificate</pre>' in text
     assert f'<pre id="command">{COMMAND}</pre>' in text
 
 
+def test_the_report_lists_every_bound_and_marks_the_claim(page: str, certificate: Certificate) -> None:
+    (table,) = re.findall(r'<table id="bounds">(.*?)</table>', unescape(page), re.DOTALL)
+    assert table.count("<tr>") == 1 + len(certificate.bounds) == 1 + len(LABELS)
+    assert "What its delta of 0.1 pays for" in table
+    for name, value in certificate.bounds.items():
+        assert LABELS[name] in table
+        assert f"<td>{rounded_up(value)}</td>" in table
+    claim = f"<strong>{LABELS['seeger']}</strong><small>the claim</small></th><td>{rounded_up(certificate.bound)}</td>"
+    assert f"{claim}<td>0.08 PAC-Bayes + 0.02 Monte Carlo</td>" in table
+    assert "they do not hold all at once" in page
+
+
 def test_bounds_are_rounded_up(page: str, folder: Path) -> None:
-    assert plots.up(0.12341) == "0.1235"
-    assert plots.up(0.1234) == "0.1234"
     (dense, pbp) = store.result(folder)["rows"]
-    assert f"<td>{plots.up(pbp['certificate'])}</td><td>{plots.up(pbp['held_out'])}</td>" in page
+    assert f"<td>{rounded_up(pbp['certificate'])}</td><td>{rounded_up(pbp['held_out'])}</td>" in page
     assert dense["certificate"] is None
 
 
-def test_figures_are_small_and_have_their_numbers(folder: Path, certificate: dict[str, Any]) -> None:
+def test_figures_are_small_and_have_their_numbers(folder: Path, certificate: Certificate) -> None:
     assert sorted(f.name for f in (folder / "figures").iterdir()) == sorted(
         f"{name}.{kind}" for name in FIGURES for kind in ("csv", "png")
     )
@@ -103,10 +112,10 @@ def test_figures_are_small_and_have_their_numbers(folder: Path, certificate: dic
     pruned = sum(float(row["sparsity"]) * int(row["weights"]) for row in layers)
     assert pruned / sum(int(row["weights"]) for row in layers) == pytest.approx(store.result(folder)["sparsity"])
     assert sum(int(row["posterior"]) for row in table(folder, "keep_prob")) == 50_200
-    pieces = table(folder, "certificate")[0]
-    parts = [float(pieces[name]) for name in ("empirical risk", "Monte Carlo", "confidence", "KL")]
-    assert min(parts) >= 0
-    assert sum(parts) == pytest.approx(certificate["bound"])
+    for pieces, name in zip(table(folder, "certificate"), ("seeger", "q_equals_p", "held_out"), strict=True):
+        parts = [float(pieces[part] or 0) for part in ("empirical risk", "Monte Carlo", "confidence", "KL")]
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(certificate.bounds[name])
 
 
 def test_report_rebuilds_what_was_deleted(folder: Path, page: str, tmp_path: Path) -> None:

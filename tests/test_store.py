@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pacprune import data
+from pacprune import certificate, data
 from pacprune.experiments import options as opt
 from pacprune.experiments import runs, store
 from pacprune.experiments.options import Demo, Osp, Pbp, Pft
@@ -158,6 +158,33 @@ def test_a_run_broken_off_anywhere_ends_like_one_that_was_not(options: Any, tmp_
     for name in ("model.safetensors", "metrics.jsonl"):
         assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not (tmp_path / "broken" / store.CHECKPOINTS).exists()
+
+
+def test_a_run_broken_off_after_it_certified_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Pbp(dense_epochs=1, epochs=1, posterior_epochs=1, draws=20)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "gibbs_error", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(options, tmp_path / "run")
+    assert (tmp_path / "run" / store.CHECKPOINTS / "certify-calls.json").is_file()
+    run(options, tmp_path / "run")
+    found = certificate.load(tmp_path / "run" / store.CERTIFICATE)
+    assert found.record["certify_calls"] == 1
+    assert sorted(f.name for f in (tmp_path / "run" / store.CERTIFICATE).iterdir()) == sorted(
+        ["certificate.json", *found.tensors]
+    )
+
+
+def test_what_a_network_was_trained_on_can_be_chosen() -> None:
+    split, _ = runs.prepare(Osp())
+    assert runs.training(Osp(), split) is split.train
+    assert runs.training(Pft(train_on="prior"), split) is split.prior
+    assert runs.training(Pbp(), split) is split.prior
+    assert len(runs.prepare(Pbp())[0].unlabelled) == 100
 
 
 def test_a_run_that_fails_leaves_nothing(tmp_path: Path) -> None:

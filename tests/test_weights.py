@@ -141,3 +141,14 @@ def test_modes_come_back_module_by_module_even_after_an_error():
     with pytest.raises(RuntimeError):
         interrupted()
     assert [m.training for m in model.modules()] == [True, True, False]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_a_wrapper_forgets_neither_the_mask_nor_what_was_seen() -> None:
+    x, y = torch.randn(32, 4), torch.zeros(32, dtype=torch.int64)
+    for wrap in (lambda m: nn.Sequential(m, nn.ReLU()), lambda m: torch.compile(m, backend="eager")):
+        inner = nn.Linear(4, 3)
+        pp.apply_mask(inner, pp.top_k(pp.scores.magnitude(inner), sparsity=0.5))
+        pp.fit(wrap(inner), (x, y), pp.Config(epochs=2, lr=0.1))
+        assert pp.sparsity(inner) == 0.5
+        assert len(weights.seen(inner)) == 32

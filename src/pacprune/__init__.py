@@ -6,18 +6,19 @@ The nouns are scores, masks, SpikeSlab, Split, Config and Certificate; the rest 
 """
 
 from pacprune import bounds, data, models, scores
+from pacprune._version import __version__ as __version__
 from pacprune.budget import Budget
-from pacprune.certificate import Certificate, certify
+from pacprune.certificate import Certificate
 from pacprune.evaluate import error, gibbs_error, reestimate_batchnorm
+from pacprune.issue import certify, certify_held_out
 from pacprune.layers import attach, harden, read, resample_
 from pacprune.loop import Config
 from pacprune.masks import entropy, overlap, top_k
 from pacprune.pipelines import Certified, Pruned, osp, pbp, pft
+from pacprune.recheck import verify
 from pacprune.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
 from pacprune.train import fit, fit_posterior
 from pacprune.weights import apply_mask, prunable, sparsity
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Budget",
@@ -31,6 +32,7 @@ __all__ = [
     "block_isotropic",
     "bounds",
     "certify",
+    "certify_held_out",
     "data",
     "entropy",
     "error",
@@ -53,4 +55,5 @@ __all__ = [
     "scores",
     "sparsity",
     "top_k",
+    "verify",
 ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pacprune import layers, masks, weights
+from pacprune import layers, masks
 from pacprune.spikeslab import ETA
 
 CONTROLS = ("none", "shift", "projection", "lagrangian")
@@ -92,4 +92,4 @@ def penalty(model: nn.Module, budget: Budget, progress: float) -> Tensor:
 def _density(model: nn.Module, budget: Budget, progress: float) -> float:
     """The mean keep_prob that the attached weights need so that all D weights have the budget's density."""
     here = sum(site.gate.numel() for site in layers.attached(model))
-    return masks.density(1 - budget.density(progress), size=here, total=weights.notes(model)["total"])
+    return masks.density(1 - budget.density(progress), size=here, total=layers.total(model))

@@ -5,7 +5,7 @@ import json as jsons
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,19 +14,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from pacprune import __version__, bounds, fetch, montecarlo
+from pacprune import __version__, bounds, fetch, montecarlo, recheck
+from pacprune.certificate import RECORD, rounded_up
 from pacprune.checkpoint import write_atomically
+from pacprune.experiments import coverage, plots, report, runs, store
 from pacprune.experiments import options as opt
-from pacprune.experiments import plots, report, runs, store
 from pacprune.experiments.demo import demo
 
 WORK: dict[str, runs.Work] = {"demo": demo, "osp": runs.single, "pft": runs.single, "pbp": runs.single}
 EXAMPLES = {
     "demo": ["pacprune demo", "pacprune demo --seed 1 --json"],
+    "certify": ["pacprune certify runs/mine", "pacprune certify runs/mine --certified 3 --json"],
+    "verify": ["pacprune verify runs/demo", "pacprune verify runs/demo --replay --json"],
+    "selftest": ["pacprune selftest coverage --trials 10000"],
     "osp": ["pacprune osp --sparsity 0.95", "pacprune osp --data mnist --criterion snip --device cuda"],
     "pft": ["pacprune pft --sparsity 0.95", "pacprune pft --data cifar10 --device cuda --out runs/cifar"],
     "pbp": ["pacprune pbp", "pacprune pbp --data mnist --prior-fraction 0.7 --json"],
-    "bound": ["pacprune bound --risk 0.1 --n 12000 --kl 500", "pacprune bound --risk 0.1 --n 12000 --draws 10 --json"],
+    "bound": [
+        "pacprune bound --risk 0.1 --n 12000 --kl 500",
+        "pacprune bound --errors 12345 --draws 10 --n 12000 --json",
+    ],
     "data": ["pacprune data list", "pacprune data fetch mnist", "pacprune data path"],
     "report": ["pacprune report runs/demo"],
 }
@@ -38,6 +45,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; every
 _UNUSED = "Every command takes it; here nothing is random, and nothing runs on a device."
 Seed = Annotated[int, typer.Option(help=_UNUSED, show_default=False)]
 Device = Annotated[str, typer.Option(help=_UNUSED, show_default=False)]
+Where = Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")]
 
 
 def main() -> None:
@@ -87,13 +95,17 @@ def _progress() -> Iterator[Callable[..., None]]:
             bar.start()  # not before, since an error message should stand alone
         if stage not in tasks:
             tasks[stage] = bar.add_task(stage, note="")
-        bar.update(tasks[stage], completed=done, total=total or None, note=f"loss {row['loss']:.4f}" if row else "")
+        bar.update(tasks[stage], completed=done, total=total or None, note=_note(row or {}))
 
     try:
         yield update
     finally:
         if tasks:
             bar.stop()
+
+
+def _note(row: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {row[name]:.4f}" for name in ("loss", "bound") if name in row)
 
 
 def _print(result: Any, json: bool, *parts: Any) -> None:
@@ -104,6 +116,11 @@ def _print(result: Any, json: bool, *parts: Any) -> None:
         for part in parts:
             # rich would break long lines, and a path that is broken cannot be copied.
             typer.echo(part) if isinstance(part, str) else Console().print(part)
+
+
+def _write(out: Path | None, name: str, result: Any) -> None:
+    if out is not None:
+        write_atomically(out / name, (jsons.dumps(result, indent=2) + "\n").encode())
 
 
 def _examples(name: str) -> str:
@@ -165,12 +182,20 @@ for _name, _kind in opt.COMMANDS.items():
 
 @app.command(epilog=_examples("bound"))
 def bound(
-    risk: Annotated[float, typer.Option(help="Empirical (Gibbs) risk on the bound examples, a fraction.")],
     n: Annotated[int, typer.Option(help="Number of bound examples.")],
+    risk: Annotated[float | None, typer.Option(help="Empirical (Gibbs) risk on the n examples, a fraction.")] = None,
+    errors: Annotated[
+        int | None,
+        typer.Option(help="Instead of --risk: errors on the n examples; with --draws, those of all draws."),
+    ] = None,
     kl: Annotated[float, typer.Option(help="KL(Q||P) in nats.")] = 0.0,
     delta: Annotated[float, typer.Option(help="Probability with which the bound may fail.")] = 0.05,
     draws: Annotated[
-        int | None, typer.Option(help="--risk is the mean over so many networks drawn from Q; costs delta/5.")
+        int | None,
+        typer.Option(
+            help="The risk is the mean over so many networks drawn from Q, each on all n examples: costs delta/5, by "
+            "Chernoff's bound (a mean alone does not do for the tighter betting bound of pbp)."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write bound.json to.")] = None,
     seed: Seed = 0,
@@ -179,6 +204,10 @@ def bound(
 ) -> None:
     """A calculator of bounds on the error on new data."""
     with _told():
+        if errors is not None and risk is None:
+            risk = errors / max(1, n * (draws or 1))
+        elif errors is not None or risk is None:
+            raise ValueError(f"--risk is {risk} and --errors is {errors}; give one of the two")
         upper, left = risk, delta
         if draws is not None:
             ledger = bounds.Ledger.split(delta)
@@ -191,17 +220,105 @@ def bound(
             "delta": delta,
             "seeger": bounds.seeger(upper, n=n, kl=kl, delta=left),
             "paper": bounds.paper(upper, n=n, kl=kl, delta=left),
+            "catoni": bounds.catoni(upper, n=n, kl=kl, delta=left),
             "held_out": bounds.clopper_pearson(round(risk * n), n=n, delta=delta),
         }
-        if out is not None:
-            write_atomically(out / "bound.json", (jsons.dumps(found, indent=2) + "\n").encode())
+        _write(out, "bound.json", found)
         table = Table("Bound", "Error rate on new data, at most", "What it needs")
         if draws is not None:
-            table.add_row("risk_upper", plots.up(upper), f"{draws} drawn networks, each on all n (Chernoff)")
-        table.add_row("seeger", plots.up(found["seeger"]), "a prior that did not see the n examples")
-        table.add_row("paper", plots.up(found["paper"]), "the same; never below seeger")
-        table.add_row("held_out", plots.up(found["held_out"]), "one fixed network with round(risk n) errors; no KL")
+            table.add_row("risk_upper", rounded_up(upper), f"{draws} drawn networks, each on all n (Chernoff)")
+        table.add_row("seeger", rounded_up(found["seeger"]), "a prior that did not see the n examples")
+        table.add_row("paper", rounded_up(found["paper"]), "the same; never below seeger")
+        table.add_row("catoni", rounded_up(found["catoni"]), "the same; best of 20 fixed constants")
+        table.add_row("held_out", rounded_up(found["held_out"]), "one fixed network with round(risk n) errors; no KL")
         _print(found, json, table)
+
+
+@app.command(epilog=_examples("certify"))
+def certify(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run of osp or pft with --train-on prior.")],
+    delta: Annotated[float, typer.Option(help="Probability with which the certificate may fail.")] = 0.05,
+    certified: Annotated[int, typer.Option(help="Networks among which you may choose; each pays delta / so many.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Folder of the certificate [RUN/certificate].")] = None,
+    seed: Seed = 0,
+    device: Where = "cpu",
+    json: Json = False,
+) -> None:
+    """A certificate for the network of a run."""
+    with _told():
+        found = runs.certify(run, delta=delta, certified=certified, device=device, out=out)
+        place = str(run / store.CERTIFICATE if out is None else out)
+        numbers = {name: getattr(found, name) for name in ("bound", "n", "risk", "sparsity", "statement")}
+        _print({"folder": place, "delta": delta, **numbers}, json, found.statement, f"Certificate: {place}")
+
+
+@app.command(epilog=_examples("verify"))
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Folder of a certificate, or of a run that holds one.")],
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files; implies --recount.")] = None,
+    recount: Annotated[
+        bool, typer.Option("--recount", help="With the data: make the split again, count the networks' errors again.")
+    ] = False,
+    replay: Annotated[bool, typer.Option("--replay", help="The same, and draw fresh networks from P and Q.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="What makes a network that is not pacprune's own: package.module:factory.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write verify.json to.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the fresh draws.")] = 1,
+    device: Where = "cpu",
+    json: Json = False,
+) -> None:
+    """Checks a certificate, without data or with them.
+
+    Hashes, the KL and every bound are computed again from the files; what is taken on trust is named. Exit 0: VALID,
+    1: INVALID, with the first rule that fails, 2: it cannot be read.
+    """
+    with _told():
+        runs.check_device(device)
+        place = store.certificate(folder)
+        given = runs.own_model(model, device) if model else runs.known_model(place, data_dir, device)
+        try:
+            with _progress() as progress:
+                found = recheck.verify(
+                    place, model=given, data_dir=data_dir, recount=recount, replay=replay, seed=seed, progress=progress
+                )
+        except (KeyError, TypeError) as error:  # no bound rests on what says which data to load: it may be anything
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{place / RECORD} does not say which data to load ({what}); ask the issuer") from error
+        _write(out, "verify.json", asdict(found))
+        _print(asdict(found), json, str(found))
+    if not found.valid:
+        raise typer.Exit(1)
+
+
+@app.command(epilog=_examples("selftest"))
+def selftest(
+    what: Annotated[str, typer.Argument(help="coverage: how often every bound fails where the truth is known.")],
+    trials: Annotated[int, typer.Option(help="Samples per population; 100 catch every planted fault.")] = 1000,
+    delta: Annotated[float, typer.Option(help="Probability with which a bound may fail.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+    device: Device = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Folder to write coverage.json to.")] = None,
+    json: Json = False,
+) -> None:
+    """Tests the bounds themselves, by simulation.
+
+    Exit 0: no bound exceeds its delta beyond the interval, and every planted fault is caught; otherwise 1.
+    """
+    with _told():
+        if what != "coverage":
+            raise ValueError(f"unknown self-test {what!r}; use coverage")
+        with _progress() as progress:
+            rows = coverage.run(trials, seed=seed, delta=delta, progress=progress)
+        ok, (head, *lines) = all(row.ok for row in rows), coverage.table(rows)
+        table = Table(*head)
+        for line in lines:
+            table.add_row(*line)
+        result = {"ok": ok, "trials": trials, "seed": seed, "delta": delta, "rows": [asdict(row) for row in rows]}
+        _write(out, "coverage.json", result)
+        _print(result, json, table, "All bounds hold." if ok else "A bound fails, or a planted fault was missed.")
+    if not ok:
+        raise typer.Exit(1)
 
 
 @app.command(epilog=_examples("data"))

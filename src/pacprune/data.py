@@ -82,6 +82,10 @@ class Split:
     """SHA-256 of the (decompressed) content of each source file or tensor."""
     classes: int
     """Number of classes; 0 for regression."""
+    declared: bool = False
+    """True when the user brought the index lists and declared them random: nobody can replay such a split."""
+    certified: list[str] = field(default_factory=list, repr=False)
+    """Hashes of the priors that were certified on `bound`: choosing among them must be paid for."""
 
     @cached_property
     def duplicates(self) -> int:
@@ -105,6 +109,8 @@ def split(
     standardise: bool = True,
     dataset: str = "own",
     classes: int | None = None,
+    indices: tuple[Tensor, Tensor] | None = None,
+    split_declared_random: bool = False,
 ) -> Split:
     """Cuts one's own tensors at random, blind to the labels.
 
@@ -117,11 +123,16 @@ def split(
     part, one pair for each entry of dimension 1 (channels or features). Integer x (token ids) stays as it is.
     Integer y are class labels in [0, classes), by default one more than the largest; floating y means regression.
 
+    `indices` = (prior, bound) brings one's own lists. A certificate is void unless they were drawn at random:
+    `split_declared_random=True` says so, and the certificate repeats whose word it is.
+
     >>> split(torch.rand(100, 4), torch.arange(100) % 3, test=0.2).bound
     Part(name='bound')
     """
     own = _tensors(x, y)
-    order = philox.permutation(len(own.x), seed=seed)
+    order = philox.permutation(len(x), seed=seed) if indices is None else _declared(indices, split_declared_random, x)
+    if indices is not None and (unlabelled or isinstance(test, float)):
+        raise ValueError(f"indices name prior and bound alone; give unlabelled=0 (not {unlabelled}) and test as a pair")
     if isinstance(test, tuple):
         held = _tensors(*test, prefix="test_")
         test_order = torch.arange(len(held.x))
@@ -141,7 +152,20 @@ def split(
         standardise=standardise,
         dataset=dataset,
         classes=classes,
+        declared=None if indices is None else len(indices[0]),
     )
+
+
+def _declared(indices: tuple[Tensor, Tensor], declared: bool, x: Tensor) -> Tensor:
+    if not declared:
+        raise ValueError("a bound needs a random split: if these indices are one, say split_declared_random=True")
+    order = torch.cat([torch.as_tensor(part, dtype=torch.int64).reshape(-1) for part in indices])
+    outside, shared = int(((order < 0) | (order >= len(x))).sum()), len(order) - len(torch.unique(order))
+    if outside:
+        raise ValueError(f"{outside} of the indices lie outside 0..{len(x) - 1}; count the examples from 0")
+    if shared:
+        raise ValueError(f"the prior and bound indices repeat {shared} examples; every example may be named once")
+    return order
 
 
 def digits(*, prior_fraction: float = 0.5, seed: int = 0, unlabelled: int = 0) -> Split:
@@ -269,11 +293,14 @@ def _cut(
     dataset: str,
     classes: int | None,
     standardise: bool = True,
+    declared: int | None = None,
 ) -> Split:
     """Reads `order` as prior | bound | unlabelled. prior and bound are views of train: no example is stored twice."""
     _check_shapes(raw, test_raw)
     n = len(order) - unlabelled
     k = round(prior_fraction * n) if 0 < prior_fraction < 1 and unlabelled >= 0 else 0
+    if declared is not None:
+        k, prior_fraction = declared, declared / n
     if not 0 < k < n:
         raise ValueError(
             f"prior_fraction {prior_fraction} of {len(order)} examples less {unlabelled} unlabelled ones leaves a "
@@ -296,6 +323,7 @@ def _cut(
         std=std,
         files=raw.files | test_raw.files,
         classes=classes,
+        declared=declared is not None,
     )
 
 

@@ -283,9 +283,14 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
         mean=mean,
         std=std,
         rest={n: t.detach().clone() for n, t in _rest(model)} if detach else {},
-        total=weights.notes(model)["total"],
+        total=total(model),
         seen=weights.seen(model),
     )
+
+
+def total(model: nn.Module) -> int:
+    """D of an attached model: all weights of its plain form in tensors of two or more dimensions."""
+    return next(value for _, value in weights.noted(model, "total"))
 
 
 def _rest(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

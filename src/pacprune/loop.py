@@ -24,6 +24,10 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")
 
 
+class _Auto(float):
+    """A gate_lr that follows lr, also through dataclasses.replace(config, lr=...)."""
+
+
 @dataclass(frozen=True)
 class Config:
     """How one stage is trained. Gates have their own learning rate, 100 * lr by default, and no weight decay.
@@ -55,8 +59,8 @@ class Config:
     patience: int = 0
 
     def __post_init__(self) -> None:
-        if self.gate_lr == "auto":
-            object.__setattr__(self, "gate_lr", 100 * self.lr)
+        if self.gate_lr == "auto" or isinstance(self.gate_lr, _Auto):
+            object.__setattr__(self, "gate_lr", _Auto(100 * self.lr))
         object.__setattr__(self, "span", tuple(self.span))
         for name, least in (("epochs", 0), ("batch_size", 1), ("accumulate", 1), ("samples", 0), ("patience", 0)):
             value = getattr(self, name)
@@ -295,7 +299,7 @@ def _identity(model: nn.Module, config: Config, run: Run, seed: int) -> str:
         "config": asdict(config),
         "seed": seed,
         "model": checkpoint.digest(dict(model.state_dict())),
-        "mask": checkpoint.digest(weights.notes(model).get("mask", {})),
+        "masks": [checkpoint.digest(mask) for _, mask in weights.noted(model, "mask")],
         "samplers": [
             [s.mapping, s.coupling, s.estimator, s.beta, int(s.seed), int(s.step)]
             for s in (site.sampler for site in layers.sites(model))
@@ -313,7 +317,7 @@ def groups(model: nn.Module, config: Config, *, rest: bool) -> list[dict[str, An
     stds = [site.log_std for site in sites if site.log_std is not None]
     found = [
         {"params": plain, "base": config.lr, "weight_decay": config.weight_decay, "scheduled": True},
-        {"params": gates, "base": config.gate_lr, "weight_decay": 0.0, "scheduled": False},
+        {"params": gates, "base": float(config.gate_lr or 0.0), "weight_decay": 0.0, "scheduled": False},
         {
             "params": stds,
             "base": config.lr if config.std_lr is None else config.std_lr,

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from pacprune import masks, weights
 from pacprune.batches import Data
 from pacprune.budget import Budget
-from pacprune.certificate import Certificate, certify
+from pacprune.certificate import Certificate
 from pacprune.data import Split
 from pacprune.evaluate import reestimate_batchnorm
+from pacprune.issue import certify
 from pacprune.layers import attach, harden, read, sites
 from pacprune.loop import Config, History, Progress
 from pacprune.scores import NAMES, Loss, score
@@ -151,7 +152,11 @@ def pbp(
     train_std: bool = False,
     delta: float = 0.05,
     objective: str = "seeger",
-    draws: int = 2000,
+    family: str = "seeger",
+    grid: int = 1,
+    draws: int = 20_000,
+    tolerance: float | None = None,
+    name: str | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress | None = None,
@@ -159,7 +164,8 @@ def pbp(
     """PAC-Bayes pruning, in place: [dense] and `config` train the prior on S_P, `posterior` trains Q on the bound.
 
     P is the block-isotropic spike and slab around the criterion's mask, trained on split.prior with its mean keep_prob
-    held at 1 - sparsity, and written down before split.bound is read. The certificate holds with probability 1 - delta.
+    held at 1 - sparsity, and written down before split.bound is read. The certificate holds with probability 1 - delta;
+    `family` is the bound that it claims, `grid` the number of priors, fixed in advance, of which this is one.
     """
     _check(sparsity, criterion)
     stage = _stages(model, split.prior, F.cross_entropy, seed, folder, progress)
@@ -183,7 +189,18 @@ def pbp(
         checkpoint=None if folder is None else Path(folder) / "posterior.pt",
         progress=progress,
     )
-    certificate = certify(model, prior, split, delta=delta, draws=draws, progress=progress)
+    certificate = certify(
+        model,
+        prior,
+        split,
+        delta=delta,
+        family=family,
+        grid=grid,
+        draws=draws,
+        tolerance=tolerance,
+        name=name,
+        progress=progress,
+    )
     return Certified(model, prior, read(model), certificate, history)
 
 

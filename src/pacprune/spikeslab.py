@@ -200,7 +200,7 @@ def _kl_slab(name: str, lam: Tensor, mean: Tensor, mean0: Tensor, std: Tensor, s
 
 @torch.no_grad()
 def gates(q: SpikeSlab, *, seed: int, step: Tensor | int) -> dict[str, Tensor]:
-    """The mask of draw number `step`: exact Bernoulli gates. A tensor of K steps gives K masks along a first dimension."""
+    """The mask of draw number `step`: exact Bernoulli gates. A tensor of K steps gives K masks in one tensor."""
     found, offset = {}, 0
     for name, p in q.keep_prob.items():
         word = philox.words(p.numel(), seed=seed, step=step, stream=philox.GATE, offset=offset, device=p.device)

@@ -16,7 +16,7 @@ from pacprune import bounds, layers, weights
 from pacprune.batches import Data, batches, device_of, forked, rows, tensors
 from pacprune.budget import Budget
 from pacprune.checkpoint import digest, write_atomically
-from pacprune.data import Split
+from pacprune.data import Part, Split
 from pacprune.evaluate import mean_loss
 from pacprune.loop import Config, History, Progress, Run, groups, loop
 from pacprune.scores import Loss
@@ -109,7 +109,7 @@ def fit_posterior(
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
     layers.attached(model)
-    refuse_if_seen(prior, split)
+    refuse_if_touched(prior.seen, split, "the prior")
     ledger = bounds.Ledger.split(delta)
     where = Path(tempfile.mkdtemp(prefix="pacprune-") if out is None else out)
     prior_hash = write_prior(prior, where / "prior.safetensors")
@@ -175,17 +175,24 @@ def fit_posterior(
     return history
 
 
-def refuse_if_seen(prior: SpikeSlab, split: Split) -> None:
-    """Raises when the examples that shaped the prior include one of the bound set (exact duplicates apart)."""
-    known = rows(split.bound)
-    own = torch.isin(known, prior.seen) & ~torch.isin(known, rows(split.prior))
-    # An example is known by its content and by its origin; either is enough.
-    touched = int(own.reshape(-1, len(split.bound)).any(dim=0).sum())
-    if touched:
+def refuse_if_touched(seen: Tensor, split: Split, who: str) -> None:
+    """Raises when the examples `seen` include one of the bound set (exact duplicates of prior examples apart)."""
+    count = touched(seen, split.bound, apart_from=split.prior)
+    if count:
         raise ValueError(
-            f"the prior has seen the bound set: {touched} of its {len(split.bound)} examples "
-            "were used to train or to score it; train the prior on split.prior alone"
+            f"{who} has seen the bound set: {count} of its {len(split.bound)} examples "
+            f"were used to train or to score it; train {who} on split.prior alone"
         )
+
+
+def touched(seen: Tensor, part: Part, *, apart_from: Part) -> int:
+    """How many examples of a part are among `seen`, exact duplicates of another part's examples not counted."""
+    if not len(part):
+        return 0
+    known = rows(part)
+    own = torch.isin(known, seen) & ~torch.isin(known, rows(apart_from))
+    # An example is known by its content and by its origin; either is enough.
+    return int(own.reshape(-1, len(part)).any(dim=0).sum())
 
 
 def write_prior(prior: SpikeSlab, path: Path) -> str:

@@ -1,11 +1,7 @@
 """Checks a certificate folder without data, without torch and without the rest of this package: numpy alone.
 
-Every hash, the KL, every bound, the account of delta and the sentence are computed again from the files, by arithmetic
-that was written for this file only, so that a fault of the issuing code is not repeated. It runs by itself, too:
-
-    python verify.py FOLDER
-
-prints what was checked and what is taken on trust; exit 0: valid, 1: a rule fails, 2: the folder cannot be read.
+Hashes, KL, bounds, shares of delta and sentence are computed again by arithmetic of this file's own: a fault of the
+issuing code is not repeated. `python verify.py FOLDER` exits with 0: valid, 1: a rule fails, 2: cannot be read.
 """
 
 import hashlib
@@ -14,50 +10,30 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 FORMAT, VERSION, RECORD = "pacprune certificate", 1, "certificate.json"
-FILES = {
-    "pac-bayes": {f"{name}.safetensors" for name in ("distributions", "draws", "single_draw", "thresholded")},
-    "held-out": {"model.safetensors"},
-}
+FILES = {"pac-bayes": ("distributions", "draws", "single_draw", "thresholded"), "held-out": ("model",)}
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
 EVALUATION = {"mode": "eval", "dtype": "float32", "autocast": False, "tf32": False, "augmentation": False}
-FAMILIES = ("seeger", "catoni", "excess")
-SHARES = {
-    **dict.fromkeys(("seeger", "paper", "catoni", "q_equals_p", "vote"), (0.2, 0.0, 0.0)),
-    "excess": (0.2, 0.2, 0.0),
-    "thresholded": (0.2, 0.0, 0.2),
-    **dict.fromkeys(("single_draw", "held_out"), (0.0, 0.0, 0.0)),
-}
-"""The fractions of delta that each bound spends on Monte Carlo, the reference network and unlabelled inputs."""
-SEEDS = {
-    "monte_carlo/posterior": "posterior draws",
-    "monte_carlo/prior": "prior draws",
-    "single_draw": "single draw",
-    "thresholded": "unlabelled draws",
-}
-DTYPES = {
-    **{"F64": ("float64", "<f8"), "F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")},
-    **{"I64": ("int64", "<i8"), "I32": ("int32", "<i4"), "U8": ("uint8", "u1"), "BOOL": ("bool", "?")},
-}
-"""Types of tensors: their names in torch, and in numpy (which has no bfloat16)."""
+PARTS, COUNTS, BOTH = ("keep_prob", "mean", "std"), ("wrong", "plus", "minus"), ("posterior", "prior")
+NAMES = ("seeger", "paper", "catoni", "vote", "q_equals_p", "excess", "single_draw", "held_out", "thresholded")
+# What a bound spends of delta on Monte Carlo, the reference network and unlabelled inputs; the others (0.2, 0, 0).
+SHARES = {"excess": (0.2, 0.2, 0.0), "thresholded": (0.2, 0.0, 0.2), "single_draw": (0.0,) * 3, "held_out": (0.0,) * 3}
 TRUSTED = (
     "the counts: errors of the reference, single and thresholded networks and of every draw; disagreements",
     "the split: that its parts are disjoint, were cut at random and are the examples that their hashes name",
-    "the order in time: that prior and reference were fixed before anybody looked at the bound examples",
+    "the order in time: that priors and reference, as many as stated, were fixed before the bound set was looked at",
     "the draws: that they come from Q and P by the seeds, which are checked, and that none was left out",
-    "the data: its files, duplicates and standardisation, and that new data follow the same distribution",
-    "the model: that the tensors belong to the network in use, evaluated as the certificate says",
-    "the numbers of priors and of certificates tried on these examples, as the ledger states them",
+    "the data and the model: files, duplicates, standardisation, and that these tensors are the network in use",
 )
-
-Array = NDArray[Any]
-Slab = dict[str, tuple[Array, Array, Array]]  # keep_prob, mean and std of every tensor, in float64
+Array = np.ndarray
+Tensors = dict[str, Array]  # bfloat16, which numpy lacks, as uint16
+Slab = dict[str, list[Array]]  # keep_prob, mean and std of every tensor, in float64
+Rules = Iterator[tuple[str, dict[str, Any]]]  # what is checked, and what certificate.json must state for it
 
 
 @dataclass(frozen=True)
@@ -74,16 +50,7 @@ class Report:
         return "\n".join([*lines, "VALID" if self.valid else f"INVALID: {self.failure}"])
 
 
-@dataclass(frozen=True, eq=False)
-class Tensor:
-    """One tensor of a file: the name of its type in torch, its bytes, and its values (bfloat16 as float32)."""
-
-    dtype: str
-    raw: memoryview
-    values: Array
-
-
-class _Refused(Exception):
+class Refused(Exception):
     """A rule that does not hold: the certificate can be read, and is false."""
 
 
@@ -91,110 +58,342 @@ def verify(folder: str | Path) -> Report:
     """Recomputes all that follows from the files of a certificate folder; ValueError when they cannot be read."""
     checks: list[str] = []
     try:
-        for check in _rules(Path(folder)):
-            checks.append(check)  # noqa: PERF402 - one by one, so that those before a failure are known
-    except _Refused as refusal:
+        record = _read_record(Path(folder))
+        for check, found in _rules(Path(folder), record):
+            _compare(record, found, slack=1e-12 + 1e-15 * _get(record, "total", least=1))
+            checks.append(check)
+    except Refused as refusal:
         return Report(False, tuple(checks), str(refusal))
+    except OSError as error:
+        raise ValueError(f"{folder} is no whole certificate folder ({error}); ask the issuer for it") from error
     return Report(True, tuple(checks), None)
 
 
-def _rules(folder: Path) -> Iterator[str]:
-    """A line for every group of rules that holds, in order; _Refused at the first rule that does not."""
-    record = _record(folder)
-    yield f"{RECORD}: its own SHA-256 and its standard form"
-    kind = record("kind", str)
-    if kind not in FILES:
-        raise ValueError(f"{RECORD} is of the unknown kind {kind!r}; this checks the kinds {' and '.join(FILES)}")
-    files, changed = _files(folder, record, FILES[kind])
-    slabs = _slabs(record, files) if kind == "pac-bayes" else ()
-    _require(changed is None, f"files: the SHA-256 of {changed} is not the one that {RECORD} states")
-    yield f"files: the SHA-256 of {', '.join(sorted(files))}"
-    n, size, evaluation = record("n", int), record("split/sizes/bound", int), record("evaluation", dict)
-    _require(n == size >= 1, f"n is {n}, but the split has {size} bound examples")
-    _require(evaluation == EVALUATION, f"evaluation is {evaluation}, but must be {EVALUATION}")
-    yield f"n = {n:,} is the number of bound examples; evaluated without augmentation"
-    yield from _pac_bayes(record, files, *slabs) if slabs else _held_out(record, files["model.safetensors"])
+def _rules(folder: Path, record: dict[str, Any]) -> Rules:
+    yield f"the SHA-256 and the layout of {RECORD}", {"format": FORMAT}
+    if (kind := _get(record, "kind", kind=str)) not in FILES:
+        raise ValueError(f"{RECORD} is of the kind {kind!r}, but must be one of {list(FILES)}; use a matching verifier")
+    files, hashes = _read_files(folder, record, FILES[kind])
+    yield f"the SHA-256 of {', '.join(hashes)}", {"files": hashes}
+    n, size = _get(record, "n", least=1), _get(record, "split", "sizes", "bound")
+    _require(n == size, f"n is {n}, but the split has {size} bound examples")
+    yield f"n = {n:,} is the size of the bound set; evaluation", {"evaluation": EVALUATION}
+    yield from _held_out(record, n, *files) if kind == "held-out" else _pac_bayes(record, n, *files)
 
 
-# --- The two kinds of certificate.
-
-
-def _held_out(record: "_Record", model: dict[str, Tensor]) -> Iterator[str]:
-    _equal("hashes.model", record("hashes/model", str), tensor_hash(model))
-    n, total, sparsity = record("n", int), record("total", int), record("sparsity")
-    weights = [t.values for t in model.values() if t.values.ndim >= 2 and t.values.dtype.kind == "f"]
+def _held_out(record: dict[str, Any], n: int, model: Tensors) -> Rules:
+    total, sparsity = record["total"], _get(record, "sparsity", kind=float)
+    weights = [_values(w) for w in model.values() if w.ndim >= 2 and _values(w).dtype.kind == "f"]
     size, zeros = sum(w.size for w in weights), sum(int((w == 0).sum()) for w in weights)
     # Buffers of two or more dimensions are no weights, and the file does not tell which they are.
-    _require(1 <= total <= size, f"total is {total}, but the file holds {size} numbers in two or more dimensions")
-    stated = round(sparsity * total)
-    _close("sparsity", sparsity, stated / total)
-    _require(zeros + total - size <= stated <= zeros, f"sparsity means {stated} zeros, but {zeros} are counted")
-    yield f"the hash of the network; sparsity {sparsity:.4f} of {total:,} weights"
-    delta = sum(_ledgers(record, {"held_out"})["held_out"])
-    found = {"held_out": clopper_pearson(_count(record, "reference/errors", n), n, delta)}
-    subject = f"over the draw of the {n:,} bound examples, the error rate on new data of this network (sparsity"
-    yield from _claim(record, found, ("held_out",), f"{subject} {sparsity:.4f})")
+    _require(total <= size, f"total is {total}, but the file holds {size} numbers in two or more dimensions")
+    possible = min(max(zeros + total - size, round(sparsity * total)), zeros)
+    yield "hash and zeros of the network", {"hashes": {"model": tensor_hash(model, "")}, "sparsity": possible / total}
+    ledgers, shares = _ledgers(record, ("held_out",))
+    bound = clopper_pearson(_get(record, "reference", "errors", most=n), n, sum(shares["held_out"]))
+    subject = f"the {n:,} bound examples, the error rate on new data of this network (sparsity {sparsity:.4f})"
+    yield from _claim(record, ledgers, {"held_out": bound}, ["held_out"], subject)
 
 
-def _pac_bayes(record: "_Record", files: dict[str, dict[str, Tensor]], p: Slab, q: Slab) -> Iterator[str]:
-    n, total, sparsity = record("n", int), record("total", int), record("sparsity")
-    tensors, draws = files["distributions.safetensors"], files["draws.safetensors"]
-    rest = _under("rest/", tensors)
-    parts = {whose: [_under(f"{whose}/{part}/", tensors) for part in ("keep_prob", "mean", "std")] for whose in
-             ("prior", "posterior")}
-    found = {whose: tensor_hash(*parts.get(whose, []), rest) for whose in ("prior", "posterior", "rest")}
-    for whose, value in found.items():
-        _equal(f"hashes.{whose}", record(f"hashes/{whose}", str), value)
-    for where, purpose in SEEDS.items():
-        content = f"{found['prior']}/{found['posterior']}/{purpose}"
-        seed = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") >> 1
-        _equal(f"seed of the {purpose}", record(f"{where}/seed", int), seed)
-    yield "the hashes of P, of Q and of what they share; the seeds that follow from them"
-
-    _check_slabs(p, q)
-    size = sum(lam.size for lam, _, _ in q.values())
-    most = size + sum(t.values.size for t in rest.values() if t.values.ndim >= 2)
+def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors, *nets: Tensors) -> Rules:
+    hashes = {w: tensor_hash(tensors, *(f"{w}/{part}/" for part in PARTS), "rest/") for w in BOTH}
+    hashes["rest"] = tensor_hash(tensors, "rest/")
+    yield "the hashes of P, of Q and of what they share", {"hashes": hashes}
+    names, base = record["kl_per_tensor"], f"{hashes['prior']}/{hashes['posterior']}/"
+    purposes = ("posterior draws", "prior draws", "single draw", "unlabelled draws")
+    digests = (hashlib.sha256((base + purpose).encode()).hexdigest() for purpose in purposes)
+    of_q, of_p, of_h, of_f = ({"seed": int(digest[:16], 16) >> 1} for digest in digests)
+    yield "the seeds", {"monte_carlo": {"posterior": of_q, "prior": of_p}, "single_draw": of_h, "thresholded": of_f}
+    for own in (tensor_hash({f"rest/{key}": net[key] for key in net if key not in names}, "rest/") for net in nets):
+        _require(own == hashes["rest"], f"a network is saved with other frozen tensors, {own}, than {hashes['rest']}")
+    q, p = ({name: _slab(tensors, whose, name) for name in names} for whose in BOTH)
+    total, size = record["total"], sum(lam.size for lam, _, _ in q.values())
+    most = size + sum(t.size for key, t in tensors.items() if key.startswith("rest/") and t.ndim >= 2)
     _require(size <= total <= most, f"total is {total}, but the tensors hold {size} to {most} weights")
-    _close("sparsity", sparsity, math.fsum(float((1 - lam).sum()) for lam, _, _ in q.values()) / total)
-    yield f"gates that can be sampled exactly; expected sparsity {sparsity:.4f} of {total:,} weights"
-
-    kl, stated = record("kl"), {name: record(f"kl_per_tensor/{name}") for name in q}
-    for name in q:
-        _rounded_up(f"kl_per_tensor of {name}", stated[name], divergence(*q[name], *p[name]), q[name][0].size)
-    _rounded_up("kl", kl, math.fsum(stated.values()), 1)
-    yield f"KL(Q||P) of {len(q)} tensors in float64, rounded up: {kl:.6g} nats"
-
-    inputs = record("split/sizes/unlabelled", int)
-    _equal("thresholded.inputs", record("thresholded/inputs", int), inputs)
-    ledgers = _ledgers(record, set(SHARES) - (set() if inputs else {"thresholded"}))
-    yield f"the shares of delta {record('bounds/seeger/ledger/delta'):g} for {len(ledgers)} bounds"
-    gibbs, delta = ledgers["seeger"], sum(ledgers["held_out"])
-    risk, risk_of_p = (_monte_carlo(record, whose, draws, gibbs[1]) for whose in ("posterior", "prior"))
-    count, batch = record("monte_carlo/posterior/draws", int), record("monte_carlo/batch", int)
-    yield f"Monte Carlo: {count:,} draws, mean risk, betting and Chernoff bounds; the same for Q = P"
-    ratio = _single_draw(record, p, q, draws, files["single_draw.safetensors"])
-    _thresholded(record, q, files["thresholded.safetensors"])
-    yield "the weights of the single and of the thresholded network, their zeros, and log dQ/dP"
-
-    reference, seeger = _count(record, "reference/errors", n), kl_inverse(risk, complexity(n, kl, gibbs[0]))
-    c, half = complexity(n, kl, ledgers["excess"][0] / 2), ledgers["excess"][1] / 2
-    plus = betting(draws["posterior/plus"].values / batch, half)
-    minus = 1 - betting(1 - draws["posterior/minus"].values / batch, half)
-    excess = clopper_pearson(reference, n, ledgers["excess"][2]) + kl_inverse(plus, c) - kl_inverse_lower(minus, c)
-    bounds = {
-        "seeger": seeger,
-        "paper": paper(risk, n, kl, gibbs[0]),
-        "catoni": catoni(risk, n, kl, gibbs[0]),
-        "excess": min(1.0, max(0.0, excess)),
-        "q_equals_p": kl_inverse(risk_of_p, complexity(n, 0.0, gibbs[0])),
-        "vote": min(1.0, 2 * seeger),
-        "single_draw": kl_inverse(_count(record, "single_draw/errors", n) / n, max(0.0, complexity(n, ratio, delta))),
-        "held_out": clopper_pearson(reference, n, delta),
+    sparsity = sum(float((1 - lam).sum()) for lam, _, _ in q.values()) / total
+    kl = sum((terms := {name: divergence(name, *q[name], *p[name]) for name in q}).values())
+    yield f"sparsity and KL, {kl:.6g} nats, in float64", {"sparsity": sparsity, "kl_per_tensor": terms, "kl": kl}
+    inputs, batch = _get(record, "split", "sizes", "unlabelled"), _get(record, "monte_carlo", "batch")
+    ledgers, shares = _ledgers(record, NAMES if inputs else NAMES[:-1])
+    errors, single, _ = (_get(record, w, "errors", most=n) for w in ("reference", "single_draw", "thresholded"))
+    drawn = {w: _monte_carlo(draws, w, batch, errors / n, shares["seeger"][1]) for w in BOTH}
+    yield "Monte Carlo: draws, mean risk, betting and Chernoff bounds, of Q and of P", {"monte_carlo": drawn}
+    ratio, zeros = _single_draw(p, q, draws, nets[0])
+    yield "the single network and log dQ/dP", {"single_draw": {"log_ratio": ratio, "sparsity": zeros / total}}
+    zeros = _thresholded(q, nets[1], size - total + round((1 - record["sparsity"]) * total))
+    yield "the thresholded network", {"thresholded": {"sparsity": zeros / total, "inputs": inputs}}
+    risk, count = drawn["posterior"]["risk_upper"], drawn["posterior"]["draws"]
+    pac, delta = shares["seeger"][0], sum(shares["held_out"])
+    found = gibbs(risk, n, kl, pac) | {
+        "q_equals_p": kl_inverse(drawn["prior"]["risk_upper"], complexity(n, 0.0, pac)),
+        "single_draw": kl_inverse(single / n, max(0.0, complexity(n, ratio, delta))),
+        "held_out": clopper_pearson(errors, n, delta),
     }
-    _count(record, "thresholded/errors", n)
-    disagreements = _count(record, "thresholded/disagreements", inputs)
+    pac, mc, own, _ = shares["excess"]
+    plus, minus = draws["posterior/plus"] / batch, 1 - draws["posterior/minus"] / batch
+    more, less = (kl_inverse(betting(x, mc / 2), complexity(n, kl, pac / 2)) for x in (plus, minus))
+    found["excess"] = min(1.0, max(0.0, clopper_pearson(errors, n, own) + more - (1 - less)))
+    differ = _get(record, "thresholded", "disagreements", most=inputs)
     if inputs:
-        other = clopper_pearson(disagreements, inputs, ledgers["thresholded"][3])
-        bounds["thresholded"] = min(1.0, kl_inverse(risk, complexity(n, kl, ledgers["thresholded"][0])) + other)
-    subject = f"over the draw of the {n:,} bound examples and of the {count:,} sampled networks, the error rate on new "
-    yield from _claim(record, bounds, FAMILIES, f"{subject}data of a network drawn from Q (expected sparsity {sparsity:.4f})")
+        pac, _, _, own = shares["thresholded"]
+        found["thresholded"] = min(1.0, kl_inverse(risk, complexity(n, kl, pac)) + clopper_pearson(differ, inputs, own))
+    subject = f"the {n:,} bound examples and of the {count:,} sampled networks, the error rate on new data of a network"
+    subject += f" drawn from Q (expected sparsity {record['sparsity']:.4f})"
+    yield from _claim(record, ledgers, found, ["seeger", "catoni", "excess"], subject)
+
+
+def _claim(record: Any, ledgers: dict[str, Any], found: dict[str, float], families: list[str], subject: str) -> Rules:
+    yield "all bounds and their ledgers", {"bounds": {x: {"ledger": ledgers[x], "bound": found[x]} for x in found}}
+    family = _get(record, "claim", "family", kind=str)
+    _require(family in families, f"claim.family is {family!r}, but must be one of {families}")
+    bound, delta = record["bounds"][family]["bound"], ledgers[family]["delta"]
+    most = math.ceil(bound * 1e4 - 1e-9) / 1e4  # a certificate must not be rounded in its own favour
+    statement = f"With probability at least {100 * (1 - delta):g} % over the draw of {subject} is at most {most:.4f}."
+    yield f"the claim, at most {most:.4f}, and its sentence", {"claim": {"bound": bound}, "statement": statement}
+
+
+def _ledgers(record: dict[str, Any], names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """How each bound spends delta, in fixed fractions, and its shares as they are used, divided by the choices made."""
+    delta = _get(record, "bounds", "held_out", "ledger", "delta", kind=float)
+    tried = {key: _get(record, "bounds", "held_out", "ledger", key) for key in ("grid", "certified")}
+    _require(0 < delta < 1 <= min(tried.values()), f"the ledgers have the impossible delta {delta} or {tried}")
+    _require(set(record["bounds"]) == set(names), f"bounds are given for {list(record['bounds'])}, not for {names}")
+    ledgers, shares = {}, {}
+    for name in names:
+        other = SHARES.get(name, (0.2, 0.0, 0.0))
+        a, b, c, d = own = [delta * part for part in (1 - sum(other), *other)]
+        ledgers[name] = {"delta": delta, "pac_bayes": a, "monte_carlo": b, "reference": c, "unlabelled": d, **tried}
+        shares[name] = [share / math.prod(tried.values()) for share in own]
+    return ledgers, shares
+
+
+def _monte_carlo(draws: Tensors, whose: str, batch: int, reference: float, delta: float) -> dict[str, Any]:
+    """What follows from the counts per draw: the mean risk, its betting bound with the control variate, Chernoff's."""
+    wrong, plus, minus = (_take(draws, f"{whose}/{x}", (draws[f"{whose}/wrong"].size,), kind="i") for x in COUNTS)
+    fits = (plus >= 0) & (plus <= wrong) & (wrong <= batch) & (minus >= 0) & (minus <= batch - wrong)
+    _require(batch > 0 and wrong.size > 0 and fits.all(), f"{whose} draws: counts do not fit batches of {batch}")
+    again, examples = float((wrong - plus + minus).mean()) / batch, wrong.size * batch
+    # The batches are independent draws of bound examples: by Chernoff, this fails with probability 2 exp(-30).
+    plausible = examples * kl_bernoulli(again, reference) <= 30
+    _require(plausible, f"the reference errs at {reference}, but on the batches of the {whose} draws at {again}")
+    risk, more = float(wrong.sum()) / examples, 2 * betting((1 + (plus - minus) / batch) / 2, delta) - 1
+    upper, chernoff = min(1.0, max(0.0, reference + more)), kl_inverse(risk, -math.log(delta) / wrong.size)
+    return {"draws": wrong.size, "risk": risk, "risk_upper": upper, "chernoff": chernoff}
+
+
+def _slab(tensors: Tensors, whose: str, name: str) -> list[Array]:
+    """keep_prob, mean and std (a tensor or one number), once keep_prob is a multiple of 2^-32 with |logit| <= 14."""
+    shape, edge = tensors[f"posterior/mean/{name}"].shape, 1 / (1 + math.exp(14.01))
+    lam, mean = (_take(tensors, f"{whose}/{part}/{name}", shape) for part in ("keep_prob", "mean"))
+    bad = lam[(lam < edge) | (lam > 1 - edge) | (lam * 2.0**32 % 1 != 0)][:1]
+    _require(not bad.size, f"keep_prob of {name} is {bad}, not a multiple of 2^-32 in [{edge:.3g}, 1 - {edge:.3g}]")
+    return [lam, mean, _take(tensors, f"{whose}/std/{name}", shape, ())]
+
+
+def _single_draw(p: Slab, q: Slab, draws: Tensors, drawn: Tensors) -> tuple[float, int]:
+    """log dQ/dP(h) and the number of zeros of h, once its weights fit its mask and Q."""
+    ratio, zeros = 0.0, 0
+    for name, (lam, m, s) in q.items():
+        (lam0, m0, s0), w = p[name], _take(drawn, name, m.shape)
+        bits = np.unpackbits(_take(draws, f"single_draw/{name}", ((w.size + 7) // 8,), kind="u").astype(np.uint8)) == 1
+        keep = bits[: w.size].reshape(w.shape)
+        fits = not bits[w.size :].any() and not w[~keep].any() and (s.any() or (w == m)[keep].all())
+        _require(fits, f"single draw: the weights of {name} do not fit its mask and Q")
+        terms = np.log(np.where(keep, lam / lam0, (1 - lam) / (1 - lam0)))
+        if s.any():
+            terms = terms + keep * ((((w - m0) / s0) ** 2 - ((w - m) / s) ** 2) / 2 - np.log(s / s0))
+        ratio, zeros = ratio + float(terms.sum()), zeros + int((w == 0).sum())
+    return ratio, zeros
+
+
+def _thresholded(q: Slab, fixed: Tensors, k: int) -> int:
+    """The number of zeros, once the weights are the means of Q at its k largest keep_prob, ties by |mean|, else 0."""
+    lam, mean = (np.concatenate([slab[part].ravel() for slab in q.values()]) for part in (0, 1))
+    w = np.concatenate([_take(fixed, name, slab[1].shape).ravel() for name, slab in q.items()])
+    order = np.lexsort((np.abs(mean), lam))
+    # Which of full equals are kept goes by their place in the model, which no file tells: their values are compared.
+    top, kept = order[max(0, w.size - k) :], order[w[order] != 0]
+    top = top[mean[top] != 0]
+    same = len(top) == len(kept) and all((x[top] == x[kept]).all() for x in (lam, np.abs(mean)))
+    _require(same and (w == mean)[kept].all(), f"thresholded: not the means at the {k} largest keep_prob of Q")
+    return int((w == 0).sum())
+
+
+def divergence(name: str, lam: Array, m: Array, s: Array, lam0: Array, m0: Array, s0: Array) -> float:
+    """KL(Q||P) of one tensor: sum of kl(lam||lam0) + lam/2 [(m-m0)^2/s0^2 + s^2/s0^2 - 1 - ln(s^2/s0^2)]."""
+    gates = lam * np.log(lam / lam0) + (1 - lam) * np.log((1 - lam) / (1 - lam0))
+    if not s.any() and not s0.any() and (m == m0).all():
+        return float(gates.sum())
+    _require((s > 0).all() and (s0 > 0).all(), f"std of {name} must be positive, or 0 everywhere with equal means")
+    return float((gates + lam / 2 * (((m - m0) / s0) ** 2 + (s / s0) ** 2 - 1 - 2 * np.log(s / s0))).sum())
+
+
+def _bisect(low: float, high: float, above: Callable[[float], bool]) -> float:
+    """The upper end of a bracket, relatively 1e-15 wide, of the point from which on `above` is true."""
+    while high - low > 1e-15 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if above(middle) else (middle, high)
+    return high
+
+
+def kl_bernoulli(q: float, p: float) -> float:
+    """q ln(q/p) + (1-q) ln((1-q)/(1-p))."""
+    return sum(a * (math.log(a / b) if b else math.inf) for a, b in ((q, p), (1 - q, 1 - p)) if a)
+
+
+def kl_inverse(q: float, c: float) -> float:
+    """The largest p with kl(q||p) <= c; the smallest one is 1 - kl_inverse(1 - q, c)."""
+    return _bisect(q, 1.0, lambda p: kl_bernoulli(q, p) >= c)
+
+
+def complexity(n: int, kl: float, delta: float) -> float:
+    """(KL + ln(xi(n)/delta)) / n, xi(n) = sum_k binom(n,k) (k/n)^k (1-k/n)^(n-k): exact, or by Ramanujan's series."""
+    r = math.sqrt(math.pi / (2 * n))
+    xi = n * r + 2 / 3 + r / 12 - 4 / (135 * n) + r / (288 * n) + 8 / (2835 * n**2) - 139 * r / (51840 * n**2)
+    if n <= 200:
+        xi = sum(math.comb(n, k) * k**k * (n - k) ** (n - k) for k in range(n + 1)) / n**n
+    return (kl + math.log(xi) - math.log(delta)) / n
+
+
+def gibbs(risk: float, n: int, kl: float, delta: float) -> dict[str, float]:
+    """Bounds on the Gibbs risk: Seeger and Maurer's, the paper's, Catoni's over 20 fixed c, and the vote's."""
+    c, e = 0.02 * 400.0 ** (np.arange(20) / 19), (kl + math.log(2 * math.sqrt(n)) - math.log(delta)) / n
+    catoni = np.expm1(-c * risk - (kl + math.log(20) - math.log(delta)) / n) / np.expm1(-c)
+    paper = risk + min(e + math.sqrt(e * (e + 2 * risk)), math.sqrt(e / 2))
+    seeger = kl_inverse(risk, complexity(n, kl, delta))
+    found = {"seeger": seeger, "paper": paper, "catoni": float(catoni.min()), "vote": 2 * seeger}
+    return {name: min(1.0, bound) for name, bound in found.items()}
+
+
+def clopper_pearson(errors: int, n: int, delta: float) -> float:
+    """The largest p with Pr[Binomial(n, p) <= errors] >= delta."""
+    j = np.arange(errors, max(0, errors - 40 * math.sqrt(n)), -1.0)  # terms further away are nothing in float64
+    steps, change = np.arange(len(j) + 1), np.append(0, np.cumsum(np.log(j / (n - j + 1))))
+    choose = math.lgamma(n + 1) - math.lgamma(errors + 1) - math.lgamma(n - errors + 1)
+
+    def rare(p: float) -> bool:
+        others = np.logaddexp.reduce(change + steps * math.log((1 - p) / p))  # relative to the term of `errors`
+        return choose + errors * math.log(p) + (n - errors) * math.log1p(-p) + others <= math.log(delta)
+
+    return 1.0 if errors == n else _bisect(max(0.0, errors / n - 10 / math.sqrt(n)), 1.0, rare)
+
+
+def betting(values: Array, delta: float) -> float:
+    """The smallest mu with mean_j prod_t (1 + f_j (mu - X_t)/(1 - mu)) >= 1/delta, over 20 fixed bets f_j."""
+    x, times = np.unique(values, return_counts=True)
+    f, goal = 0.95 * 950.0 ** (np.arange(20) / 19 - 1)[:, None], math.log(20) - math.log(delta)
+    return _bisect(float(x[0]), 1.0, lambda m: np.logaddexp.reduce(np.log1p(f * ((m - x) / (1 - m))) @ times) >= goal)
+
+
+def _require(holds: Any, rule: str) -> None:
+    if not holds:
+        raise Refused(rule)
+
+
+def _get(value: Any, *keys: str, kind: type = int, least: int = 0, most: int = 2**53) -> Any:
+    """What a record holds under the keys, once it is of this kind and, if it is a count, within these limits."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    if type(value) is not kind and not (kind is float and type(value) is int and abs(value) <= 2**53):
+        raise ValueError(f"{RECORD} needs {'.'.join(keys)} of type {kind.__name__}, not {value!r}; ask the issuer")
+    _require(kind is not int or least <= value <= most, f"{'.'.join(keys)} is {value}, not in [{least}, {most}]")
+    return value
+
+
+def _compare(record: dict[str, Any], found: Any, *keys: str, slack: float = 0.0) -> None:
+    """All that is found is stated, too; floats up to rounding, mostly upwards, and an infinite one (NaN below) not."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            _compare(record, value, *keys, key, slack=slack)
+        return
+    stated = _get(record, *keys, kind=type(found), most=2**63)
+    near = type(found) is float and 0 <= stated - found + 1e-9 * abs(found) + slack <= 1e-7 * abs(found) + 2 * slack
+    _require(near or stated == found, f"{'.'.join(keys)}: {stated} is stated, {found} is recomputed")
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    content = (path := folder / RECORD).read_bytes()
+    try:
+        found = json.loads(content.decode())
+        layout = json.dumps(found, indent=2, allow_nan=False) + "\n"
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); ask the issuer for it again") from error
+    own = (found.get("format"), found.get("version")) if isinstance(found, dict) else type(found).__name__
+    if own != (FORMAT, VERSION):
+        raise ValueError(f"{path} is {own}, but this reads {(FORMAT, VERSION)}; use a matching verifier")
+    canonical = json.dumps({k: v for k, v in found.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
+    _compare(found, {"digest": hashlib.sha256(canonical.encode()).hexdigest()})
+    # Another space or an 18th digit changes nothing that is computed, but the file is then not the one that was issued.
+    _require(content == layout.encode(), f"{RECORD} is not laid out as issued: {len(content)} bytes, not {len(layout)}")
+    return found
+
+
+def _read_files(folder: Path, record: dict[str, Any], files: tuple[str, ...]) -> tuple[list[Tensors], dict[str, str]]:
+    """The tensors of all files, which have the names and are the numbers they must be, and the SHA-256 of the files."""
+    found, hashes = [], {}
+    for path in (folder / f"{name}.safetensors" for name in files):
+        content = path.read_bytes()
+        hashes[path.name] = hashlib.sha256(content).hexdigest()
+        try:
+            found.append(read_tensors(content))
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            _compare(record, {"files": hashes})  # a changed file is refused as such, also when it cannot be read
+            raise ValueError(f"{path} cannot be read as safetensors ({error}); ask the issuer for it again") from error
+        for key in (key for key, t in found[-1].items() if t.dtype.kind in "fu" and np.isnan(_values(t)).any()):
+            raise ValueError(f"{key} in {path} holds NaN; ask the issuer for another certificate")
+    if len(files) > 1:
+        names, rest = list(_get(record, "kl_per_tensor", kind=dict)), [x for x in found[0] if x.startswith("rest/")]
+        slabs = [f"{whose}/{part}/{name}" for whose in BOTH for part in PARTS for name in names]
+        counts = [f"{whose}/{key}" for whose in BOTH for key in COUNTS] + [f"single_draw/{name}" for name in names]
+        nets = [names + [key.removeprefix("rest/") for key in rest]] * 2
+        for file, tensors, expected in zip(files, found, (slabs + rest, counts, *nets), strict=True):
+            for name in sorted(set(expected) ^ set(tensors)):
+                fault = "missing from" if name in expected else "unknown in"
+                raise ValueError(f"{name} is {fault} {file}.safetensors; ask the issuer for the whole folder")
+    return found, hashes
+
+
+def read_tensors(content: bytes) -> Tensors:
+    """The tensors of a safetensors file: 8 bytes with the length of a JSON header, the header, and the raw data."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    header, data, found, end, gap = json.loads(content[8:start]), memoryview(content)[start:], {}, 0, False
+    header.pop("__metadata__", None)
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, stop = entry["data_offsets"]
+        found[name] = np.frombuffer(data[begin:stop], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        gap, end = gap or begin != end, stop
+    if gap or end != len(data):
+        raise ValueError(f"its tensors do not fill its {len(data)} bytes of data one by one")
+    return found
+
+
+def _values(tensor: Array) -> Array:
+    return (tensor.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == np.uint16 else tensor
+
+
+def _take(tensors: Tensors, name: str, *shapes: tuple[int, ...], kind: str = "f") -> Array:
+    """The values in float64, once they are finite, of this kind and of one of these shapes."""
+    values = _values(tensors[name])
+    if values.shape not in shapes or values.dtype.kind != kind or not np.isfinite(values).all():
+        raise ValueError(f"{name} is {values.dtype}{values.shape}, not finite {kind!r}{shapes[0]}; ask the issuer")
+    return values.astype(np.float64)
+
+
+def tensor_hash(tensors: Tensors, *prefixes: str) -> str:
+    """SHA-256 over names, types, shapes and bytes, part by part, in the order of the names."""
+    digest = hashlib.sha256()
+    for prefix, key in ((x, key) for x in prefixes for key in sorted(tensors) if key.startswith(x)):
+        name, tensor = key.removeprefix(prefix), tensors[key]
+        dtype = "bfloat16" if tensor.dtype == np.uint16 else tensor.dtype.name
+        digest.update(f"{name} torch.{dtype} {tensor.shape};".encode() + tensor.tobytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    try:
+        report = verify(sys.argv[-1])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    print(report)
+    sys.exit(0 if report.valid else 1)

@@ -56,6 +56,13 @@ def notes(model: nn.Module) -> dict[str, Any]:
     return model.__dict__.setdefault("_pacprune_notes", {})
 
 
+def noted(model: nn.Module, key: str) -> Iterator[tuple[nn.Module, Any]]:
+    """A note wherever it was made, on the model or on a module inside: a wrapper must not make us forget."""
+    for module in model.modules():
+        if key in module.__dict__.get("_pacprune_notes", {}):
+            yield module, notes(module)[key]
+
+
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
     """Puts train and eval mode back at the end, module by module: a frozen BatchNorm stays frozen."""
@@ -69,12 +76,17 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 def seen(model: nn.Module) -> Tensor:
     """The hashes (sorted int64) of all examples that any fit, criterion or BatchNorm estimate used on this model."""
-    return notes(model).get("seen", torch.empty(0, dtype=torch.int64))
+    known = [value for _, value in noted(model, "seen")]
+    # Most modules share one tensor; the others are few.
+    distinct = {id(value): value for value in known}
+    return torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *distinct.values()]))
 
 
 def mark_seen(model: nn.Module, rows: Tensor) -> None:
     """Adds example hashes to what the model has seen; a certificate is refused when the prior saw the bound set."""
-    notes(model)["seen"] = torch.unique(torch.cat([seen(model), rows.cpu()]))
+    known = torch.unique(torch.cat([seen(model), rows.cpu()]))
+    for module in model.modules():
+        notes(module)["seen"] = known
 
 
 def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module:
@@ -98,9 +110,8 @@ def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module
 
 @torch.no_grad()
 def enforce_mask(model: nn.Module) -> None:
-    """Puts the zeros of the noted mask back, whatever an optimiser did to them."""
-    mask = notes(model).get("mask")
-    if mask:
-        weights = dict(model.named_parameters())
+    """Puts the zeros of all noted masks back, whatever an optimiser did to them."""
+    for module, mask in noted(model, "mask"):
+        weights = dict(module.named_parameters())
         for name, keep in mask.items():
             weights[name].masked_fill_(~keep.to(weights[name].device), 0)

@@ -14,7 +14,7 @@ def demo(options: Demo, begin: Callable[[], Path], progress: Progress) -> dict[s
     """Each method at its own defaults; osp and pft start from one dense network, pbp trains its own on S_P alone."""
     given = {"seed": options.seed, "device": options.device}
     split, trained = runs.prepare(Osp(**given))
-    _, model = runs.prepare(Pbp(**given))
+    cut, model = runs.prepare(Pbp(**given))
     folder = begin()
     outcomes = []
 
@@ -27,8 +27,8 @@ def demo(options: Demo, begin: Callable[[], Path], progress: Progress) -> dict[s
         name = kind.__name__.lower()
         outcomes.append(runs.prune(kind(**given), copy.deepcopy(trained), split, checkpoints / name, shown(name)))
     own = checkpoints / "pbp"
-    first = runs.dense(Pbp(**given), model, split, own, shown("pbp"))
-    outcomes.append(runs.prune(Pbp(**given), model, split, own, shown("pbp")))
+    first = runs.dense(Pbp(**given), model, cut, own, shown("pbp"))
+    outcomes.append(runs.prune(Pbp(**given), model, cut, own, shown("pbp")))
 
     history = []
     for outcome in outcomes:
@@ -38,6 +38,4 @@ def demo(options: Demo, begin: Callable[[], Path], progress: Progress) -> dict[s
     store.write_metrics(folder, history)
     certificate = outcomes[-1].certificate
     assert certificate is not None, "pbp certifies"
-    proved = runs.certified(folder, certificate)
-    words = {name: proved[name] for name in ("statement", "winner")}
-    return {"rows": [outcome.row for outcome in outcomes], "certificate": certificate.as_dict(), **words}
+    return {"rows": [outcome.row for outcome in outcomes], **runs.certified(folder, certificate)}

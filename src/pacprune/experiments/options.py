@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pacprune import data, models, scores
+from pacprune.issue import FAMILIES
 from pacprune.loop import SCHEDULES
 from pacprune.train import OBJECTIVES
+
+PARTS = ("train", "prior")
 
 
 def _option(default: Any, help: str, *, names_run: bool = True) -> Any:
@@ -44,6 +47,9 @@ class Options:
     data_dir: str | None = _option(None, "Folder of the data files [$PACPRUNE_DATA, or a cache].", names_run=False)
 
 
+_TRAIN_ON = "train: all training data; prior: S_P alone, so that `pacprune certify` can use the rest."
+
+
 @dataclass(frozen=True)
 class Osp(Options):
     """One-shot pruning: rank the weights once.
@@ -51,6 +57,7 @@ class Osp(Options):
     Dense training, the top k of the criterion's scores, sparse fine-tuning.
     """
 
+    train_on: str = _option("train", _TRAIN_ON)
     scope: str = _option("global", "One ranking (global), the same sparsity in each layer (layer), or erk budgets.")
     min_per_layer: int = _option(0, "Weights that every layer keeps at least.")
 
@@ -62,6 +69,7 @@ class Pft(Options):
     Dense training, weights and keep probabilities trained together, the top k of the latter, sparse fine-tuning.
     """
 
+    train_on: str = _option("train", _TRAIN_ON)
     recipe: str = _option("coupled", "coupled (gates follow the weights, exact falling budget) or paper.")
     mask_share: float = _option(0.5, "Share of --epochs that trains the keep probabilities; the rest fine-tunes.")
     eps: float = _option(1e-2, "Starting keep probability of the lower block; recipe paper only.")
@@ -81,8 +89,12 @@ class Pbp(Options):
     eps: float = _option(1e-4, "Keep probability of the weights outside the prior's mask, at the start.")
     std: float = _option(2e-3, "Standard deviation of a kept weight.")
     delta: float = _option(0.05, "Probability with which the certificate may fail.")
-    draws: int = _option(2000, "Networks drawn to estimate the posterior's risk for the certificate.")
     objective: str = _option("seeger", f"Bound that trains the posterior: {', '.join(OBJECTIVES)}.")
+    family: str = _option("seeger", f"Bound that the certificate claims: {', '.join(FAMILIES)}.")
+    grid: int = _option(1, "Priors, fixed in advance, of which this is one: each pays delta / grid.")
+    unlabelled: int = _option(100, "Training inputs kept aside, to certify the thresholded network by.")
+    draws: int = _option(4000, "Most networks to draw in estimating the risk of Q, and of P.")
+    tolerance: float = _option(0.005, "Stop drawing once the estimate costs the certificate at most this much.")
 
 
 @dataclass(frozen=True)
@@ -98,10 +110,14 @@ class Demo:
 
 COMMANDS: dict[str, type] = {"demo": Demo, "osp": Osp, "pft": Pft, "pbp": Pbp}
 
+_LARGE = {"unlabelled": 5000, "draws": 20_000, "tolerance": 0.001}
+_MNIST = _LARGE | {"lr": 0.01, "schedule": "constant", "epochs": 30, "posterior_epochs": 30}
+
 PRESETS: dict[str, dict[str, Any]] = {
-    "mnist": {"lr": 0.01, "schedule": "constant", "dense_epochs": 30, "epochs": 30, "posterior_epochs": 30},
-    "fashion-mnist": {"lr": 0.01, "schedule": "constant", "dense_epochs": 70, "epochs": 30, "posterior_epochs": 30},
-    "cifar10": {
+    "mnist": _MNIST | {"dense_epochs": 30},
+    "fashion-mnist": _MNIST | {"dense_epochs": 70},
+    "cifar10": _LARGE
+    | {
         "model": "resnet20",
         "lr": 0.1,
         "schedule": "step",
@@ -111,7 +127,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "posterior_epochs": 60,
     },
 }
-"""The paper's constants, where a data set has its own; the digits have the defaults above."""
+"""The paper's constants and a finer certificate, where there is more data; the digits have the defaults above."""
 
 _Kind = TypeVar("_Kind")
 

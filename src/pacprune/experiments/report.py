@@ -1,12 +1,14 @@
 """report.html: one file that explains a run to somebody who was not there; no script, nothing from the network."""
 
 import base64
-import json
 import os
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from pacprune.bounds import Ledger
+from pacprune.certificate import LABELS, RECORD, Certificate, rounded_up
 from pacprune.checkpoint import write_atomically
 from pacprune.experiments import options as opt
 from pacprune.experiments import plots, store
@@ -45,12 +47,12 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
     command, options = store.recorded(folder)
     out = folder if out is None else out
     figures = plots.draw(folder, result, out)
-    path = folder / "certificate" / "certificate.json"
+    proved = plots.proved(folder)
     body = [
         f"<h1>{TITLES[command]}</h1>",
         f"<p>{escape(_summary(result))}</p>",
         _table(result["rows"]),
-        _certificate(json.loads(path.read_text()), os.path.relpath(path, out)) if path.exists() else "",
+        _certificate(proved, os.path.relpath(folder / store.CERTIFICATE, out)) if proved else "",
         *(_figure(figure, out) for figure in figures),
         "" if all(figure.png for figure in figures) else f"<p>{escape(plots.HINT)}</p>",
         _asked(command, options, result),
@@ -82,7 +84,7 @@ def cell(name: str, value: Any) -> str:
     if value is None:
         return "–"
     if name in ("certificate", "held_out"):
-        return plots.up(value)
+        return rounded_up(value)
     return value if isinstance(value, str) else f"{value:.4f}"
 
 
@@ -91,7 +93,7 @@ def _summary(result: dict[str, Any]) -> str:
     wrong = [f"{name} {row['test_error']:.1%}" for name, row in rows.items()]
     text = f"Wrong answers on the test part: {', '.join(wrong)}."
     if "pbp" in rows:
-        bound = plots.up(rows["pbp"]["certificate"])
+        bound = rounded_up(rows["pbp"]["certificate"])
         text += f" For a network drawn by pbp, the error rate on new data is certified to be at most {bound}."
     return text
 
@@ -111,31 +113,77 @@ def _table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _certificate(c: dict[str, Any], link: str) -> str:
-    ledger, split = c["ledger"], c["split"]
-    facts = [
-        f"Empirical risk {c['risk']:.4f}: the mean error of {c['draws']:,} networks drawn from Q, each on its own "
-        f"random {c['batch']} of the {c['n']:,} bound examples; with Monte-Carlo uncertainty, at most "
-        f"{c['risk_upper']:.4f}.",
-        f"KL(Q||P) = {c['kl']:.3f} nats: how far the posterior Q moved from the prior P. P was made from "
-        f"{split['prior']:,} other examples and written to disk before the bound examples were read.",
-        f"Q = P gives {plots.up(c['q_equals_p'])}: what the prior is worth without training on the bound examples.",
-        f"Held-out baseline {plots.up(c['held_out'])}: {c['held_out_errors']} mistakes of one fixed network on the "
-        f"same {c['n']:,} examples.",
-        f"The paper's theorem gives {plots.up(c['paper'])} for the same numbers; it is never below the certificate.",
-        f"The statement may fail with probability {ledger['delta']:g} = {ledger['pac_bayes']:g} for the PAC-Bayes "
-        f"bound + {ledger['monte_carlo']:g} for the sampled networks.",
-        "Each of these bounds holds by itself with that probability; whoever picks the lowest one afterwards has to "
-        "divide the probability among them first.",
-        "Assumed: the bound examples and the new data are drawn independently from one distribution, with labels as "
-        f"noisy as these; {split['duplicates']} bound examples also occur, to the byte, among the prior's.",
-    ]
-    items = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
+def _certificate(c: Certificate, place: str) -> str:
+    items = "".join(f"<li>{escape(fact)}</li>" for fact in _facts(c))
+    assumed = "".join(f"<li>{escape(sentence(line))}</li>" for line in c.record["assumptions"])
     return (
-        f'<section><h2>The certificate</h2><blockquote id="statement">{escape(c["statement"])}</blockquote>'
-        f'<p id="winner"><strong>{escape(sentence(c["winner"]))}</strong></p><ul>{items}</ul>'
-        f'<p>All numbers and hashes: <a href="{escape(link)}">certificate.json</a></p></section>'
+        f'<section><h2>The certificate</h2><blockquote id="statement">{escape(c.statement)}</blockquote>'
+        f'{"" if c.record["kind"] == "held-out" else _bounds(c)}<ul id="facts">{items}</ul>'
+        f'<h3>What is assumed</h3><ul id="assumptions">{assumed}</ul>'
+        "<h3>How to check it</h3><p>In the folder of this report:</p>"
+        f'<pre id="verify">pacprune verify {escape(place)}</pre>'
+        f'<p>All numbers and hashes: <a href="{escape(place)}/{RECORD}">{RECORD}</a></p></section>'
     )
+
+
+def _bounds(c: Certificate) -> str:
+    """Which certificate wins, and the table of all of them."""
+    rows = []
+    for name, label in LABELS.items():
+        if name in c.bounds:
+            claimed = name == c.record["claim"]["family"]
+            head = f"<strong>{label}</strong><small>the claim</small>" if claimed else label
+            entry = dict(c.record["bounds"][name]["ledger"])
+            spent = str(Ledger(**{key: entry[key] for key in entry if key != "delta"})).partition(" = ")[2]
+            if name == "held_out":
+                spent = spent.replace("PAC-Bayes", "Clopper-Pearson")
+            rows.append(f"<tr><th>{head}</th><td>{rounded_up(c.bounds[name])}</td><td>{spent}</td></tr>")
+    return (
+        f'<p id="winner"><strong>{escape(sentence(c.winner))}</strong></p>'
+        '<div class="wide"><table id="bounds"><thead><tr><th>Bound</th><th>Error rate on new data, at most</th>'
+        f"<th>What its delta of {c.ledger.delta:g} pays for</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        f"</div><p><small>{_CHOICE}</small></p>"
+    )
+
+
+_CHOICE = (
+    "The claim was declared before the bound examples were counted. Each other bound is valid by itself, with the same "
+    "probability, for somebody who had declared that one beforehand; they do not hold all at once, and whoever picks "
+    "the lowest one afterwards has to divide delta among them first."
+)
+
+
+def _facts(c: Certificate) -> Iterator[str]:
+    record, split = c.record, c.record["split"]
+    if record["kind"] == "held-out":
+        yield (
+            f"{record['reference']['errors']} mistakes on the {c.n:,} bound examples, which no training has seen; by "
+            f"Clopper and Pearson's bound, at delta {c.ledger.delta_each:g}."
+        )
+    else:
+        drawn, single, flat = record["monte_carlo"]["posterior"], record["single_draw"], record["thresholded"]
+        yield (
+            f"Empirical risk {c.risk:.4f}: the mean error of {c.draws:,} networks drawn from Q, each on its own random "
+            f"{record['monte_carlo']['batch']} of the {c.n:,} bound examples; with Monte-Carlo uncertainty, at most "
+            f"{rounded_up(c.risk_upper)} (by Chernoff's bound, {rounded_up(drawn['chernoff'])})."
+        )
+        yield (
+            f"KL(Q||P) = {c.kl:.3f} nats: how far the posterior Q moved from the prior P. P was made from "
+            f"{split['sizes']['prior']:,} other examples and written to disk before the bound examples were read."
+        )
+        yield (
+            f"Held-out baseline: {record['reference']['errors']} mistakes of the thresholded prior on the same "
+            f"{c.n:,} examples."
+        )
+        yield (
+            f"Networks to deploy, with ordinary weights: single_draw.safetensors (sparsity {single['sparsity']:.4f}, "
+            f"{single['errors']} mistakes on the bound examples) and thresholded.safetensors (sparsity "
+            f"{flat['sparsity']:.4f}, {flat['errors']} mistakes; it differs from draws of Q on {flat['disagreements']} "
+            f"of {flat['inputs']} unlabelled inputs)."
+        )
+        if record["certify_calls"] > 1:
+            yield f"Certified {record['certify_calls']} times against this prior: a choice among them must be paid."
+    yield f"{split['duplicates']} bound examples also occur, to the byte, among the {split['sizes']['prior']:,} of S_P."
 
 
 def sentence(words: str) -> str:
@@ -174,11 +222,13 @@ _STYLE = """
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 main { max-width: 52rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
 h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 .75rem; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem; }
+h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 a { color: var(--mark); } small { color: var(--soft); }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .5rem .75rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
-th:first-child { text-align: left; } tbody th small { display: block; font-weight: normal; max-width: 22rem; }
+th:first-child { text-align: left; } #bounds th { font-weight: normal; } #bounds td:last-child { color: var(--soft); }
+#bounds thead th { font-weight: 600; } tbody th small { display: block; font-weight: normal; max-width: 22rem; }
 thead th { border-bottom: 2px solid var(--ink); }
 details table { width: auto; } details td { text-align: left; } details th { font-weight: normal; color: var(--soft); }
 dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: var(--soft); }

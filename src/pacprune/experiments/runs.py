@@ -1,7 +1,8 @@
 """The commands osp, pft and pbp: from options to a finished run folder."""
 
 import copy
-import os
+import importlib
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,15 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from pacprune import __version__, data, models, pipelines, scores, weights
+from pacprune import certificate as certificates
+from pacprune.batches import rows
+from pacprune.bounds import Ledger
 from pacprune.certificate import Certificate
-from pacprune.data import Split
+from pacprune.data import Part, Split
 from pacprune.evaluate import error, gibbs_error
 from pacprune.experiments import options as opt
 from pacprune.experiments import report, store
 from pacprune.experiments.options import Options, Osp, Pbp, Pft
+from pacprune.issue import FAMILIES, certify_held_out
 from pacprune.layers import attach, harden, read
 from pacprune.loop import Config, History, Progress
 from pacprune.masks import top_k
@@ -52,7 +58,7 @@ class Outcome:
             "sparsity": self.sparsity,
             "test_error": self.test_error,
             "certificate": proved.bound if proved else None,
-            "held_out": proved.held_out if proved else None,
+            "held_out": proved.bounds["held_out"] if proved else None,
         }
 
 
@@ -113,13 +119,33 @@ def single(options: Options, begin: Callable[[], Path], progress: Progress) -> d
 
 
 def certified(folder: Path, certificate: Certificate) -> dict[str, Any]:
-    """Saves the certificate with the prior that was written before the bound set was read; returns its numbers."""
-    certificate.save(folder / "certificate")
-    written = next((folder / store.CHECKPOINTS).rglob("prior.safetensors"))
-    os.replace(written, folder / "prior.safetensors")
-    names = ("risk", "kl", "n", "held_out", "q_equals_p", "winner", "statement")
+    """Saves the certificate; returns its numbers."""
+    certificate.save(folder / store.CERTIFICATE)
+    names = ("risk", "risk_upper", "draws", "kl", "n", "bounds", "winner", "statement")
     numbers = {name: getattr(certificate, name) for name in names}
     return {"certificate": certificate.bound, "delta": certificate.ledger.delta, **numbers}
+
+
+def certify(folder: Path, *, delta: float, certified: int, device: str, out: Path | None) -> Certificate:
+    """The held-out certificate of the network that a finished run of osp or pft left, saved; its report tells of it."""
+    command, options = store.recorded(folder)
+    result = store.result(folder)
+    if not isinstance(options, (Osp, Pft)):
+        where = folder / store.CERTIFICATE
+        raise ValueError(f"{folder} is a run of {command}, which has its certificate in {where}; verify that one")
+    if options.train_on != "prior":
+        raise ValueError(
+            f"the network in {folder} was trained on the bound set too (train_on is {options.train_on!r}), so nothing "
+            f"is left to certify it by; run pacprune {command} with --train-on prior"
+        )
+    split, model = prepare(replace(options, device=device))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    weights.mark_seen(model, rows(getattr(split, options.train_on)))
+    found = certify_held_out(model, split, delta=delta, certified=certified, name=options.model)
+    found.save(folder / store.CERTIFICATE if out is None else out)
+    if out is None:
+        report.write(folder, result)
+    return found
 
 
 def prepare(options: Any) -> tuple[Split, nn.Module]:
@@ -127,7 +153,13 @@ def prepare(options: Any) -> tuple[Split, nn.Module]:
     device = check_device(options.device)
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"seed is {options.seed}; it must be a whole number from 0 to {2**32 - 1}")
-    split = data.load(options.data, prior_fraction=options.prior_fraction, seed=options.seed, data_dir=options.data_dir)
+    split = data.load(
+        options.data,
+        prior_fraction=options.prior_fraction,
+        seed=options.seed,
+        unlabelled=options.unlabelled if isinstance(options, Pbp) else 0,
+        data_dir=options.data_dir,
+    )
     return split, models.build(options.model, split, seed=options.seed).to(device)
 
 
@@ -141,14 +173,47 @@ def check_device(name: str) -> torch.device:
         raise ValueError(f"the device {name!r} cannot be used here ({reason}); use --device cpu") from None
 
 
+def own_model(spelled: str, device: str) -> nn.Module:
+    """What package.module:factory makes; a module in the present folder is found, too."""
+    module, _, factory = spelled.partition(":")
+    sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), factory)()
+    except Exception as error:  # somebody else's code may raise anything
+        raise ValueError(
+            f"the model {spelled!r} cannot be made ({type(error).__name__}: {error}); "
+            "give package.module:factory, a function without arguments"
+        ) from error
+    finally:
+        sys.path.remove("")
+    if not isinstance(found, nn.Module):
+        raise ValueError(f"{spelled} made a {type(found).__name__}; it must make a torch.nn.Module")
+    return found.to(device)
+
+
+def known_model(place: Path, data_dir: Path | None, device: str) -> Callable[[], nn.Module] | None:
+    """Makes the network of pacprune's own that a certificate names, on the device; None on the CPU, the usual place."""
+
+    def make() -> nn.Module:
+        record = certificates.load(place).record
+        split = data.load(record["data"]["dataset"], data_dir=data_dir)
+        return models.build(record["model"], split).to(device)
+
+    return None if device == "cpu" else make
+
+
 def rehearse(options: Options, model: nn.Module, split: Split) -> None:
     """The run without a single epoch, on a copy and a few examples: bad input is found before anything is written."""
     model, few = copy.deepcopy(model), torch.arange(FEW)
     stage(options, epochs=options.dense_epochs)
     config = replace(stage(options, epochs=options.epochs), epochs=0)
     if not isinstance(options, Pbp):
-        procedure(options)(model, split.train.subset(few[: len(split.train)]), config)
+        part = training(options, split)
+        procedure(options)(model, part.subset(few[: len(part)]), config)
         return
+    if options.family not in FAMILIES:
+        raise ValueError(f"family {options.family!r} is unknown; use one of {', '.join(FAMILIES)}")
+    Ledger.split(options.delta, grid=options.grid)
     if options.draws < 1:
         raise ValueError(f"draws is {options.draws}; at least 1 network must be drawn to estimate the risk")
     few = few[: min(len(split.prior), len(split.bound))]
@@ -189,13 +254,23 @@ def procedure(options: Options) -> Callable[..., Any]:
         own = {name: getattr(options, name) for name in ("recipe", "mask_share", "eps", "min_per_layer")}
         return partial(pipelines.pft, **common, **own)
     assert isinstance(options, Pbp)
-    own = {name: getattr(options, name) for name in ("eps", "std", "delta", "draws", "objective")}
-    return partial(pipelines.pbp, **common, **own, posterior=posterior(options))
+    names = ("eps", "std", "delta", "objective", "family", "grid", "draws", "tolerance")
+    own = {name: getattr(options, name) for name in names}
+    return partial(pipelines.pbp, **common, **own, posterior=posterior(options), name=options.model)
+
+
+def training(options: Options, split: Split) -> Part:
+    """What dense networks are trained on: S_P for pbp, whose prior may see nothing else; S or S_P for osp and pft."""
+    if not isinstance(options, (Osp, Pft)):
+        return split.prior
+    if options.train_on not in opt.PARTS:
+        raise ValueError(f"train_on is {options.train_on!r}; use one of {', '.join(opt.PARTS)}")
+    return getattr(split, options.train_on)
 
 
 def dense(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress) -> Outcome:
-    """Dense training, in place: on S_P for pbp, whose prior may see nothing else, and on S otherwise."""
-    part = split.prior if isinstance(options, Pbp) else split.train
+    """Dense training, in place."""
+    part = training(options, split)
     config = stage(options, epochs=options.dense_epochs)
     path = folder / "dense.pt"
     history = fit(model, part, config, seed=options.seed, stage="dense", checkpoint=path, progress=progress)
@@ -206,9 +281,11 @@ def prune(options: Options, model: nn.Module, split: Split, folder: Path, progre
     """Prunes the network in place by the procedure of its options, and measures it."""
     run, config = partial(procedure(options), folder=folder, progress=progress), stage(options, epochs=options.epochs)
     if not isinstance(options, Pbp):
-        found = run(model, split.train, config)
+        found = run(model, training(options, split), config)
         method = "osp" if isinstance(options, Osp) else "pft"
         return Outcome(method, found.sparsity, error(found.model, split.test), found.model, found.history)
+    # A run that was broken off after it certified makes the same certificate again: that is one certificate, not two.
+    (folder / "certify-calls.json").unlink(missing_ok=True)
     found = run(model, split, config)
     gibbs = gibbs_error(found.model, split.test, draws=TEST_DRAWS)
     plain = harden(copy.deepcopy(found.model))

@@ -8,11 +8,12 @@ from typing import Any
 from safetensors.torch import save
 from torch import nn
 
+from pacprune.certificate import RECORD
 from pacprune.checkpoint import write_atomically
 from pacprune.experiments import options as opt
 from pacprune.loop import History
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, CERTIFICATE = "checkpoints", "certificate"
 
 
 def claim(folder: Path, command: str, options: Any) -> dict[str, Any] | None:
@@ -85,6 +86,14 @@ def result(folder: Path) -> dict[str, Any]:
         return {**json.loads(path.read_text()), "folder": str(folder)}
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}); delete it and run the command again") from None
+
+
+def certificate(folder: Path) -> Path:
+    """The folder of a certificate: this one, or the only one below it."""
+    found = [folder / RECORD] if (folder / RECORD).exists() else sorted(folder.rglob(RECORD))
+    if len(found) != 1:
+        raise ValueError(f"{folder} holds {len(found)} files {RECORD}; name the folder of one certificate")
+    return found[0].parent
 
 
 def write_model(path: Path, model: nn.Module) -> None:

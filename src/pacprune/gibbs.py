@@ -1,0 +1,144 @@
+"""Errors of networks drawn from a SpikeSlab, many draws at a time: a population of K networks in one call."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pacprune import masks, philox
+from pacprune.batches import device_of
+from pacprune.data import Part
+from pacprune.evaluate import evaluating, mistakes
+from pacprune.loop import Progress
+from pacprune.spikeslab import SpikeSlab, draw
+
+NUMBERS = {"cpu": 2**20, "cuda": 2**24}
+"""About how many weights are drawn at once: what a cache holds, or what fills a GPU."""
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """Per draw, out of `batch` examples: where it errs; where it errs and the reference does not; and the reverse."""
+
+    batch: int
+    wrong: Tensor
+    plus: Tensor
+    minus: Tensor
+
+    def __len__(self) -> int:
+        return len(self.wrong)
+
+
+def outputs(plain: nn.Module, slab: SpikeSlab, x: Tensor, *, seed: int, steps: Tensor) -> Tensor:
+    """Outputs of draw number steps[k] on its own inputs x[k], for all k in one call where vmap can."""
+    drawn = draw(slab, seed=seed, step=steps)
+
+    def one(weights: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        return functional_call(plain, weights, (inputs,))
+
+    if not any(isinstance(module, nn.RNNBase) for module in plain.modules()):  # vmap has no rule for them
+        with warnings.catch_warnings(), suppress(RuntimeError):  # nor for networks that look at their own numbers
+            # Attention has no rule either, but vmap then loops over that one operation alone, which is fast.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            return torch.vmap(one)(drawn, x)
+    return torch.stack([one({n: w[k] for n, w in drawn.items()}, x[k]) for k in range(len(steps))])
+
+
+def thresholded(slab: SpikeSlab) -> dict[str, Tensor]:
+    """Weights of the deterministic network behind a distribution: mean where keep_prob is among the top k, else 0.
+
+    k is the expected number of kept weights; ties go by magnitude.
+    """
+    ties = {name: m.abs() for name, m in slab.mean.items()}
+    mask = masks.top_k(slab.keep_prob, sparsity=slab.sparsity, ties=ties, total=slab.total)
+    return {name: torch.where(keep, slab.mean[name], 0.0) for name, keep in mask.items()}
+
+
+def errors(plain: nn.Module, weights: dict[str, Tensor], part: Part) -> Tensor:
+    """Which examples of a part the network with these weights gets wrong, as a bool tensor on the model's device."""
+    device = device_of(plain)
+    weights = {name: w.to(device) for name, w in weights.items()}
+    with evaluating(plain):
+        found = [
+            mistakes(functional_call(plain, weights, (x.to(device),)), y.to(device))
+            for x, y in zip(part.x.split(1000), part.y.split(1000), strict=True)
+        ]
+    return torch.cat(found)
+
+
+def minibatches(n: int, batch: int, *, seed: int, steps: Tensor, device: torch.device) -> Tensor:
+    """The examples of each draw: `batch` indices below n, independent and with replacement, from (seed, step)."""
+    word = philox.words(2 * batch, seed=seed, step=steps, stream=philox.BATCH, device=device)
+    # 63 random bits modulo n: no example is more likely than another by more than n / 2**63.
+    return ((word[:, 0::2] << 31) ^ (word[:, 1::2] >> 1)).remainder(n)
+
+
+def monte_carlo(
+    plain: nn.Module,
+    slab: SpikeSlab,
+    part: Part,
+    reference: Tensor,
+    *,
+    seed: int,
+    batch: int,
+    draws: int,
+    enough: Callable[[Counts], bool] = lambda counts: False,
+    stage: str = "draws",
+    progress: Progress | None = None,
+) -> Counts:
+    """Counts of draws t = 0, 1, ... of `slab`, each on its own minibatch of `part`, until `draws` or `enough`.
+
+    `reference` says which examples of the part the reference network gets wrong. Draw t is a function of (seed, t), so
+    any worker can make it; draws are kept in order, and none is left out.
+    """
+    if draws < 1:
+        raise ValueError(f"draws is {draws}; at least 1 is needed")
+    device, n = device_of(plain), len(part)
+    x, y, reference = part.x.to(device), part.y.to(device), reference.to(device)
+    chunk = _chunk(slab, device)
+    found: list[Tensor] = []
+    done, check_at = 0, 1000  # and then at a quarter more each time, whatever the chunk is on this device
+    while done < draws:
+        steps = torch.arange(done, min(done + chunk, check_at, draws), device=device)
+        with evaluating(plain):
+            index = minibatches(n, batch, seed=seed, steps=steps, device=device)
+            wrong = mistakes(outputs(plain, slab, x[index], seed=seed, steps=steps), y[index])
+        other = reference[index]
+        found.append(torch.stack([wrong.sum(1), (wrong & ~other).sum(1), (~wrong & other).sum(1)], dim=1).cpu())
+        done += len(steps)
+        if progress:
+            progress(stage, done, draws, {})
+        if done == check_at:
+            check_at += check_at // 4
+            if enough(_counts(found, batch)):
+                break
+    return _counts(found, batch)
+
+
+def _chunk(slab: SpikeSlab, device: torch.device) -> int:
+    """How many networks to draw at once."""
+    size = sum(p.numel() for p in slab.keep_prob.values())
+    return max(1, min(NUMBERS.get(device.type, NUMBERS["cuda"]) // size, 256))
+
+
+def _counts(found: list[Tensor], batch: int) -> Counts:
+    table = torch.cat(found).to(torch.int32)
+    return Counts(batch, table[:, 0], table[:, 1], table[:, 2])
+
+
+def disagreements(plain: nn.Module, slab: SpikeSlab, weights: dict[str, Tensor], x: Tensor, *, seed: int) -> int:
+    """On how many inputs an independent draw of `slab` predicts another class than the fixed network does."""
+    device = device_of(plain)
+    chunk, found = _chunk(slab, device), 0
+    with evaluating(plain):
+        for start in range(0, len(x), chunk):
+            inputs = x[start : start + chunk].to(device)
+            steps = torch.arange(start, start + len(inputs), device=device)
+            own = functional_call(plain, weights, (inputs,)).argmax(dim=-1)
+            other = outputs(plain, slab, inputs[:, None], seed=seed, steps=steps).squeeze(1).argmax(dim=-1)
+            found += int((own != other).sum())
+    return found

@@ -1,0 +1,400 @@
+"""Issuing certificates: the rules that must hold, the counts, and the bounds that follow from them."""
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pacprune import bounds, gibbs, layers, montecarlo, train, weights
+from pacprune._version import __version__
+from pacprune.bounds import Ledger
+from pacprune.certificate import FORMAT, VERSION, Certificate, rounded_up
+from pacprune.checkpoint import write_atomically
+from pacprune.data import Part, Split
+from pacprune.gibbs import Counts
+from pacprune.loop import Progress
+from pacprune.spikeslab import SpikeSlab, draw, gates, kl_per_layer, log_ratio
+
+FAMILIES = ("seeger", "catoni", "excess")
+BATCH = 25
+"""Bound examples per Monte-Carlo draw: at equal cost, many small batches give a tighter bound than few large ones."""
+EVALUATION = {"mode": "eval", "dtype": "float32", "autocast": False, "tf32": False, "augmentation": False}
+ASSUMPTIONS = (
+    "bound examples and new data are independent draws from one distribution, with labels as noisy as these",
+    "the split was made as described, before anything was trained",
+    "P was written before the bound set was used to train Q (the hash shows which P, not when)",
+    "no prior was tried on these bound examples beyond those counted in the ledger",
+)
+
+
+def certify(
+    model: nn.Module,
+    prior: SpikeSlab,
+    split: Split,
+    *,
+    delta: float = 0.05,
+    family: str = "seeger",
+    grid: int = 1,
+    certified: int = 1,
+    tolerance: float | None = None,
+    draws: int = 20_000,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Certificate:
+    """The certificate of the model's present distribution Q against P on split.bound, or a refusal with its reason.
+
+    Refuses when P saw the bound set, when no receipt of `fit_posterior` shows that P was written before the bound set
+    was read, when the receipt is for another P or another bound set, or when anything outside Q moved. `family` is the
+    bound declared beforehand: "seeger", "catoni" or "excess". `grid` counts the priors, fixed in advance, among which
+    this one was chosen, `certified` the certificates among which this one may be chosen: delta is divided by both.
+    Sampling stops when the Monte-Carlo slack is at most `tolerance` (default: .001, or 0.1/sqrt(n) where that is more,
+    since n examples cannot tell finer), or after `draws`. All seeds follow from the hashes
+    of P and Q: certifying twice gives the same certificate. `name` tells verifiers which of pacprune's models it is.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"family {family!r} is unknown; declare one of {', '.join(FAMILIES)}")
+    tolerance = max(1e-3, 0.1 / math.sqrt(len(split.bound))) if tolerance is None else tolerance
+    posterior = layers.read(model)
+    receipt = _refuse(model, prior, posterior, split, grid)
+    shares = {"grid": grid, "certified": certified}
+    ledgers = {
+        "gibbs": Ledger.split(delta, **shares),
+        "excess": Ledger.split(delta, reference_share=0.2, **shares),
+        "thresholded": Ledger.split(delta, unlabelled_share=0.2, **shares),
+        "one": Ledger.split(delta, monte_carlo_share=0.0, **shares),
+    }
+    plain = layers.harden(copy.deepcopy(model))
+    n, bound_set = len(split.bound), split.bound
+    hashes = {"prior": prior.hash, "posterior": posterior.hash, "rest": tensor_hash(prior.rest)}
+    reference = gibbs.errors(plain, gibbs.thresholded(prior), bound_set)
+    reference_errors = int(reference.sum())
+
+    def sample(slab: SpikeSlab, purpose: str) -> tuple[dict[str, Any], Counts]:
+        seed, delta_mc = seed_of(hashes, purpose), ledgers["gibbs"].monte_carlo_each
+
+        def summary(counts: Counts) -> dict[str, Any]:
+            return summarise(counts, reference_errors, n, delta_mc) | {"seed": seed}
+
+        def enough(counts: Counts) -> bool:
+            # The slack is counted from the estimate that the bound is about, not from the noisier plain mean.
+            estimate = reference_errors / n + float((counts.plus - counts.minus).double().mean()) / counts.batch
+            return summary(counts)["risk_upper"] - estimate <= tolerance
+
+        counts = gibbs.monte_carlo(
+            plain,
+            slab,
+            bound_set,
+            reference,
+            seed=seed,
+            batch=min(BATCH, n),
+            draws=draws,
+            enough=enough,
+            stage=purpose,
+            progress=progress,
+        )
+        return summary(counts), counts
+
+    q, q_counts = sample(posterior, "posterior draws")
+    p, p_counts = sample(prior, "prior draws")
+    divergences = {
+        name: math.nextafter(float(v) * (1 + 1e-12), math.inf) for name, v in kl_per_layer(posterior, prior).items()
+    }
+    divergence = math.nextafter(math.fsum(divergences.values()), math.inf)
+    single, single_weights, single_mask = _single_draw(plain, posterior, prior, bound_set, hashes)
+    flat_weights = gibbs.thresholded(posterior)
+    flat = _thresholded(plain, posterior, flat_weights, split, hashes)
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": "pac-bayes",
+        "model": name,
+        "n": n,
+        "kl": divergence,
+        "kl_per_tensor": divergences,
+        "sparsity": posterior.sparsity,
+        "total": posterior.total,
+        "monte_carlo": {"tolerance": tolerance, "batch": min(BATCH, n), "posterior": q, "prior": p},
+        "reference": {"errors": reference_errors},
+        "single_draw": single,
+        "thresholded": flat,
+        "certify_calls": _count_calls(Path(receipt["written"]), hashes["prior"]),
+    }
+    record["bounds"] = all_bounds(record, ledgers, q_counts)
+    record["claim"] = {"family": family, "bound": record["bounds"][family]["bound"]}
+    record["statement"] = (
+        f"With probability at least {100 * (1 - delta):g} % over the draw of the {n:,} bound examples and of the "
+        f"{len(q_counts):,} sampled networks, the error rate on new data of a network drawn from Q "
+        f"(expected sparsity {posterior.sparsity:.4f}) is at most {rounded_up(record['claim']['bound'])}."
+    )
+    record |= _provenance(split, hashes)
+    tensors = {
+        "distributions.safetensors": {
+            **{f"prior/{key}": t for key, t in train.flat(prior).items() if not key.startswith("rest/")},
+            **{f"posterior/{key}": t for key, t in train.flat(posterior).items() if not key.startswith("rest/")},
+            **{f"rest/{key}": t for key, t in prior.rest.items()},
+        },
+        "draws.safetensors": {
+            f"{whose}/{what}": getattr(counts, what)
+            for whose, counts in (("posterior", q_counts), ("prior", p_counts))
+            for what in ("wrong", "plus", "minus")
+        }
+        | {f"single_draw/{key}": packed(keep) for key, keep in single_mask.items()},
+        "single_draw.safetensors": {**single_weights, **prior.rest},
+        "thresholded.safetensors": {**flat_weights, **prior.rest},
+    }
+    if hashes["prior"] not in split.certified:
+        split.certified.append(hashes["prior"])
+    return Certificate(record, tensors)
+
+
+def certify_held_out(
+    model: nn.Module, split: Split, *, delta: float = 0.05, certified: int = 1, name: str | None = None
+) -> Certificate:
+    """The Clopper-Pearson certificate of a deterministic network that never saw split.bound, in the same format.
+
+    For any plain network: one-shot, PFT, dense. `certified` counts the networks among which this one may be chosen.
+    """
+    if layers.sites(model):
+        raise ValueError(
+            "the model has stochastic masks; call pp.harden(model) first, or pp.certify for the random network"
+        )
+    refuse_split(split)
+    train.refuse_if_touched(weights.seen(model), split, "the network")
+    n, ledger = len(split.bound), Ledger.split(delta, monte_carlo_share=0.0, certified=certified)
+    errors = int(gibbs.errors(model, {}, split.bound).sum())
+    bound = bounds.clopper_pearson(errors, n=n, delta=ledger.delta_each)
+    sparsity = weights.sparsity(model)
+    state = {key: t.detach().clone() for key, t in (*model.named_parameters(), *model.named_buffers())}
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": "held-out",
+        "model": name,
+        "n": n,
+        "sparsity": sparsity,
+        "total": weights.total(model),
+        "reference": {"errors": errors},
+        "examples_seen": len(weights.seen(model)),
+        "bounds": {"held_out": {"bound": bound, "ledger": ledger.as_dict()}},
+        "claim": {"family": "held_out", "bound": bound},
+        "statement": (
+            f"With probability at least {100 * (1 - delta):g} % over the draw of the {n:,} bound examples, "
+            f"the error rate on new data of this network (sparsity {sparsity:.4f}) is at most {rounded_up(bound)}."
+        ),
+        **_provenance(split, {"model": tensor_hash(state)}),
+    }
+    return Certificate(record, {"model.safetensors": state})
+
+
+def summarise(counts: Counts, reference_errors: int, n: int, delta: float) -> dict[str, Any]:
+    """The Monte-Carlo step: mean risk, its betting bound with the control variate, and Chernoff's beside it.
+
+    risk_upper = reference's error rate on all n examples + betting bound of E[(plus - minus)/batch].
+    """
+    difference = (counts.plus - counts.minus).numpy()
+    levels, times = np.unique(difference, return_counts=True)
+    upper = reference_errors / n + montecarlo.betting_difference(levels / counts.batch, counts=times, delta=delta)
+    mean = int(counts.wrong.sum()) / (len(counts) * counts.batch)
+    return {
+        "draws": len(counts),
+        "risk": mean,
+        "risk_upper": min(1.0, max(upper * (1 + 1e-15), 0.0)),
+        "chernoff": montecarlo.chernoff(mean, draws=len(counts), delta=delta),
+    }
+
+
+def all_bounds(record: dict[str, Any], ledgers: dict[str, Ledger], counts: Counts) -> dict[str, Any]:
+    """Every bound of a PAC-Bayes certificate, with the ledger that it is valid under by itself."""
+    n, kl = record["n"], record["kl"]
+    q, p = (record["monte_carlo"][whose]["risk_upper"] for whose in ("posterior", "prior"))
+    gibbs_ledger, excess, transfer, one = (ledgers[key] for key in ("gibbs", "excess", "thresholded", "one"))
+    delta = gibbs_ledger.pac_bayes_each
+    plus, minus = (getattr(counts, what).numpy() / counts.batch for what in ("plus", "minus"))
+    seeger = bounds.seeger(q, n=n, kl=kl, delta=delta)
+    found = {
+        "seeger": (seeger, gibbs_ledger),
+        "paper": (bounds.paper(q, n=n, kl=kl, delta=delta), gibbs_ledger),
+        "catoni": (bounds.catoni(q, n=n, kl=kl, delta=delta), gibbs_ledger),
+        "excess": (
+            bounds.excess_loss(
+                reference_errors=record["reference"]["errors"],
+                plus=montecarlo.betting(plus, delta=excess.monte_carlo_each / 2),
+                minus=montecarlo.betting_lower(minus, delta=excess.monte_carlo_each / 2),
+                n=n,
+                kl=kl,
+                delta_reference=excess.reference_each,
+                delta=excess.pac_bayes_each,
+            ),
+            excess,
+        ),
+        "q_equals_p": (bounds.seeger(p, n=n, kl=0.0, delta=delta), gibbs_ledger),
+        "vote": (bounds.vote(seeger), gibbs_ledger),
+        "single_draw": (
+            bounds.disintegrated(
+                record["single_draw"]["errors"], n=n, log_ratio=record["single_draw"]["log_ratio"], delta=one.delta_each
+            ),
+            one,
+        ),
+        "held_out": (bounds.clopper_pearson(record["reference"]["errors"], n=n, delta=one.delta_each), one),
+    }
+    if record["thresholded"]["inputs"]:
+        found["thresholded"] = (
+            bounds.agreement(
+                bounds.seeger(q, n=n, kl=kl, delta=transfer.pac_bayes_each),
+                disagreements=record["thresholded"]["disagreements"],
+                m=record["thresholded"]["inputs"],
+                delta=transfer.unlabelled_each,
+            ),
+            transfer,
+        )
+    return {key: {"bound": value, "ledger": ledger.as_dict()} for key, (value, ledger) in found.items()}
+
+
+def _refuse(model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Split, candidates: int) -> dict[str, Any]:
+    """The receipt of fit_posterior, or a ValueError with the first rule that is broken."""
+    refuse_split(split)
+    train.refuse_if_touched(prior.seen, split, "the prior")
+    touched = train.touched(posterior.seen, split.unlabelled, apart_from=split.train)
+    if touched:
+        raise ValueError(
+            f"the posterior has seen {touched} of the {len(split.unlabelled)} unlabelled inputs; "
+            "no fit may use them: train on split.prior and split.bound alone, or split with unlabelled=0"
+        )
+    receipt = weights.notes(model).get("receipt")
+    if receipt is None:
+        raise ValueError(
+            "there is no receipt that the prior was written before the bound set was read; "
+            "train Q with pp.fit_posterior (epochs=0 will do when Q = P)"
+        )
+    pairs = ("prior", receipt["prior"], prior.hash), ("bound set", receipt["bound"], split.bound.hash)
+    for what, own, given in pairs:
+        if own != given:
+            raise ValueError(
+                f"fit_posterior was run with another {what} ({own[:12]}) than the one given ({given[:12]}); "
+                "use the same one"
+            )
+    for key in sorted(prior.rest.keys() | posterior.rest.keys()):
+        both = [slab.rest[key].cpu() for slab in (prior, posterior) if key in slab.rest]
+        if len(both) < 2 or not torch.equal(*both):
+            raise ValueError(
+                f"{key} lies outside Q but differs from its value in the prior; everything but Q must stay frozen"
+            )
+    tried = {*split.certified, prior.hash}
+    if len(tried) > candidates:
+        raise ValueError(
+            f"this is prior number {len(tried)} certified on these bound examples, but the ledger pays for a grid of "
+            f"{candidates}; fix the number of priors in advance and give it as grid=, so that each pays delta/grid"
+        )
+    return receipt
+
+
+def refuse_split(split: Split) -> None:
+    """Rules about the data alone: disjoint parts, and standardisation by the prior part."""
+    for one, other in combinations((split.prior, split.bound, split.unlabelled), 2):
+        shared = int(torch.isin(other.index, one.index).sum())
+        if shared:
+            raise ValueError(
+                f"{one.name} and {other.name} share {shared} of {len(other)} examples; they must be disjoint"
+            )
+    if split.mean:
+        x, over = split.prior.x, [d for d in range(split.prior.x.ndim) if d != 1]
+        mean, std = (t.reshape(-1) for t in (x.mean(over, dtype=torch.float64), x.std(over, correction=0)))
+        # float32 leaves this much of a mean that is large beside its standard deviation; a constant channel has std 0.
+        left = 1e-4 + 2e-7 * (torch.tensor(split.mean) / torch.tensor(split.std)).abs()
+        for channel in ((mean.abs() > left) | ((std - 1).abs() > left) & (std > left)).nonzero().flatten().tolist():
+            raise ValueError(
+                f"the inputs are not standardised by the prior part, whose mean and std are {float(mean[channel]):.2g} "
+                f"and {float(std[channel]):.4g} in channel {channel}, not 0 and 1; constants from elsewhere may have "
+                "seen the bound set: use those of split.prior"
+            )
+
+
+def _single_draw(
+    plain: nn.Module, posterior: SpikeSlab, prior: SpikeSlab, bound_set: Part, hashes: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """One network h ~ Q for deployment: its errors, its log dQ/dP, its counted sparsity; its weights and its mask."""
+    seed = seed_of(hashes, "single draw")
+    drawn, mask = draw(posterior, seed=seed, step=0), gates(posterior, seed=seed, step=0)
+    ratio = log_ratio(posterior, prior, drawn, mask)
+    zeros = sum(int((w == 0).sum()) for w in drawn.values())
+    return (
+        {
+            "seed": seed,
+            "errors": int(gibbs.errors(plain, drawn, bound_set).sum()),
+            "log_ratio": ratio + abs(ratio) * 1e-12 + 1e-12,
+            "sparsity": zeros / posterior.total,
+        },
+        drawn,
+        mask,
+    )
+
+
+def _thresholded(
+    plain: nn.Module, posterior: SpikeSlab, fixed: dict[str, Tensor], split: Split, hashes: dict[str, str]
+) -> dict[str, Any]:
+    """The thresholded network and how often it disagrees with draws of Q on inputs that no fit has seen."""
+    seed, inputs = seed_of(hashes, "unlabelled draws"), len(split.unlabelled)
+    zeros = sum(int((w == 0).sum()) for w in fixed.values())
+    found = gibbs.disagreements(plain, posterior, fixed, split.unlabelled.x, seed=seed) if inputs else 0
+    return {
+        "seed": seed,
+        "inputs": inputs,
+        "disagreements": found,
+        "errors": int(gibbs.errors(plain, fixed, split.bound).sum()),
+        "sparsity": zeros / posterior.total,
+    }
+
+
+def packed(mask: Tensor) -> Tensor:
+    """A mask as bits, eight to a byte, first weight in the highest bit."""
+    return torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1)))
+
+
+def seed_of(hashes: dict[str, str], purpose: str) -> int:
+    """The first 63 bits of SHA-256(prior hash, posterior hash, purpose): nobody can fish for a lucky seed."""
+    content = f"{hashes['prior']}/{hashes['posterior']}/{purpose}"
+    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") >> 1
+
+
+def tensor_hash(tensors: Mapping[str, Tensor]) -> str:
+    """The SpikeSlab hash of plain tensors: of what P and Q share, or of a whole network."""
+    return SpikeSlab({}, {}, {}, tensors, 0).hash
+
+
+def _count_calls(folder: Path, prior_hash: str) -> int:
+    """How often this prior has been certified against, kept beside the written prior so that processes add up."""
+    path = folder / "certify-calls.json"
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    known[prior_hash] = known.get(prior_hash, 0) + 1
+    write_atomically(path, json.dumps(known).encode())
+    return known[prior_hash]
+
+
+def _provenance(split: Split, hashes: dict[str, str]) -> dict[str, Any]:
+    """Where the data came from, how it was cut and standardised, what was hashed, and what is assumed."""
+    parts = {part.name: part for part in (split.prior, split.bound, split.unlabelled)}
+    return {
+        "data": {"dataset": split.dataset, "files": dict(split.files), "classes": split.classes},
+        "split": {
+            "seed": split.seed,
+            "prior_fraction": split.prior_fraction,
+            "sizes": {name: len(part) for name, part in parts.items()},
+            "declared": split.declared,
+            "duplicates": split.duplicates,
+            "parts": {name: part.hash for name, part in parts.items()},
+            "indices": {name: hashlib.sha256(part.index.numpy().tobytes()).hexdigest() for name, part in parts.items()},
+        },
+        "standardisation": {"mean": list(split.mean), "std": list(split.std)},
+        "evaluation": EVALUATION,
+        "hashes": hashes,
+        "assumptions": [*ASSUMPTIONS, *(["the split is random as declared by the issuer"] if split.declared else [])],
+        "software": {"pacprune": __version__, "torch": torch.__version__},
+    }

@@ -1,0 +1,226 @@
+"""Verification with the data at hand: the split replayed, deterministic networks counted again, draws replayed."""
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pacprune import bounds, certificate, data, gibbs, issue, models, montecarlo, weights
+from pacprune.certificate import Certificate
+from pacprune.data import Split
+from pacprune.loop import Progress
+from pacprune.spikeslab import SpikeSlab, draw
+from pacprune.verify import Report
+from pacprune.verify import verify as check_arithmetic
+
+CONFIDENCE = 1e-6
+"""A replay refutes a certificate only at this level: a true one is called false once in a million replays."""
+
+
+def verify(
+    folder: str | Path,
+    *,
+    split: Split | None = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    data_dir: str | Path | None = None,
+    recount: bool = False,
+    replay: bool = False,
+    draws: int = 2000,
+    seed: int = 1,
+    progress: Progress | None = None,
+) -> Report:
+    """Checks a certificate folder; `report.valid` says whether it holds, `report.failure` which rule does not.
+
+    Level 1, always: all hashes, the KL and every bound, by the independent arithmetic of `verify.py`. Level 2, with
+    `recount`, a `split` or a `data_dir`: the split is replayed from its seed and the errors of the deterministic
+    networks are counted again. Level 3, with `replay`: `draws` fresh networks with another seed must not contradict the
+    empirical risk. A network that is not pacprune's own comes in as `model` (a plain module, or what builds one), data
+    that is not as `split`.
+    """
+    report = check_arithmetic(folder)
+    if not report.valid or not (recount or replay or split is not None or data_dir is not None):
+        return report
+    cert = certificate.load(folder)
+    split = _replayed(cert, data_dir) if split is None else split
+    plain = _skeleton(cert, split, model)
+    checks = list(report.checks)
+    for check in (_split, _recount, _replay) if replay else (_split, _recount):
+        failure = check(cert, split, plain, draws=draws, seed=seed, progress=progress)
+        if failure:
+            return replace(report, valid=False, failure=failure, checks=tuple(checks))
+        checks.append((check.__doc__ or "").split(".")[0])
+    left = [line for line in report.trusted if not line.startswith(("the counts", "the split"))]
+    if cert.record["kind"] == "pac-bayes" and not replay:
+        left.append("the errors of every draw and the disagreements, which a replay compares with fresh ones")
+    if split.declared:
+        left.append("the split: that it is random, as declared by the issuer")
+    return replace(report, checks=tuple(checks), trusted=tuple(left))
+
+
+def _replayed(cert: Certificate, data_dir: str | Path | None) -> Split:
+    """The split of the record, made again from its seed."""
+    record = cert.record["split"]
+    if record["declared"] or cert.record["data"]["dataset"] not in data.NAMES:
+        raise ValueError(
+            f"the certificate is about {cert.record['data']['dataset']!r}, which pacprune cannot load by itself; "
+            "give the data as pp.verify(folder, split=...)"
+        )
+    return data.load(
+        cert.record["data"]["dataset"],
+        prior_fraction=record["prior_fraction"],
+        seed=record["seed"],
+        unlabelled=record["sizes"]["unlabelled"],
+        data_dir=data_dir,
+    )
+
+
+def _skeleton(cert: Certificate, split: Split, model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
+    """A plain module of the certified shape, in eval mode, with the frozen rest loaded."""
+    if model is None:
+        if cert.record["model"] not in models.NAMES:
+            raise ValueError(
+                "the certified network is not one of pacprune's own; give it as model= (--model package.module:factory)"
+            )
+        model = models.build(cert.record["model"], split)
+    plain = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
+    own = dict((*plain.named_parameters(), *plain.named_buffers()))
+    state = cert.tensors["model.safetensors" if cert.record["kind"] == "held-out" else "single_draw.safetensors"]
+    for name in own.keys() | state.keys():
+        shapes = [tuple(where[name].shape) if name in where else None for where in (own, state)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{name} has shape {shapes[0]} in the model but {shapes[1]} in the certificate; "
+                "give the model it was issued for"
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+    return plain.eval()
+
+
+def _split(cert: Certificate, split: Split, plain: nn.Module, **_: Any) -> str | None:
+    """The split is the one described: data files, index lists, disjoint parts, standardisation from S_P."""
+    record = cert.record
+    found = {part.name: part for part in (split.prior, split.bound, split.unlabelled)}
+    pairs: list[tuple[str, Any, Any]] = [("files", record["data"]["files"], dict(split.files))]
+    pairs += [(key, record["split"][key], getattr(split, key)) for key in ("seed", "prior_fraction", "declared")]
+    for name, part in found.items():
+        pairs.append((f"size of {name}", record["split"]["sizes"][name], len(part)))
+        pairs.append(
+            (
+                f"indices of {name}",
+                record["split"]["indices"][name],
+                hashlib.sha256(part.index.numpy().tobytes()).hexdigest(),
+            )
+        )
+        pairs.append((f"content of {name}", record["split"]["parts"][name], part.hash))
+    pairs.append(
+        (
+            "standardisation",
+            [record["standardisation"]["mean"], record["standardisation"]["std"]],
+            [list(split.mean), list(split.std)],
+        )
+    )
+    pairs.append(("duplicates", record["split"]["duplicates"], split.duplicates))
+    for what, stated, own in pairs:
+        if stated != own:
+            return f"split: {what} is {str(stated)[:60]} in the certificate but {str(own)[:60]} in the data"
+    try:
+        issue.refuse_split(split)
+    except ValueError as error:
+        return f"split: {error}"
+    return None
+
+
+def _recount(cert: Certificate, split: Split, plain: nn.Module, **_: Any) -> str | None:
+    """The single network is the draw of its seed; deterministic networks make the errors that are stated."""
+    record = cert.record
+    if record["kind"] == "held-out":
+        networks: dict[str, Mapping[str, Tensor]] = {"reference": {}}
+    else:
+        prior = _slab(cert, "prior", plain)
+        names = list(prior.keep_prob)
+        networks = {
+            "reference": gibbs.thresholded(prior),
+            "single_draw": {n: cert.tensors["single_draw.safetensors"][n] for n in names},
+            "thresholded": {n: cert.tensors["thresholded.safetensors"][n] for n in names},
+        }
+        posterior = _slab(cert, "posterior", plain)
+        for name, again in draw(posterior, seed=record["single_draw"]["seed"], step=0).items():
+            # Gates are equal to the bit on every machine, normal numbers up to rounding.
+            off, std = (networks["single_draw"][name].to(again.device) - again).abs(), posterior.std[name]
+            if bool((off > 1e-3 * std + 1e-5 * again.abs()).any()):
+                return f"recount: the single draw network is not the draw of its seed (another {name})"
+    for what, values in networks.items():
+        counted, stated = int(gibbs.errors(plain, dict(values), split.bound).sum()), record[what]["errors"]
+        if counted != stated and not _still_holds(record, what, counted):
+            return f"recount: the {what.replace('_', ' ')} network makes {counted} errors, not {stated} as stated"
+    return None
+
+
+def _still_holds(record: Mapping[str, Any], what: str, errors: int) -> bool:
+    """Whether the bound stated for a network also covers another count (another machine may round otherwise)."""
+    n, entry = record["n"], record["bounds"].get("held_out" if what == "reference" else what)
+    if entry is None or abs(errors - record[what]["errors"]) > max(2, n // 1000):
+        return False
+    ledger = {k: v for k, v in entry["ledger"].items() if k != "delta"}
+    delta = bounds.Ledger(**ledger).delta_each
+    if what == "reference":
+        return bounds.clopper_pearson(errors, n=n, delta=delta) <= entry["bound"] + 1e-4
+    if what == "single_draw":
+        ratio = record["single_draw"]["log_ratio"]
+        return bounds.disintegrated(errors, n=n, log_ratio=ratio, delta=delta) <= entry["bound"] + 1e-4
+    return True  # no bound rests on the errors of the thresholded network
+
+
+def _replay(
+    cert: Certificate, split: Split, plain: nn.Module, *, draws: int, seed: int, progress: Progress | None
+) -> str | None:
+    """Fresh draws with another seed contradict neither the stated risks nor the disagreements."""
+    if cert.record["kind"] == "held-out":
+        return None
+    reference = gibbs.errors(plain, gibbs.thresholded(_slab(cert, "prior", plain)), split.bound)
+    for whose in ("posterior", "prior"):
+        stated = cert.record["monte_carlo"][whose]
+        if seed == stated["seed"]:
+            raise ValueError(f"seed {seed} is the certificate's own; replay with another one")
+        counts = gibbs.monte_carlo(
+            plain,
+            _slab(cert, whose, plain),
+            split.bound,
+            reference,
+            seed=seed,
+            batch=cert.record["monte_carlo"]["batch"],
+            draws=draws,
+            stage=f"replay {whose}",
+            progress=progress,
+        )
+        lower = montecarlo.betting_lower(counts.wrong.numpy() / counts.batch, delta=CONFIDENCE)
+        if lower > stated["risk_upper"]:
+            return f"replay: the {whose}'s risk is at least {lower:.4f}, above the stated {stated['risk_upper']:.4f}"
+    if not cert.record["thresholded"]["inputs"]:
+        return None
+    posterior, inputs = _slab(cert, "posterior", plain), len(split.unlabelled)
+    found = gibbs.disagreements(plain, posterior, gibbs.thresholded(posterior), split.unlabelled.x, seed=seed)
+    lower = 1 - bounds.clopper_pearson(inputs - found, n=inputs, delta=CONFIDENCE)
+    ledger = {k: v for k, v in cert.record["bounds"]["thresholded"]["ledger"].items() if k != "delta"}
+    stated = cert.record["thresholded"]["disagreements"]
+    upper = bounds.clopper_pearson(stated, n=inputs, delta=bounds.Ledger(**ledger).unlabelled_each)
+    if lower > upper:
+        return f"replay: Q disagrees with the thresholded network on {found} of {inputs} inputs, not on {stated}"
+    return None
+
+
+def _slab(cert: Certificate, whose: str, plain: nn.Module) -> SpikeSlab:
+    """P or Q of a saved certificate, its weights numbered in the model's order."""
+    stored = cert.tensors["distributions.safetensors"]
+    names = [n for n in weights.prunable(plain) if f"{whose}/keep_prob/{n}" in stored]
+    device = next(plain.parameters()).device
+    parts = [{n: stored[f"{whose}/{part}/{n}"].to(device) for n in names} for part in ("keep_prob", "mean", "std")]
+    rest = {key.removeprefix("rest/"): t for key, t in stored.items() if key.startswith("rest/")}
+    return SpikeSlab(*parts, rest=rest, total=cert.record["total"])

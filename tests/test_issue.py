@@ -1,0 +1,313 @@
+"""The rules of a certificate: how delta is spent, no fishing, and every broken rule refused by its name."""
+
+import copy
+import dataclasses
+import math
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pacprune as pp
+from pacprune import bounds, issue, layers, weights
+from pacprune.data import Split
+from pacprune.spikeslab import SpikeSlab
+
+FAST: dict[str, Any] = {"draws": 300, "tolerance": 1}
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+
+
+def digits(**changed: Any) -> Split:
+    """A split on which nothing has been certified yet."""
+    return dataclasses.replace(_digits(), **({"certified": []} | changed))
+
+
+@cache
+def _digits() -> Split:
+    return pp.data.digits(unlabelled=150)
+
+
+def prior_of(split: Split, *, std: float = 0.02, fit: Any = None) -> tuple[nn.Module, SpikeSlab]:
+    model = network()
+    pp.fit(model, split.prior if fit is None else fit, pp.Config(epochs=4, lr=0.2))
+    mask = pp.top_k(pp.scores.magnitude(model), sparsity=0.6)
+    pp.attach(model, pp.block_isotropic(model, mask, eps=0.01, std=std))
+    return model, pp.read(model)
+
+
+@cache
+def issued() -> SimpleNamespace:
+    """A certificate and all that went into it; nobody may change them in place."""
+    split = digits()
+    model, prior = prior_of(split)
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=2, lr=0.1))
+    return SimpleNamespace(
+        split=split, model=model, prior=prior, posterior=pp.read(model), cert=pp.certify(model, prior, split, **FAST)
+    )
+
+
+def again(**changed: Any) -> pp.Certificate:
+    run = issued()
+    known = {"model": run.model, "prior": run.prior, "split": digits()} | FAST | changed
+    return pp.certify(known.pop("model"), known.pop("prior"), known.pop("split"), **known)
+
+
+# --- What one asks for.
+
+
+@pytest.mark.parametrize("family", issue.FAMILIES)
+def test_the_family_is_declared_beforehand(family: str) -> None:
+    cert = again(family=family)
+    assert cert.record["claim"] == {"family": family, "bound": cert.bounds[family]}
+    assert cert.bound == issued().cert.bounds[family]
+    assert cert.ledger.delta == pytest.approx(0.05)
+    assert (cert.ledger.reference > 0) == (family == "excess")
+
+
+def test_a_smaller_delta_costs() -> None:
+    small, usual = again(delta=0.001), issued().cert
+    assert all(small.bounds[name] > usual.bounds[name] for name in usual.bounds)
+    assert small.statement.startswith("With probability at least 99.9 % ")
+    assert small.ledger.delta == pytest.approx(0.001)
+
+
+def test_sampling_stops_when_the_slack_is_small_enough() -> None:
+    run, told = issued(), []
+    cert = again(draws=3000, tolerance=0.5, progress=lambda *what: told.append(what[:3]))
+    assert cert.draws == 1000
+    assert [stage for stage, done, _ in told if done == cert.draws] == ["posterior draws", "prior draws"]
+    strict = again(draws=4000, tolerance=0.006)
+    plus, minus = (strict.tensors["draws.safetensors"][f"posterior/{what}"].sum() for what in ("plus", "minus"))
+    estimate = strict.record["reference"]["errors"] / strict.n + int(plus - minus) / (25 * strict.draws)
+    assert strict.risk_upper - estimate <= 0.006
+    assert cert.draws < strict.draws < 4000
+    first = strict.tensors["draws.safetensors"]["posterior/wrong"][:300]
+    assert torch.equal(first, run.cert.tensors["draws.safetensors"]["posterior/wrong"])  # draw t is a function of t
+
+
+def test_a_posterior_without_slabs_or_without_training() -> None:
+    split = digits()
+    model, prior = prior_of(split, std=0.0)
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=1, lr=0.1))
+    assert 0 < pp.certify(model, prior, split, **FAST).kl < math.inf
+    split = digits()
+    model, prior = prior_of(split)
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+    cert = pp.certify(model, prior, split, **FAST)
+    assert 0 <= cert.kl < 1e-12
+    assert cert.record["hashes"]["prior"] == cert.record["hashes"]["posterior"]
+    assert cert.record["single_draw"]["log_ratio"] == pytest.approx(0, abs=1e-9)
+
+
+# --- No fishing.
+
+
+def test_certifying_twice_gives_the_same_certificate_and_counts() -> None:
+    run = issued()
+    before = {n: t.clone() for n, t in run.model.state_dict().items()}
+    state = torch.get_rng_state()
+    one = again()
+    torch.set_rng_state(state)
+    torch.randn(3)
+    other = again(model=pp.resample_(copy.deepcopy(run.model)))
+    calls = [cert.record["certify_calls"] for cert in (one, other)]
+    assert calls[1] == calls[0] + 1 > 1
+    assert {**one.record, "certify_calls": 0} == {**other.record, "certify_calls": 0}
+    assert f"certified {calls[1]} times against this prior" in str(other)
+    for file, tensors in one.tensors.items():
+        assert tensors.keys() == other.tensors[file].keys()
+        assert all(torch.equal(t, other.tensors[file][name]) for name, t in tensors.items())
+    assert all(torch.equal(t, before[n]) for n, t in run.model.state_dict().items())
+
+
+def test_every_seed_is_another_and_follows_from_p_and_q() -> None:
+    purposes = ("posterior draws", "prior draws", "single draw", "unlabelled draws")
+    seeds = {issue.seed_of({"prior": p, "posterior": q}, w) for p in "ab" for q in "ab" for w in purposes}
+    assert len(seeds) == 16
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    record = issued().cert.record
+    assert record["single_draw"]["seed"] == issue.seed_of(record["hashes"], "single draw")
+
+
+def test_a_second_prior_on_the_same_examples_must_be_paid_for() -> None:
+    split = digits()
+    certs = []
+    for std in (0.02, 0.03):
+        model, prior = prior_of(split, std=std)
+        pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+        if certs:
+            with pytest.raises(ValueError, match=r"prior number 2 certified on these bound examples.*grid of 1.*grid="):
+                pp.certify(model, prior, split, **FAST)
+        certs.append(pp.certify(model, prior, split, grid=1 + len(certs), **FAST))
+    assert split.certified == [cert.record["hashes"]["prior"] for cert in certs]
+    assert certs[1].ledger.grid == 2
+    alone = pp.certify(model, prior, digits(), **FAST)
+    assert all(certs[1].bounds[name] > alone.bounds[name] for name in alone.bounds)
+    assert certs[1].bounds["held_out"] == bounds.clopper_pearson(
+        alone.record["reference"]["errors"], n=alone.n, delta=0.025
+    )
+
+
+def test_a_choice_among_certificates_is_paid_for() -> None:
+    ten, usual = again(certified=10), issued().cert
+    assert ten.ledger.certified == 10
+    assert all(ten.bounds[name] > usual.bounds[name] for name in usual.bounds)
+    assert "a choice among 10 certificates" in str(ten)
+
+
+# --- Rules that must hold.
+
+
+def test_parts_that_overlap_are_refused() -> None:
+    split = _digits()
+    first, last = split.bound.subset(torch.arange(5)), torch.arange(5, len(split.bound))
+    joined = dataclasses.replace(
+        split.prior,
+        **{what: torch.cat([getattr(split.prior, what), getattr(first, what)]) for what in ("x", "y", "index")},
+    )
+    n = len(split.bound)
+    with pytest.raises(ValueError, match=f"prior and bound share 5 of {n} examples; they must be disjoint"):
+        again(split=digits(prior=joined))
+    with pytest.raises(ValueError, match="bound and unlabelled share 5 of 5 examples"):
+        again(split=digits(unlabelled=dataclasses.replace(first, name="unlabelled")))
+    with pytest.raises(ValueError, match="another bound set"):
+        again(split=digits(bound=split.bound.subset(last)))
+
+
+@pytest.mark.parametrize("what", ["mean", "std"])
+def test_standardisation_by_more_than_the_prior_part_is_refused(what: str) -> None:
+    split = _digits()
+    shift, scale = (split.train.x.mean(), 1.0) if what == "mean" else (0.0, split.train.x.std())
+    parts = {
+        name: dataclasses.replace(part, x=(part.x - shift) / scale)
+        for name, part in (("prior", split.prior), ("bound", split.bound), ("unlabelled", split.unlabelled))
+    }
+    with pytest.raises(ValueError, match=r"not standardised by the prior part.*use those of split\.prior"):
+        again(split=digits(**parts))
+
+
+def test_honest_standardisation_of_awkward_columns_is_accepted() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(400, 4) * torch.tensor([1.0, 0.1, 0.0, 1e-3]) + torch.tensor([0.0, 5e3, 7.0, 300.0])
+    issue.refuse_split(pp.data.split(x, torch.arange(400) % 2))
+
+
+def test_what_lies_outside_q_is_frozen() -> None:
+    model = copy.deepcopy(issued().model)
+    with torch.no_grad():
+        model[4].bias[1] += 1e-6
+    with pytest.raises(ValueError, match=r"^4\.bias lies outside Q but differs from its value in the prior"):
+        again(model=model)
+    model = copy.deepcopy(issued().model)
+    model[2].running_var[3] *= 1.001
+    with pytest.raises(ValueError, match=r"^2\.running_var lies outside Q"):
+        again(model=model)
+
+
+def test_a_prior_that_changed_is_refused() -> None:
+    run = issued()
+    other = dataclasses.replace(run.prior, std={n: 2 * s for n, s in run.prior.std.items()})
+    with pytest.raises(ValueError, match=f"another prior \\({run.prior.hash[:12]}\\) than .*\\({other.hash[:12]}\\)"):
+        again(prior=other)
+
+
+@pytest.mark.parametrize("how", ["fit", "validation", "snip", "batchnorm"])
+def test_a_prior_that_saw_the_bound_set_is_refused(how: str) -> None:
+    split, model = digits(), network()
+    few = split.bound.subset(torch.arange(7))
+    pp.fit(model, split.prior, pp.Config(epochs=0), validation=few if how == "validation" else None)
+    if how == "fit":
+        pp.fit(model, few, pp.Config(epochs=1, lr=0.0))
+    elif how == "snip":
+        pp.scores.snip(model, few)
+    elif how == "batchnorm":
+        pp.reestimate_batchnorm(model, few)
+    pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.02))
+    prior, n = pp.read(model), len(split.bound)
+    with pytest.raises(ValueError, match=f"the prior has seen the bound set: 7 of its {n} examples"):
+        pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+    with pytest.raises(ValueError, match="the prior has seen the bound set"):
+        pp.certify(model, prior, split, **FAST)
+
+
+def test_unlabelled_inputs_must_be_fresh() -> None:
+    split = digits()
+    model, prior = prior_of(split)
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=1, lr=0.1), data=split.unlabelled.subset(torch.arange(9)))
+    with pytest.raises(ValueError, match="the posterior has seen 9 of the 150 unlabelled inputs"):
+        pp.certify(model, prior, split, **FAST)
+
+
+def test_other_refusals() -> None:
+    model = copy.deepcopy(issued().model)
+    weights.notes(model).pop("receipt")
+    with pytest.raises(ValueError, match=r"no receipt .* train Q with pp\.fit_posterior"):
+        again(model=model)
+    with pytest.raises(ValueError, match="the prior has seen the bound set"):
+        again(prior=pp.read(issued().model))
+    with pytest.raises(ValueError, match="family 'hoeffding' is unknown; declare one of seeger, catoni, excess"):
+        again(family="hoeffding")
+    with pytest.raises(ValueError, match="draws is 0"):
+        again(draws=0)
+    with pytest.raises(ValueError, match="delta is 0"):
+        again(delta=0.0)
+    with pytest.raises(ValueError, match="certified"):
+        again(certified=0)
+    with pytest.raises(ValueError, match=r"pp\.attach"):
+        again(model=network())
+    split = digits()
+    model, prior = prior_of(split, std=0.0)
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+    with torch.no_grad():
+        layers.sites(model)[0].mean.add_(0.1)
+    with pytest.raises(ValueError, match="train the gates only, or give a std"):
+        pp.certify(model, prior, split, **FAST)
+
+
+def test_index_lists_of_ones_own_must_be_declared_random() -> None:
+    x, y = _digits().train.x[:200], _digits().train.y[:200]
+    lists = torch.arange(100), torch.arange(100, 200)
+    with pytest.raises(ValueError, match=r"random.*split_declared_random=True"):
+        pp.data.split(x, y, indices=lists)
+    with pytest.raises(ValueError, match=r"100 of the indices lie outside 0\.\.199"):
+        pp.data.split(x, y, indices=(lists[0], -1 - lists[0]), split_declared_random=True)
+    split = pp.data.split(x, y, indices=lists, split_declared_random=True, classes=10)
+    model, prior = prior_of(split)
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+    cert = pp.certify(model, prior, split, **FAST)
+    assert cert.record["split"]["declared"] is True
+    assert cert.record["assumptions"][-1] == "the split is random as declared by the issuer"
+    assert "declared" not in " ".join(issued().cert.record["assumptions"])
+
+
+# --- Deterministic networks.
+
+
+def test_a_pruned_network_has_a_held_out_certificate() -> None:
+    split, model = digits(), network()
+    pp.osp(model, split.prior, pp.Config(epochs=3, lr=0.1), sparsity=0.7, dense=pp.Config(epochs=3, lr=0.2))
+    cert = pp.certify_held_out(model, split, delta=0.01)
+    errors = round(pp.error(model, split.bound) * cert.n)
+    assert cert.bound == bounds.clopper_pearson(errors, n=cert.n, delta=0.01)
+    assert (cert.kl, cert.draws, cert.risk, cert.risk_upper) == (0.0, 0, errors / cert.n, errors / cert.n)
+    assert cert.sparsity == pp.sparsity(model) == pytest.approx(0.7, abs=1e-3)
+    assert cert.statement.startswith(f"With probability at least 99 % over the draw of the {cert.n} bound examples, ")
+    chosen = pp.certify_held_out(model, split, delta=0.01, certified=20)
+    assert chosen.bound == bounds.clopper_pearson(errors, n=cert.n, delta=0.01 / 20)
+    other = network()
+    other.load_state_dict(cert.tensors["model.safetensors"], strict=True)
+    assert pp.error(other, split.bound) == cert.risk
+    pp.fit(model, split.train, pp.Config(epochs=1, lr=0.0))
+    with pytest.raises(ValueError, match=f"the network has seen the bound set: {cert.n} of its {cert.n} examples"):
+        pp.certify_held_out(model, split)
+    with pytest.raises(ValueError, match=r"stochastic masks; call pp\.harden"):
+        pp.certify_held_out(issued().model, split)

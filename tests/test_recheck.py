@@ -1,0 +1,376 @@
+"""Verification: true certificates hold at all levels; whoever has the data finds what was changed, by its name."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pacprune as pp
+from pacprune import gibbs, issue, recheck
+from pacprune.bounds import Ledger
+from pacprune.certificate import rounded_up
+from pacprune.data import Split
+from pacprune.spikeslab import draw, gates, log_ratio
+from test_issue import FAST, digits, issued, network, prior_of
+
+Record = dict[str, Any]
+Tensors = dict[str, dict[str, Tensor]]
+KEYS = {"seeger": "gibbs", "excess": "excess", "thresholded": "thresholded", "held_out": "one"}
+
+
+def forged(folder: Path, change: Callable[[Record, Tensors], None], cert: pp.Certificate | None = None) -> Path:
+    """The folder of a changed certificate, in which all digests are right."""
+    cert = issued().cert if cert is None else cert
+    record, tensors = copy.deepcopy(cert.record), {f: dict(t) for f, t in cert.tensors.items()}
+    change(record, tensors)
+    return pp.Certificate(record, tensors).save(folder)
+
+
+def consistent(record: Record, tensors: Tensors) -> None:
+    """All that follows from the counts, n and the KL, computed anew, so that arithmetic alone finds nothing."""
+    ledgers = {
+        key: Ledger(**{k: v for k, v in record["bounds"][name]["ledger"].items() if k != "delta"})
+        for name, key in KEYS.items()
+    }
+    counted = {
+        whose: gibbs.Counts(25, *(tensors["draws.safetensors"][f"{whose}/{w}"] for w in ("wrong", "plus", "minus")))
+        for whose in ("posterior", "prior")
+    }
+    errors, n = record["reference"]["errors"], record["n"]
+    for whose, counts in counted.items():
+        record["monte_carlo"][whose] |= issue.summarise(counts, errors, n, ledgers["gibbs"].monte_carlo_each)
+    record["bounds"] = issue.all_bounds(record, ledgers, counted["posterior"])
+    bound = record["claim"]["bound"] = record["bounds"]["seeger"]["bound"]
+    record["statement"] = record["statement"].rsplit(" ", 1)[0] + f" {rounded_up(bound)}."
+
+
+def check(folder: Path, split: Split | None = None, **options: Any) -> recheck.Report:
+    return pp.verify(folder, split=digits() if split is None else split, model=network, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return issued().cert.save(tmp_path_factory.mktemp("issued"))
+
+
+# --- True certificates.
+
+
+def test_a_true_certificate_is_valid_at_every_level(folder: Path) -> None:
+    one, two, three = pp.verify(folder), check(folder), check(folder, replay=True, draws=300)
+    for report in (one, two, three):
+        assert report.valid, report.failure
+        assert str(report).endswith("VALID")
+    assert len(one.checks) < len(two.checks) < len(three.checks)
+
+    def trusts(report: recheck.Report, word: str) -> bool:
+        return any(word in line for line in report.trusted)
+
+    assert trusts(one, "the split")
+    assert not trusts(two, "the split")
+    assert trusts(two, "errors of every draw and the disagreements")
+    assert not trusts(three, "disagreements")
+    for report in (one, two, three):
+        assert trusts(report, "order in time")
+
+
+def test_the_split_of_a_known_data_set_is_replayed_from_its_seed(folder: Path) -> None:
+    report = pp.verify(folder, model=network, recount=True)
+    assert report.valid, report.failure
+
+
+def test_a_model_of_the_package_is_built_by_its_name(tmp_path: Path) -> None:
+    split = digits()
+    model = pp.models.build("mlp", split)
+    pp.osp(model, split.prior, pp.Config(epochs=1, lr=0.1), sparsity=0.5)
+    place = pp.certify_held_out(model, split, name="mlp").save(tmp_path)
+    report = pp.verify(place, recount=True)
+    assert report.valid, report.failure
+
+
+def test_a_model_can_be_an_instance_which_stays_as_it_is(folder: Path) -> None:
+    model = network()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    assert pp.verify(folder, split=digits(), model=model).valid
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert model.training
+
+
+def test_own_data_with_a_declared_split_needs_the_split(tmp_path: Path) -> None:
+    x, y = digits().train.x[:300], digits().train.y[:300]
+    lists = torch.arange(150), torch.arange(150, 300)
+    make = partial(pp.data.split, x, y, classes=10)
+    split = make(indices=lists, split_declared_random=True)
+    model, prior = prior_of(split)
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+    place = pp.certify(model, prior, split, **FAST).save(tmp_path)
+    assert pp.verify(place).valid
+    with pytest.raises(ValueError, match=r"about 'own', which pacprune cannot load by itself; .*split="):
+        pp.verify(place, model=network, recount=True)
+    report = check(place, split)
+    assert report.valid, report.failure
+    assert any("as declared by the issuer" in line for line in report.trusted)
+    other = make(indices=(lists[0], lists[1].flip(0)), split_declared_random=True)
+    assert "split: indices of bound" in str(check(place, other).failure)
+    undeclared = dataclasses.replace(split, declared=False)
+    assert "split: declared is True" in str(check(place, undeclared).failure)
+
+
+def test_a_held_out_certificate_at_both_levels(tmp_path: Path) -> None:
+    split, model = digits(), network()
+    pp.osp(model, split.prior, pp.Config(epochs=3, lr=0.2), sparsity=0.7)
+    cert = pp.certify_held_out(model, split)
+    place = cert.save(tmp_path / "true")
+    for options in ({}, {"replay": True}):
+        report = check(place, **options)
+        assert report.valid, report.failure
+
+    def better(record: Record, tensors: Tensors) -> None:
+        errors = record["reference"]["errors"] = record["reference"]["errors"] - 1
+        bound = pp.bounds.clopper_pearson(errors, n=record["n"], delta=0.05)
+        record["bounds"]["held_out"]["bound"] = record["claim"]["bound"] = bound
+        record["statement"] = record["statement"].rsplit(" ", 1)[0] + f" {rounded_up(bound)}."
+
+    place = forged(tmp_path / "false", better, cert)
+    assert pp.verify(place).valid
+    stated = cert.record["reference"]["errors"]
+    failure = f"recount: the reference network makes {stated} errors, not {stated - 1} as stated"
+    assert check(place).failure == failure
+
+
+# --- Rules that a record can break.
+
+
+def test_n_of_the_whole_set_is_refused(tmp_path: Path) -> None:
+    def whole(record: Record, tensors: Tensors) -> None:
+        record["n"] = len(issued().split.train)
+        consistent(record, tensors)
+        record["statement"] = record["statement"].replace("643", f"{record['n']:,}")
+
+    def sizes_too(record: Record, tensors: Tensors) -> None:
+        record["reference"]["errors"] *= 2  # the error rate stays
+        record["split"]["sizes"]["bound"] = len(issued().split.train)
+        whole(record, tensors)
+
+    assert issued().cert.n == 643
+    failure = str(pp.verify(forged(tmp_path / "n", whole)).failure)
+    assert "1287" in failure
+    assert "643" in failure
+    place = forged(tmp_path / "sizes", sizes_too)
+    assert pp.verify(place).valid  # arithmetic alone cannot know
+    assert check(place).failure == "split: size of bound is 1287 in the certificate but 643 in the data"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("evaluation.augmentation", True),
+        ("evaluation.mode", "train"),
+        ("monte_carlo.posterior.seed", 1),
+        ("monte_carlo.prior.seed", 1),
+        ("single_draw.seed", 1),
+        ("thresholded.seed", 1),
+        ("kl", 1e-3),
+        ("bounds.seeger.ledger.grid", 2),
+        ("hashes.prior", "0" * 64),
+    ],
+)
+def test_a_changed_entry_is_refused_by_its_name(path: str, value: Any, tmp_path: Path) -> None:
+    def change(record: Record, tensors: Tensors) -> None:
+        *above, last = path.split(".")
+        for key in above:
+            record = record[key]
+        assert record[last] != value
+        record[last] = value
+
+    failure = pp.verify(forged(tmp_path, change)).failure
+    assert failure
+    assert path in failure
+
+
+def test_a_prior_edited_on_disk_is_refused(tmp_path: Path) -> None:
+    def nearer(record: Record, tensors: Tensors) -> None:
+        """P moved to Q, which would make the KL small."""
+        slabs = tensors["distributions.safetensors"]
+        slabs.update({key.replace("posterior", "prior"): t for key, t in slabs.items() if key.startswith("posterior")})
+
+    assert "hashes.prior" in str(pp.verify(forged(tmp_path, nearer)).failure)
+
+
+def test_a_frozen_tensor_edited_on_disk_is_refused(tmp_path: Path) -> None:
+    def moved(record: Record, tensors: Tensors, file: str, name: str) -> None:
+        tensors[file][name] = tensors[file][name] * 1.01 + 0.1
+
+    place = forged(tmp_path / "a", partial(moved, file="distributions.safetensors", name="rest/2.running_mean"))
+    assert "hashes." in str(pp.verify(place).failure)
+    place = forged(tmp_path / "b", partial(moved, file="single_draw.safetensors", name="4.bias"))
+    assert "frozen" in str(pp.verify(place).failure)
+
+
+# --- Rules about the data.
+
+
+def test_the_wrong_data_is_refused(folder: Path) -> None:
+    split = digits()
+    assert "split: files" in str(check(folder, digits(files={"digits.npz": "0" * 64})).failure)
+    assert "split: seed is 0 in the certificate but 1" in str(check(folder, pp.data.digits(seed=1)).failure)
+    other = pp.data.digits(seed=1, unlabelled=150)
+    assert "split: indices of prior" in str(check(folder, dataclasses.replace(other, seed=0)).failure)
+    augmented = dataclasses.replace(split.bound, x=split.bound.x.flip(-1))
+    assert "split: content of bound" in str(check(folder, digits(bound=augmented)).failure)
+
+
+def reissued(split: Split, **fit: Any) -> pp.Certificate:
+    """A certificate of a split as somebody made it, whatever certify says about it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(issue, "refuse_split", lambda split: None)
+        model, prior = prior_of(split, **fit)
+        pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+        return pp.certify(model, prior, split, **FAST)
+
+
+def test_another_seed_than_the_one_stated_is_refused(tmp_path: Path) -> None:
+    lucky = dataclasses.replace(pp.data.digits(seed=5, unlabelled=150), seed=0)
+    place = reissued(lucky).save(tmp_path)
+    assert pp.verify(place).valid
+    assert "split: indices of prior" in str(pp.verify(place, model=network, recount=True).failure)
+
+
+def test_augmented_bound_examples_are_refused(tmp_path: Path) -> None:
+    split = digits()
+    easy = split.bound.x + 0.01
+    place = reissued(digits(bound=dataclasses.replace(split.bound, x=easy))).save(tmp_path)
+    assert "split: content of bound" in str(pp.verify(place, model=network, recount=True).failure)
+
+
+def test_standardisation_on_all_examples_is_refused(tmp_path: Path) -> None:
+    split = digits()
+    shift, scale = split.train.x.mean(), split.train.x.std()
+    parts = {
+        part.name: dataclasses.replace(part, x=(part.x - shift) / scale)
+        for part in (split.prior, split.bound, split.train, split.unlabelled)
+    }
+    mean, std = (split.mean[0] + split.std[0] * float(shift),), (split.std[0] * float(scale),)
+    leaky = digits(**parts, mean=mean, std=std)
+    place = reissued(leaky).save(tmp_path)
+    assert "split: content of prior" in str(pp.verify(place, model=network, recount=True).failure)
+    assert "split: the inputs are not standardised by the prior part" in str(check(place, leaky).failure)
+
+
+def test_overlapping_parts_are_refused(tmp_path: Path) -> None:
+    split = digits()
+    joined = {w: torch.cat([getattr(split.prior, w), getattr(split.bound, w)[:9]]) for w in ("x", "y", "index")}
+    overlapping = digits(prior=dataclasses.replace(split.prior, **joined))
+    place = reissued(overlapping, fit=split.prior).save(tmp_path)
+    assert check(place, overlapping).failure == (
+        "split: prior and bound share 9 of 643 examples; they must be disjoint"
+    )
+
+
+def test_a_skeleton_that_does_not_fit_is_an_error(folder: Path) -> None:
+    def wider() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 17), nn.BatchNorm1d(17), nn.ReLU(), nn.Linear(17, 10))
+
+    with pytest.raises(ValueError, match=r"has shape .*17.* in the model but .*16.* in the certificate"):
+        pp.verify(folder, split=digits(), model=wider)
+    with pytest.raises(ValueError, match=r"has shape None in the model but .* in the certificate"):
+        pp.verify(folder, split=digits(), model=nn.Sequential(nn.Flatten(), nn.Linear(64, 16)))
+    with pytest.raises(ValueError, match=r"not one of pacprune's own; give it as model="):
+        pp.verify(folder, split=digits())
+
+
+# --- Counts that arithmetic cannot know.
+
+
+def test_a_fished_network_is_refused(tmp_path: Path) -> None:
+    run = issued()
+    slabs = run.posterior, run.prior
+    plain = network()
+    plain.load_state_dict(run.cert.tensors["single_draw.safetensors"])
+
+    def fish(record: Record, tensors: Tensors) -> None:
+        """The best of 50 drawn networks, under the seed of the first."""
+        tried = {t: int(gibbs.errors(plain, draw(slabs[0], seed=9, step=t), run.split.bound).sum()) for t in range(50)}
+        best = min(tried, key=tried.__getitem__)
+        drawn, mask = (f(slabs[0], seed=9, step=best) for f in (draw, gates))
+        zeros = sum(int((w == 0).sum()) for w in drawn.values())
+        record["single_draw"] |= {
+            "errors": tried[best],
+            "log_ratio": log_ratio(*slabs, drawn, mask) + 1e-11,
+            "sparsity": zeros / record["total"],
+        }
+        tensors["single_draw.safetensors"].update(drawn)
+        tensors["draws.safetensors"].update({f"single_draw/{n}": issue.packed(m) for n, m in mask.items()})
+        consistent(record, tensors)
+
+    place = forged(tmp_path, fish)
+    assert pp.verify(place).valid
+    assert "recount: the single draw network is not the draw of its seed" in str(check(place).failure)
+
+
+@pytest.mark.parametrize(("what", "less"), [("reference", 1), ("single_draw", 1), ("thresholded", 9)])
+def test_errors_of_a_network_that_are_too_few_are_refused(what: str, less: int, tmp_path: Path) -> None:
+    def lower(record: Record, tensors: Tensors) -> None:
+        record[what]["errors"] -= less
+        consistent(record, tensors)
+
+    place = forged(tmp_path, lower)
+    assert pp.verify(place).valid
+    assert f"recount: the {what.replace('_', ' ')} network makes" in str(check(place).failure)
+
+
+@pytest.mark.parametrize("whose", ["posterior", "prior"])
+def test_draws_that_err_too_little_are_refused_by_a_replay(whose: str, tmp_path: Path) -> None:
+    def lower(record: Record, tensors: Tensors) -> None:
+        draws = tensors["draws.safetensors"]
+        draws[f"{whose}/wrong"] = draws[f"{whose}/wrong"] - draws[f"{whose}/plus"]
+        draws[f"{whose}/plus"] = torch.zeros_like(draws[f"{whose}/plus"])
+        consistent(record, tensors)
+
+    place = forged(tmp_path, lower, noisy())
+    assert pp.verify(place).valid
+    report = check(place, replay=True, draws=1000)
+    assert f"replay: the {whose}'s risk is at least" in str(report.failure)
+
+
+def test_too_few_disagreements_are_refused_by_a_replay(tmp_path: Path) -> None:
+    cert = noisy()
+    assert cert.record["thresholded"]["disagreements"] > 20
+
+    def agree(record: Record, tensors: Tensors) -> None:
+        record["thresholded"]["disagreements"] = 0
+        consistent(record, tensors)
+
+    place = forged(tmp_path, agree, cert)
+    assert check(place).valid
+    assert "replay: Q disagrees with the thresholded network on" in str(check(place, replay=True, draws=50).failure)
+
+
+def noisy() -> pp.Certificate:
+    """A certificate of a Q whose draws are far worse than its thresholded network."""
+    split = digits()
+    model, prior = prior_of(split, std=0.3)
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+    return pp.certify(model, prior, split, **FAST)
+
+
+def test_a_replay_needs_another_seed(folder: Path) -> None:
+    seed = issued().cert.record["monte_carlo"]["posterior"]["seed"]
+    with pytest.raises(ValueError, match="is the certificate's own; replay with another one"):
+        check(folder, replay=True, draws=10, seed=seed)
+
+
+def test_a_folder_that_fails_at_level_one_is_not_looked_at_further(folder: Path, tmp_path: Path) -> None:
+    place = issued().cert.save(tmp_path)
+    content = bytearray((place / "draws.safetensors").read_bytes())
+    content[-1] ^= 1
+    (place / "draws.safetensors").write_bytes(bytes(content))
+    report = check(place, replay=True)
+    assert not report.valid
+    assert "draws.safetensors" in str(report.failure)
