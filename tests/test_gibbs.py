@@ -180,9 +180,9 @@ def test_an_early_stop_keeps_the_whole_prefix() -> None:
     model, slab, part = make()
     reference, asked = gibbs.errors(model, gibbs.thresholded(slab), part), []
 
-    def enough(counts: gibbs.Counts) -> bool:
+    def watch(counts: gibbs.Counts) -> tuple[bool, dict[str, float]]:
         asked.append(len(counts))
-        return len(asked) == 2
+        return len(asked) == 2, {"bound": 0.5}
 
     told: list[tuple[str, int, int]] = []
     found = gibbs.monte_carlo(
@@ -193,7 +193,7 @@ def test_an_early_stop_keeps_the_whole_prefix() -> None:
         seed=2,
         batch=5,
         draws=5000,
-        enough=enough,
+        watch=watch,
         stage="here",
         progress=lambda stage, done, total, row: told.append((stage, done, total)),
     )
@@ -233,3 +233,17 @@ def test_errors_and_disagreements_are_those_of_a_plain_loop(monkeypatch: pytest.
     monkeypatch.setattr(gibbs, "_chunk", lambda slab, device: 11)
     assert gibbs.disagreements(model, slab, fixed, part.x, seed=4) == expected
     assert model.training
+
+
+def test_the_counts_of_several_workers_merge_in_order_and_without_gaps() -> None:
+    model, slab, part = make()
+    reference = gibbs.errors(model, gibbs.thresholded(slab), part)
+
+    def work(first: int, draws: int) -> gibbs.Counts:
+        return gibbs.monte_carlo(model, slab, part, reference, seed=2, batch=5, draws=draws, first=first)
+
+    whole, merged = work(0, 60), gibbs.merge([work(40, 20), work(0, 25), work(25, 15)])
+    for what in ("wrong", "plus", "minus"):
+        assert torch.equal(getattr(whole, what), getattr(merged, what))
+    with pytest.raises(ValueError, match="do the missing draws again"):
+        gibbs.merge([work(0, 25), work(40, 20)])

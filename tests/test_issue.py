@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,15 @@ def test_sampling_stops_when_the_slack_is_small_enough() -> None:
     assert cert.draws < strict.draws < 4000
     first = strict.tensors["draws.safetensors"]["posterior/wrong"][:300]
     assert torch.equal(first, run.cert.tensors["draws.safetensors"]["posterior/wrong"])  # draw t is a function of t
+
+
+def test_chernoff_is_an_option_that_does_not_stop_early(tmp_path: Path) -> None:
+    cert = again(method="chernoff", draws=1100, tolerance=0.5)
+    assert cert.draws == 1100
+    assert cert.risk_upper == cert.record["monte_carlo"]["posterior"]["chernoff"]
+    assert pp.verify(cert.save(tmp_path)).valid
+    with pytest.raises(ValueError, match="method 'luck' is unknown"):
+        again(method="luck")
 
 
 def test_a_posterior_without_slabs_or_without_training() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune import gibbs, issue, recheck
+from pacprune import gibbs, issue, recheck, tally
 from pacprune.bounds import Ledger
 from pacprune.certificate import rounded_up
 from pacprune.data import Split
@@ -44,8 +44,8 @@ def consistent(record: Record, tensors: Tensors) -> None:
     }
     errors, n = record["reference"]["errors"], record["n"]
     for whose, counts in counted.items():
-        record["monte_carlo"][whose] |= issue.summarise(counts, errors, n, ledgers["gibbs"].monte_carlo_each)
-    record["bounds"] = issue.all_bounds(record, ledgers, counted["posterior"])
+        record["monte_carlo"][whose] |= tally.summarise(counts, errors, n, ledgers["gibbs"].monte_carlo_each)
+    record["bounds"] = tally.all_bounds(record, ledgers, counted["posterior"])
     bound = record["claim"]["bound"] = record["bounds"]["seeger"]["bound"]
     record["statement"] = record["statement"].rsplit(" ", 1)[0] + f" {rounded_up(bound)}."
 

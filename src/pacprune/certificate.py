@@ -112,6 +112,11 @@ class Certificate:
 
     def __str__(self) -> str:
         family = self.record["claim"]["family"]
+        if family == "held_out":
+            tried = self.ledger.certified
+            choice = f", divided by {tried} for a choice among {tried} networks" if tried > 1 else ""
+            errors = self.record["reference"]["errors"]
+            return f"{self.statement}\n\n   {errors} errors; delta {self.ledger.delta:g}{choice}"
         rows = [(name, self.bounds[name]) for name in LABELS if name in self.bounds]
         lines = [self.statement, ""]
         lines += [f"{'->' if name == family else '  '} {LABELS[name]:<58} {rounded_up(value)}" for name, value in rows]

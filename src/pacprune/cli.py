@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from pacprune import __version__, bounds, fetch, montecarlo, recheck
-from pacprune.certificate import RECORD, rounded_up
+from pacprune.certificate import rounded_up
 from pacprune.checkpoint import write_atomically
 from pacprune.experiments import coverage, plots, report, runs, store
 from pacprune.experiments import options as opt
@@ -276,15 +276,18 @@ def verify(
     with _told():
         runs.check_device(device)
         place = store.certificate(folder)
-        given = runs.own_model(model, device) if model else runs.known_model(place, data_dir, device)
-        try:
-            with _progress() as progress:
-                found = recheck.verify(
-                    place, model=given, data_dir=data_dir, recount=recount, replay=replay, seed=seed, progress=progress
-                )
-        except (KeyError, TypeError) as error:  # no bound rests on what says which data to load: it may be anything
-            what = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{place / RECORD} does not say which data to load ({what}); ask the issuer") from error
+        given = runs.own_model(model) if model else None
+        with _progress() as progress:
+            found = recheck.verify(
+                place,
+                model=given,
+                data_dir=data_dir,
+                recount=recount,
+                replay=replay,
+                seed=seed,
+                device=device,
+                progress=progress,
+            )
         _write(out, "verify.json", asdict(found))
         _print(asdict(found), json, str(found))
     if not found.valid:

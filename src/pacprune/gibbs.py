@@ -1,9 +1,10 @@
 """Errors of networks drawn from a SpikeSlab, many draws at a time: a population of K networks in one call."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,16 @@ NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """Per draw, out of `batch` examples: where it errs; where it errs and the reference does not; and the reverse."""
+    """Per draw, out of `batch` examples: where it errs; where it errs and the reference does not; and the reverse.
+
+    `first` is the number of the first draw, so that the counts of several workers can be put together.
+    """
 
     batch: int
     wrong: Tensor
     plus: Tensor
     minus: Tensor
+    first: int = 0
 
     def __len__(self) -> int:
         return len(self.wrong)
@@ -86,14 +91,16 @@ def monte_carlo(
     seed: int,
     batch: int,
     draws: int,
-    enough: Callable[[Counts], bool] = lambda counts: False,
+    first: int = 0,
+    watch: Callable[[Counts], tuple[bool, dict[str, float]]] | None = None,
     stage: str = "draws",
     progress: Progress | None = None,
 ) -> Counts:
-    """Counts of draws t = 0, 1, ... of `slab`, each on its own minibatch of `part`, until `draws` or `enough`.
+    """Counts of `draws` draws t = first, first + 1, ... of `slab`, each on its own minibatch of `part`.
 
-    `reference` says which examples of the part the reference network gets wrong. Draw t is a function of (seed, t), so
-    any worker can make it; draws are kept in order, and none is left out.
+    `reference` says which examples of the part the reference network gets wrong. `watch` sees the counts now and
+    then and returns whether they are enough, and what to show. Draw t is a function of (seed, t), so any worker can
+    make it; draws are kept in order, and none is left out: see `merge`.
     """
     if draws < 1:
         raise ValueError(f"draws is {draws}; at least 1 is needed")
@@ -101,22 +108,39 @@ def monte_carlo(
     x, y, reference = part.x.to(device), part.y.to(device), reference.to(device)
     chunk = _chunk(slab, device)
     found: list[Tensor] = []
+    row: dict[str, float] = {}
     done, check_at = 0, 1000  # and then at a quarter more each time, whatever the chunk is on this device
     while done < draws:
-        steps = torch.arange(done, min(done + chunk, check_at, draws), device=device)
+        steps = torch.arange(done, min(done + chunk, check_at, draws), device=device) + first
         with evaluating(plain):
             index = minibatches(n, batch, seed=seed, steps=steps, device=device)
             wrong = mistakes(outputs(plain, slab, x[index], seed=seed, steps=steps), y[index])
         other = reference[index]
         found.append(torch.stack([wrong.sum(1), (wrong & ~other).sum(1), (~wrong & other).sum(1)], dim=1).cpu())
         done += len(steps)
-        if progress:
-            progress(stage, done, draws, {})
+        stop = False
+        if done == check_at and watch is not None:
+            stop, row = watch(_counts(found, batch, first))
         if done == check_at:
             check_at += check_at // 4
-            if enough(_counts(found, batch)):
-                break
-    return _counts(found, batch)
+        if progress:
+            progress(stage, done, draws, row)
+        if stop:
+            break
+    return _counts(found, batch, first)
+
+
+def merge(parts: Sequence[Counts]) -> Counts:
+    """The counts of several workers in the order of their draws; a gap is refused, since no draw may be dropped."""
+    ordered = sorted(parts, key=lambda part: part.first)
+    for one, two in pairwise(ordered):
+        if one.first + len(one) != two.first or one.batch != two.batch:
+            raise ValueError(
+                f"draws {one.first} to {one.first + len(one) - 1} (batch {one.batch}) are followed by draw {two.first} "
+                f"(batch {two.batch}); do the missing draws again"
+            )
+    table = [torch.stack([part.wrong, part.plus, part.minus], dim=1) for part in ordered]
+    return _counts(table, ordered[0].batch, ordered[0].first)
 
 
 def _chunk(slab: SpikeSlab, device: torch.device) -> int:
@@ -125,9 +149,9 @@ def _chunk(slab: SpikeSlab, device: torch.device) -> int:
     return max(1, min(NUMBERS.get(device.type, NUMBERS["cuda"]) // size, 256))
 
 
-def _counts(found: list[Tensor], batch: int) -> Counts:
+def _counts(found: list[Tensor], batch: int, first: int) -> Counts:
     table = torch.cat(found).to(torch.int32)
-    return Counts(batch, table[:, 0], table[:, 1], table[:, 2])
+    return Counts(batch, table[:, 0], table[:, 1], table[:, 2], first)
 
 
 def disagreements(plain: nn.Module, slab: SpikeSlab, weights: dict[str, Tensor], x: Tensor, *, seed: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pacprune import bounds, gibbs, layers, montecarlo, train, weights
+from pacprune import bounds, gibbs, layers, tally, train, weights
 from pacprune._version import __version__
 from pacprune.bounds import Ledger
 from pacprune.certificate import FORMAT, VERSION, Certificate, rounded_up
@@ -33,6 +33,11 @@ ASSUMPTIONS = (
     "P was written before the bound set was used to train Q (the hash shows which P, not when)",
     "no prior was tried on these bound examples beyond those counted in the ledger",
 )
+HELD_OUT_ASSUMPTIONS = (
+    *ASSUMPTIONS[:2],
+    "the network was trained without the bound examples; what pacprune did not train is the issuer's word",
+    "no network was tried on these bound examples beyond those counted in the ledger",
+)
 
 
 def certify(
@@ -44,6 +49,7 @@ def certify(
     family: str = "seeger",
     grid: int = 1,
     certified: int = 1,
+    method: str = "betting",
     tolerance: float | None = None,
     draws: int = 20_000,
     name: str | None = None,
@@ -56,21 +62,15 @@ def certify(
     bound declared beforehand: "seeger", "catoni" or "excess". `grid` counts the priors, fixed in advance, among which
     this one was chosen, `certified` the certificates among which this one may be chosen: delta is divided by both.
     Sampling stops when the Monte-Carlo slack is at most `tolerance` (default: .001, or 0.1/sqrt(n) where that is more,
-    since n examples cannot tell finer), or after `draws`. All seeds follow from the hashes
-    of P and Q: certifying twice gives the same certificate. `name` tells verifiers which of pacprune's models it is.
+    since n examples cannot tell finer), or after `draws`; with method "chernoff", which may not look, after `draws`.
+    All seeds follow from the hashes of P and Q: certifying twice gives the same certificate. `name` tells verifiers
+    which of pacprune's models it is.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"family {family!r} is unknown; declare one of {', '.join(FAMILIES)}")
+    check_declared(family, method)
     tolerance = max(1e-3, 0.1 / math.sqrt(len(split.bound))) if tolerance is None else tolerance
     posterior = layers.read(model)
     receipt = _refuse(model, prior, posterior, split, grid)
-    shares = {"grid": grid, "certified": certified}
-    ledgers = {
-        "gibbs": Ledger.split(delta, **shares),
-        "excess": Ledger.split(delta, reference_share=0.2, **shares),
-        "thresholded": Ledger.split(delta, unlabelled_share=0.2, **shares),
-        "one": Ledger.split(delta, monte_carlo_share=0.0, **shares),
-    }
+    ledgers = tally.ledgers(delta, grid=grid, certified=certified)
     plain = layers.harden(copy.deepcopy(model))
     n, bound_set = len(split.bound), split.bound
     hashes = {"prior": prior.hash, "posterior": posterior.hash, "rest": tensor_hash(prior.rest)}
@@ -81,12 +81,12 @@ def certify(
         seed, delta_mc = seed_of(hashes, purpose), ledgers["gibbs"].monte_carlo_each
 
         def summary(counts: Counts) -> dict[str, Any]:
-            return summarise(counts, reference_errors, n, delta_mc) | {"seed": seed}
+            return tally.summarise(counts, reference_errors, n, delta_mc, method) | {"seed": seed}
 
-        def enough(counts: Counts) -> bool:
-            # The slack is counted from the estimate that the bound is about, not from the noisier plain mean.
-            estimate = reference_errors / n + float((counts.plus - counts.minus).double().mean()) / counts.batch
-            return summary(counts)["risk_upper"] - estimate <= tolerance
+        def watch(counts: Counts) -> tuple[bool, dict[str, float]]:
+            now = bounds.seeger(summary(counts)["risk_upper"], n=n, kl=0.0, delta=ledgers["gibbs"].pac_bayes_each)
+            done = method == "betting" and tally.slack(counts, reference_errors, n, delta_mc) <= tolerance
+            return done, {"bound": now}
 
         counts = gibbs.monte_carlo(
             plain,
@@ -96,7 +96,7 @@ def certify(
             seed=seed,
             batch=min(BATCH, n),
             draws=draws,
-            enough=enough,
+            watch=watch,
             stage=purpose,
             progress=progress,
         )
@@ -121,13 +121,19 @@ def certify(
         "kl_per_tensor": divergences,
         "sparsity": posterior.sparsity,
         "total": posterior.total,
-        "monte_carlo": {"tolerance": tolerance, "batch": min(BATCH, n), "posterior": q, "prior": p},
+        "monte_carlo": {
+            "method": method,
+            "tolerance": tolerance,
+            "batch": min(BATCH, n),
+            "posterior": q,
+            "prior": p,
+        },
         "reference": {"errors": reference_errors},
         "single_draw": single,
         "thresholded": flat,
         "certify_calls": _count_calls(Path(receipt["written"]), hashes["prior"]),
     }
-    record["bounds"] = all_bounds(record, ledgers, q_counts)
+    record["bounds"] = tally.all_bounds(record, ledgers, q_counts)
     record["claim"] = {"family": family, "bound": record["bounds"][family]["bound"]}
     record["statement"] = (
         f"With probability at least {100 * (1 - delta):g} % over the draw of the {n:,} bound examples and of the "
@@ -153,6 +159,14 @@ def certify(
     if hashes["prior"] not in split.certified:
         split.certified.append(hashes["prior"])
     return Certificate(record, tensors)
+
+
+def check_declared(family: str, method: str) -> None:
+    """Refuses an unknown declaration before anything is trained or drawn."""
+    if family not in FAMILIES:
+        raise ValueError(f"family {family!r} is unknown; declare one of {', '.join(FAMILIES)}")
+    if method not in tally.METHODS:
+        raise ValueError(f"method {method!r} is unknown; use one of {', '.join(tally.METHODS)}")
 
 
 def certify_held_out(
@@ -189,73 +203,9 @@ def certify_held_out(
             f"With probability at least {100 * (1 - delta):g} % over the draw of the {n:,} bound examples, "
             f"the error rate on new data of this network (sparsity {sparsity:.4f}) is at most {rounded_up(bound)}."
         ),
-        **_provenance(split, {"model": tensor_hash(state)}),
+        **_provenance(split, {"model": tensor_hash(state)}, assumptions=HELD_OUT_ASSUMPTIONS),
     }
     return Certificate(record, {"model.safetensors": state})
-
-
-def summarise(counts: Counts, reference_errors: int, n: int, delta: float) -> dict[str, Any]:
-    """The Monte-Carlo step: mean risk, its betting bound with the control variate, and Chernoff's beside it.
-
-    risk_upper = reference's error rate on all n examples + betting bound of E[(plus - minus)/batch].
-    """
-    difference = (counts.plus - counts.minus).numpy()
-    levels, times = np.unique(difference, return_counts=True)
-    upper = reference_errors / n + montecarlo.betting_difference(levels / counts.batch, counts=times, delta=delta)
-    mean = int(counts.wrong.sum()) / (len(counts) * counts.batch)
-    return {
-        "draws": len(counts),
-        "risk": mean,
-        "risk_upper": min(1.0, max(upper * (1 + 1e-15), 0.0)),
-        "chernoff": montecarlo.chernoff(mean, draws=len(counts), delta=delta),
-    }
-
-
-def all_bounds(record: dict[str, Any], ledgers: dict[str, Ledger], counts: Counts) -> dict[str, Any]:
-    """Every bound of a PAC-Bayes certificate, with the ledger that it is valid under by itself."""
-    n, kl = record["n"], record["kl"]
-    q, p = (record["monte_carlo"][whose]["risk_upper"] for whose in ("posterior", "prior"))
-    gibbs_ledger, excess, transfer, one = (ledgers[key] for key in ("gibbs", "excess", "thresholded", "one"))
-    delta = gibbs_ledger.pac_bayes_each
-    plus, minus = (getattr(counts, what).numpy() / counts.batch for what in ("plus", "minus"))
-    seeger = bounds.seeger(q, n=n, kl=kl, delta=delta)
-    found = {
-        "seeger": (seeger, gibbs_ledger),
-        "paper": (bounds.paper(q, n=n, kl=kl, delta=delta), gibbs_ledger),
-        "catoni": (bounds.catoni(q, n=n, kl=kl, delta=delta), gibbs_ledger),
-        "excess": (
-            bounds.excess_loss(
-                reference_errors=record["reference"]["errors"],
-                plus=montecarlo.betting(plus, delta=excess.monte_carlo_each / 2),
-                minus=montecarlo.betting_lower(minus, delta=excess.monte_carlo_each / 2),
-                n=n,
-                kl=kl,
-                delta_reference=excess.reference_each,
-                delta=excess.pac_bayes_each,
-            ),
-            excess,
-        ),
-        "q_equals_p": (bounds.seeger(p, n=n, kl=0.0, delta=delta), gibbs_ledger),
-        "vote": (bounds.vote(seeger), gibbs_ledger),
-        "single_draw": (
-            bounds.disintegrated(
-                record["single_draw"]["errors"], n=n, log_ratio=record["single_draw"]["log_ratio"], delta=one.delta_each
-            ),
-            one,
-        ),
-        "held_out": (bounds.clopper_pearson(record["reference"]["errors"], n=n, delta=one.delta_each), one),
-    }
-    if record["thresholded"]["inputs"]:
-        found["thresholded"] = (
-            bounds.agreement(
-                bounds.seeger(q, n=n, kl=kl, delta=transfer.pac_bayes_each),
-                disagreements=record["thresholded"]["disagreements"],
-                m=record["thresholded"]["inputs"],
-                delta=transfer.unlabelled_each,
-            ),
-            transfer,
-        )
-    return {key: {"bound": value, "ledger": ledger.as_dict()} for key, (value, ledger) in found.items()}
 
 
 def _refuse(model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Split, candidates: int) -> dict[str, Any]:
@@ -378,7 +328,7 @@ def _count_calls(folder: Path, prior_hash: str) -> int:
     return known[prior_hash]
 
 
-def _provenance(split: Split, hashes: dict[str, str]) -> dict[str, Any]:
+def _provenance(split: Split, hashes: dict[str, str], *, assumptions: tuple[str, ...] = ASSUMPTIONS) -> dict[str, Any]:
     """Where the data came from, how it was cut and standardised, what was hashed, and what is assumed."""
     parts = {part.name: part for part in (split.prior, split.bound, split.unlabelled)}
     return {
@@ -395,6 +345,6 @@ def _provenance(split: Split, hashes: dict[str, str]) -> dict[str, Any]:
         "standardisation": {"mean": list(split.mean), "std": list(split.std)},
         "evaluation": EVALUATION,
         "hashes": hashes,
-        "assumptions": [*ASSUMPTIONS, *(["the split is random as declared by the issuer"] if split.declared else [])],
+        "assumptions": [*assumptions, *(["the split is random as declared by the issuer"] if split.declared else [])],
         "software": {"pacprune": __version__, "torch": torch.__version__},
     }

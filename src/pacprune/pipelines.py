@@ -14,7 +14,7 @@ from pacprune.budget import Budget
 from pacprune.certificate import Certificate
 from pacprune.data import Split
 from pacprune.evaluate import reestimate_batchnorm
-from pacprune.issue import certify
+from pacprune.issue import certify, check_declared
 from pacprune.layers import attach, harden, read, sites
 from pacprune.loop import Config, History, Progress
 from pacprune.scores import NAMES, Loss, score
@@ -154,6 +154,7 @@ def pbp(
     objective: str = "seeger",
     family: str = "seeger",
     grid: int = 1,
+    method: str = "betting",
     draws: int = 20_000,
     tolerance: float | None = None,
     name: str | None = None,
@@ -168,6 +169,7 @@ def pbp(
     `family` is the bound that it claims, `grid` the number of priors, fixed in advance, of which this is one.
     """
     _check(sparsity, criterion)
+    check_declared(family, method)
     stage = _stages(model, split.prior, F.cross_entropy, seed, folder, progress)
     history = stage("dense", dense) if dense else []
     found = score(criterion, model, split.prior, seed=seed)
@@ -196,6 +198,7 @@ def pbp(
         delta=delta,
         family=family,
         grid=grid,
+        method=method,
         draws=draws,
         tolerance=tolerance,
         name=name,

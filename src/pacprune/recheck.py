@@ -32,6 +32,7 @@ def verify(
     replay: bool = False,
     draws: int = 2000,
     seed: int = 1,
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> Report:
     """Checks a certificate folder; `report.valid` says whether it holds, `report.failure` which rule does not.
@@ -46,8 +47,12 @@ def verify(
     if not report.valid or not (recount or replay or split is not None or data_dir is not None):
         return report
     cert = certificate.load(folder)
-    split = _replayed(cert, data_dir) if split is None else split
-    plain = _skeleton(cert, split, model)
+    try:
+        split = _replayed(cert, data_dir) if split is None else split
+        plain = _skeleton(cert, split, model).to(device)
+    except (KeyError, TypeError) as error:  # fields that the arithmetic does not need
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder} does not say which data to load ({what}); ask the issuer for it again") from error
     checks = list(report.checks)
     for check in (_split, _recount, _replay) if replay else (_split, _recount):
         failure = check(cert, split, plain, draws=draws, seed=seed, progress=progress)

@@ -20,6 +20,7 @@ FILES = {"pac-bayes": ("distributions", "draws", "single_draw", "thresholded"), 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
 EVALUATION = {"mode": "eval", "dtype": "float32", "autocast": False, "tf32": False, "augmentation": False}
 PARTS, COUNTS, BOTH = ("keep_prob", "mean", "std"), ("wrong", "plus", "minus"), ("posterior", "prior")
+PURPOSES = ("posterior draws", "prior draws", "single draw", "unlabelled draws")
 NAMES = ("seeger", "paper", "catoni", "vote", "q_equals_p", "excess", "single_draw", "held_out", "thresholded")
 # What a bound spends of delta on Monte Carlo, the reference network and unlabelled inputs; the others (0.2, 0, 0).
 SHARES = {"excess": (0.2, 0.2, 0.0), "thresholded": (0.2, 0.0, 0.2), "single_draw": (0.0,) * 3, "held_out": (0.0,) * 3}
@@ -100,8 +101,7 @@ def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors,
     hashes["rest"] = tensor_hash(tensors, "rest/")
     yield "the hashes of P, of Q and of what they share", {"hashes": hashes}
     names, base = record["kl_per_tensor"], f"{hashes['prior']}/{hashes['posterior']}/"
-    purposes = ("posterior draws", "prior draws", "single draw", "unlabelled draws")
-    digests = (hashlib.sha256((base + purpose).encode()).hexdigest() for purpose in purposes)
+    digests = (hashlib.sha256((base + purpose).encode()).hexdigest() for purpose in PURPOSES)
     of_q, of_p, of_h, of_f = ({"seed": int(digest[:16], 16) >> 1} for digest in digests)
     yield "the seeds", {"monte_carlo": {"posterior": of_q, "prior": of_p}, "single_draw": of_h, "thresholded": of_f}
     for own in (tensor_hash({f"rest/{key}": net[key] for key in net if key not in names}, "rest/") for net in nets):
@@ -116,7 +116,8 @@ def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors,
     inputs, batch = _get(record, "split", "sizes", "unlabelled"), _get(record, "monte_carlo", "batch")
     ledgers, shares = _ledgers(record, NAMES if inputs else NAMES[:-1])
     errors, single, _ = (_get(record, w, "errors", most=n) for w in ("reference", "single_draw", "thresholded"))
-    drawn = {w: _monte_carlo(draws, w, batch, errors / n, shares["seeger"][1]) for w in BOTH}
+    way, delta = record["monte_carlo"].get("method"), shares["seeger"][1]
+    drawn = {w: _monte_carlo(draws, w, batch, errors / n, delta, way) for w in BOTH}
     yield "Monte Carlo: draws, mean risk, betting and Chernoff bounds, of Q and of P", {"monte_carlo": drawn}
     ratio, zeros = _single_draw(p, q, draws, nets[0])
     yield "the single network and log dQ/dP", {"single_draw": {"log_ratio": ratio, "sparsity": zeros / total}}
@@ -167,7 +168,7 @@ def _ledgers(record: dict[str, Any], names: tuple[str, ...]) -> tuple[dict[str, 
     return ledgers, shares
 
 
-def _monte_carlo(draws: Tensors, whose: str, batch: int, reference: float, delta: float) -> dict[str, Any]:
+def _monte_carlo(draws: Tensors, whose: str, batch: int, reference: float, delta: float, way: Any) -> dict[str, Any]:
     """What follows from the counts per draw: the mean risk, its betting bound with the control variate, Chernoff's."""
     wrong, plus, minus = (_take(draws, f"{whose}/{x}", (draws[f"{whose}/wrong"].size,), kind="i") for x in COUNTS)
     fits = (plus >= 0) & (plus <= wrong) & (wrong <= batch) & (minus >= 0) & (minus <= batch - wrong)
@@ -177,7 +178,8 @@ def _monte_carlo(draws: Tensors, whose: str, batch: int, reference: float, delta
     plausible = examples * kl_bernoulli(again, reference) <= 30
     _require(plausible, f"the reference errs at {reference}, but on the batches of the {whose} draws at {again}")
     risk, more = float(wrong.sum()) / examples, 2 * betting((1 + (plus - minus) / batch) / 2, delta) - 1
-    upper, chernoff = min(1.0, max(0.0, reference + more)), kl_inverse(risk, -math.log(delta) / wrong.size)
+    chernoff = kl_inverse(risk, -math.log(delta) / wrong.size)
+    upper = {"betting": min(1.0, max(0.0, reference + more)), "chernoff": chernoff}.get(way, math.nan)
     return {"draws": wrong.size, "risk": risk, "risk_upper": upper, "chernoff": chernoff}
 
 
@@ -391,9 +393,8 @@ def tensor_hash(tensors: Tensors, *prefixes: str) -> str:
 
 if __name__ == "__main__":
     try:
-        report = verify(sys.argv[-1])
+        print(report := verify(sys.argv[-1]))
+        sys.exit(not report.valid)
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    print(report)
-    sys.exit(0 if report.valid else 1)

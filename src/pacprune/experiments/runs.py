@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pacprune import __version__, data, models, pipelines, scores, weights
-from pacprune import certificate as certificates
 from pacprune.batches import rows
 from pacprune.bounds import Ledger
 from pacprune.certificate import Certificate
@@ -25,7 +24,7 @@ from pacprune.evaluate import error, gibbs_error
 from pacprune.experiments import options as opt
 from pacprune.experiments import report, store
 from pacprune.experiments.options import Options, Osp, Pbp, Pft
-from pacprune.issue import FAMILIES, certify_held_out
+from pacprune.issue import certify_held_out, check_declared
 from pacprune.layers import attach, harden, read
 from pacprune.loop import Config, History, Progress
 from pacprune.masks import top_k
@@ -173,7 +172,7 @@ def check_device(name: str) -> torch.device:
         raise ValueError(f"the device {name!r} cannot be used here ({reason}); use --device cpu") from None
 
 
-def own_model(spelled: str, device: str) -> nn.Module:
+def own_model(spelled: str) -> nn.Module:
     """What package.module:factory makes; a module in the present folder is found, too."""
     module, _, factory = spelled.partition(":")
     sys.path.insert(0, "")
@@ -188,18 +187,7 @@ def own_model(spelled: str, device: str) -> nn.Module:
         sys.path.remove("")
     if not isinstance(found, nn.Module):
         raise ValueError(f"{spelled} made a {type(found).__name__}; it must make a torch.nn.Module")
-    return found.to(device)
-
-
-def known_model(place: Path, data_dir: Path | None, device: str) -> Callable[[], nn.Module] | None:
-    """Makes the network of pacprune's own that a certificate names, on the device; None on the CPU, the usual place."""
-
-    def make() -> nn.Module:
-        record = certificates.load(place).record
-        split = data.load(record["data"]["dataset"], data_dir=data_dir)
-        return models.build(record["model"], split).to(device)
-
-    return None if device == "cpu" else make
+    return found
 
 
 def rehearse(options: Options, model: nn.Module, split: Split) -> None:
@@ -211,8 +199,7 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
         part = training(options, split)
         procedure(options)(model, part.subset(few[: len(part)]), config)
         return
-    if options.family not in FAMILIES:
-        raise ValueError(f"family {options.family!r} is unknown; use one of {', '.join(FAMILIES)}")
+    check_declared(options.family, "betting")
     Ledger.split(options.delta, grid=options.grid)
     if options.draws < 1:
         raise ValueError(f"draws is {options.draws}; at least 1 network must be drawn to estimate the risk")
