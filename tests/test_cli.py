@@ -188,7 +188,11 @@ def test_an_unknown_flag_is_a_usage_error() -> None:
     assert call("osp", "--sparsty", "0.9").exit_code == 2
 
 
-@pytest.mark.parametrize("content", [b"not gzip at all", gzip.compress(b"other bytes"), gzip.compress(b"cut")[:-4]])
+@pytest.mark.parametrize(
+    "content",
+    [b"not gzip at all", gzip.compress(b"other bytes"), gzip.compress(b"cut")[:-4]],
+    ids=["no gzip", "other bytes", "truncated"],
+)
 def test_a_damaged_data_file_is_refused(content: bytes) -> None:
     folder = Path("data/mnist")
     folder.mkdir(parents=True)

@@ -33,7 +33,7 @@ def test_a_short_pbp_run(fashion: pp.data.Split, tmp_path: Path) -> None:
     config, posterior = pp.Config(epochs=1, lr=0.05), pp.Config(epochs=1, lr=0.02, batch_size=512)
     found = pp.pbp(model, fashion, config, sparsity=0.8, dense=config, posterior=posterior, draws=250, folder=tmp_path)
     cert = found.certificate
-    assert (cert.n, cert.dataset, len(fashion.prior)) == (36_000, "fashion-mnist", 24_000)
+    assert (cert.n, cert.record["data"]["dataset"], len(fashion.prior)) == (36_000, "fashion-mnist", 24_000)
     assert cert.sparsity == pytest.approx(0.8, abs=1e-6)
     test = pp.gibbs_error(model, fashion.test, draws=3)
     assert test == pytest.approx(cert.risk, abs=0.02)
