@@ -22,29 +22,37 @@ GATE, SLAB, PERMUTATION, BATCH, SCORE = range(5)
 _LOW = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+_CACHED = 2**15
+"""Blocks that a CPU's cache holds together."""
 
 
-def _block(seed: Tensor | int, step: Tensor | int, stream: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _block(seed: Tensor | int, step: Tensor | int, stream: int, block: Tensor) -> tuple[Tensor, ...]:
     """Ten Philox rounds on the int64 tensor `block`; returns four words in [0, 2**32), as int64."""
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
-    c0, c1 = block & _LOW, (block >> 32) & _LOW
-    c2, c3 = torch.zeros_like(block) + (step & _LOW), torch.full_like(block, stream)
+    c2 = torch.zeros_like(block) + (step & _LOW)
+    c0, c1, c3 = (block & _LOW).expand_as(c2), ((block >> 32) & _LOW).expand_as(c2), torch.full_like(c2, stream)
     for _ in range(10):
         # int64 products wrap modulo 2**64, which leaves all 64 bits of an unsigned 32x32 product right.
         p0, p1 = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
-        c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
+        c0 = (p1 >> 32).bitwise_and_(_LOW).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = (p0 >> 32).bitwise_and_(_LOW).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = p1.bitwise_and_(_LOW), p0.bitwise_and_(_LOW)
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
 
 
 def _blocks(
     n: int, seed: Tensor | int, step: Tensor | int, stream: int, offset: int, device: torch.device | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The four lanes of all blocks that hold the numbers offset to offset + n - 1."""
     block = torch.arange(offset // 4, (offset + n + 3) // 4, device=device, dtype=torch.int64)
     if isinstance(step, Tensor) and step.ndim == 1:
         step = step[:, None]
-    return _block(seed, step, stream, block)
+    if block.device.type != "cpu" or len(block) <= _CACHED or torch.compiler.is_compiling():
+        return _block(seed, step, stream, block)
+    # Some hundred passes over the numbers: three times faster where they stay in the cache.
+    parts = [_block(seed, step, stream, part) for part in block.split(_CACHED)]
+    return tuple(torch.cat(lane, dim=-1) for lane in zip(*parts, strict=True))
 
 
 def _lanes(lanes: Sequence[Tensor], n: int, offset: int) -> Tensor:
