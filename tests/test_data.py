@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pacprune import data, fetch, philox
+from pacprune import batches, data, fetch, philox, train
 
 REAL = {
     "mnist": data.mnist,
@@ -127,9 +127,9 @@ def test_a_part_is_a_dataset_with_hashes():
     assert y == part.y[3]
     batch = next(iter(torch.utils.data.DataLoader(part, batch_size=len(part))))
     assert torch.equal(batch[0], part.x)
-    expected = hashlib.blake2b(x.numpy().tobytes() + y.numpy().tobytes(), digest_size=8).digest()
+    expected = hashlib.blake2b(x.numpy().tobytes(), digest_size=8).digest()
     assert part.rows[3] == int.from_bytes(expected, "little", signed=True)
-    assert torch.equal(data.rows(part.x, part.y), part.rows)
+    assert torch.equal(data.rows(part.x), part.rows)
     assert part.rows.shape == (len(part),)
     joined = part.x.numpy().tobytes() + part.y.numpy().tobytes() + part.index.numpy().tobytes()
     assert part.hash == hashlib.sha256(joined).hexdigest()
@@ -139,11 +139,26 @@ def test_a_part_is_a_dataset_with_hashes():
     assert some.hash != part.hash
 
 
-def test_rows_tell_examples_apart_by_x_and_by_y():
+def test_rows_tell_examples_apart_by_x():
     x = torch.zeros(3, 2)
     x[1, 1] = 1.0
-    assert len(set(data.rows(x, torch.tensor([0, 0, 1])).tolist())) == 3
-    assert data.rows(x[:0], torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    assert len(set(data.rows(x).tolist())) == 2
+    assert data.rows(x[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("kind", ["raw", "bytes", "one-hot labels", "subset"])
+def test_whoever_trained_on_the_raw_tensors_has_seen_the_bound_set(kind):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randint(0, 256, (60, 5), dtype=torch.uint8, generator=generator), torch.arange(60) % 3
+    split = data.split(x, y)
+    given = {
+        "raw": (x.float() / 255, y),
+        "bytes": (x, y),
+        "one-hot labels": (split.train.x, torch.nn.functional.one_hot(split.train.y).float()),
+        "subset": (split.bound.subset(torch.tensor([3])).x, y[:1]),
+    }[kind]
+    with pytest.raises(ValueError, match="the network has seen the bound set"):
+        train.refuse_if_touched(batches.rows(given), split, "the network")
 
 
 def test_ids_agree_between_splits_of_one_source():

@@ -28,7 +28,7 @@ def network() -> nn.Module:
 
 def digits(**changed: Any) -> Split:
     """A split on which nothing has been certified yet."""
-    return dataclasses.replace(_digits(), **({"certified": []} | changed))
+    return dataclasses.replace(_digits(), **({"issued": {}} | changed))
 
 
 @cache
@@ -154,10 +154,10 @@ def test_a_second_prior_on_the_same_examples_must_be_paid_for() -> None:
         model, prior = prior_of(split, std=std)
         pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
         if certs:
-            with pytest.raises(ValueError, match=r"prior number 2 certified on these bound examples.*grid of 1.*grid="):
+            with pytest.raises(ValueError, match=r"prior number 2 certified on these bound examples.*grid=1.*grid="):
                 pp.certify(model, prior, split, **FAST)
         certs.append(pp.certify(model, prior, split, grid=1 + len(certs), **FAST))
-    assert split.certified == [cert.record["hashes"]["prior"] for cert in certs]
+    assert split.issued["prior"] == [cert.record["hashes"]["prior"] for cert in certs]
     assert certs[1].ledger.grid == 2
     alone = pp.certify(model, prior, digits(), **FAST)
     assert all(certs[1].bounds[name] > alone.bounds[name] for name in alone.bounds)
@@ -296,7 +296,7 @@ def test_index_lists_of_ones_own_must_be_declared_random() -> None:
     cert = pp.certify(model, prior, split, **FAST)
     assert cert.record["split"]["declared"] is True
     assert cert.record["assumptions"][-1] == "the split is random as declared by the issuer"
-    assert "declared" not in " ".join(issued().cert.record["assumptions"])
+    assert "as declared by the issuer" not in " ".join(issued().cert.record["assumptions"])
 
 
 # --- Deterministic networks.
@@ -321,3 +321,32 @@ def test_a_pruned_network_has_a_held_out_certificate() -> None:
         pp.certify_held_out(model, split)
     with pytest.raises(ValueError, match=r"stochastic masks; call pp\.harden"):
         pp.certify_held_out(issued().model, split)
+
+
+def test_the_best_of_several_networks_must_be_paid_for() -> None:
+    split = digits()
+    one, two = network(), network()
+    torch.nn.init.zeros_(two[1].weight)
+    pp.certify_held_out(one, split)
+    pp.certify_held_out(one, split)  # the same network again is no choice
+    with pytest.raises(ValueError, match=r"network number 2 certified on these bound examples.*certified=1"):
+        pp.certify_held_out(two, split)
+    assert pp.certify_held_out(two, split, certified=2).ledger.certified == 2
+
+
+def test_batch_statistics_in_evaluation_are_refused() -> None:
+    split = digits()
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.BatchNorm1d(10, track_running_stats=False)
+    )
+    with pytest.raises(ValueError, match="uses batch statistics in evaluation"):
+        pp.certify_held_out(model, split)
+
+
+def test_a_std_below_the_resolution_of_the_weights_has_no_density() -> None:
+    split = digits()
+    _, prior = prior_of(split)
+    tiny = dataclasses.replace(prior, std={name: torch.tensor(1e-11) for name in prior.std})
+    drawn, mask = (f(tiny, seed=0, step=0) for f in (pp.spikeslab.draw, pp.spikeslab.gates))
+    with pytest.raises(ValueError, match="stored in steps of"):
+        pp.spikeslab.log_ratio(tiny, tiny, drawn, mask)

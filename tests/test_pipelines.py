@@ -207,7 +207,7 @@ class Killed(Exception):
 
 
 def pbp(model: nn.Module, data: Any, config: pp.Config, **how: Any) -> pp.Certified:
-    fresh = dataclasses.replace(SPLIT, certified=[])  # every run is its own experiment
+    fresh = dataclasses.replace(SPLIT, issued={})  # every run is its own experiment
     return pp.pbp(model, fresh, config, eps=0.01, std=0.02, draws=3, **how)
 
 

@@ -55,10 +55,10 @@ def rows(data: Data) -> Tensor:
     if isinstance(source, datasets.Part):
         return torch.cat([source.rows, source.ids])
     if pair:
-        return datasets.rows(*pair)
+        return datasets.rows(pair[0])
     pairs = (default_collate([source[i]]) for i in range(len(source)))
     with forked(torch.device("cpu"), data, seed=0):  # random augmentation gives the same hashes every time
-        return torch.cat([datasets.rows(x, torch.as_tensor(y)) for x, y in pairs])
+        return torch.cat([datasets.rows(x) for x, _ in pairs])
 
 
 def device_of(model: nn.Module) -> torch.device:

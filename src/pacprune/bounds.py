@@ -9,8 +9,10 @@ the true value. Risks are fractions in [0, 1]; logs are natural; delta is the pr
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -334,6 +336,11 @@ class Ledger:
     def delta_each(self) -> float:
         """The delta to use for one held-out baseline."""
         return self.delta / self.candidates
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> "Ledger":
+        """The ledger that `as_dict` wrote."""
+        return cls(**{key: value for key, value in entry.items() if key != "delta"})
 
     def as_dict(self) -> dict[str, float]:
         """The fields and delta, ready for JSON."""

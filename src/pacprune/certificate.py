@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,7 @@ class Certificate:
     @property
     def ledger(self) -> Ledger:
         """How the delta of the claim is spent."""
-        entry = dict(self.record["bounds"][self.record["claim"]["family"]]["ledger"])
-        entry.pop("delta")
-        return Ledger(**entry)
+        return Ledger.from_dict(self.record["bounds"][self.record["claim"]["family"]]["ledger"])
 
     @property
     def n(self) -> int:
@@ -128,6 +127,11 @@ class Certificate:
                 f"KL {self.kl:.3f} nats; n = {self.n:,}"
             )
         lines.append(f"   {self.ledger}")
+        if self.record["split"]["duplicates"]:
+            lines.append(
+                f"   {self.record['split']['duplicates']} of the {self.n:,} bound examples also occur, to the byte, "
+                "in the prior part: they are not new to P"
+            )
         if self.record.get("certify_calls", 1) > 1:
             lines.append(
                 f"   certified {self.record['certify_calls']} times against this prior: if you choose among these, "
@@ -191,6 +195,16 @@ def load(folder: str | Path) -> Certificate:
         except SafetensorError as error:
             raise ValueError(f"{folder / name} cannot be read ({error}); ask the issuer for it again") from error
     return Certificate(record, tensors)
+
+
+def percent(delta: float) -> str:
+    """100 (1 - delta) in all its digits: 95 for .05, and 99.999999 for 1e-8 rather than 100."""
+    return f"{(100 - 100 * Decimal(f'{delta:.12g}')).normalize():f}"
+
+
+def rounded_down(value: float) -> str:
+    """Four digits, rounded down (but for 1e-6, the rounding of the gates): a sparsity must not be overstated."""
+    return f"{math.floor(value * 1e4 + 1e-2) / 1e4:.4f}"
 
 
 def rounded_up(value: float) -> str:

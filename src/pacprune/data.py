@@ -30,9 +30,11 @@ class Part:
     x: Tensor = field(repr=False)
     y: Tensor = field(repr=False)
     index: Tensor = field(repr=False)
-    """int64 positions in the source's own order."""
+    """Positions in the source's own order."""
     source: str = field(default="", repr=False)
     """A hash that names what `index` points into; empty when unknown."""
+    raw: Tensor | None = field(default=None, repr=False)
+    """Hashes of the examples before they were standardised: whoever trains on the raw tensors saw them, too."""
 
     def __len__(self) -> int:
         return len(self.y)
@@ -42,16 +44,17 @@ class Part:
 
     @cached_property
     def rows(self) -> Tensor:
-        """One 64-bit hash per example, of the bytes of x and y."""
-        return rows(self.x, self.y)
+        """One 64-bit hash per example, of the bytes of x."""
+        return rows(self.x)
 
     @cached_property
     def ids(self) -> Tensor:
-        """One 64-bit name per example, of (source, index); no entries when the source is unknown.
+        """Other 64-bit names of each example: of (source, index), and of its raw bytes; none when unknown.
 
         Two splits of one source standardise by different constants, so their `rows` differ; their `ids` agree.
         """
-        return self.index + int(self.source[:15], 16) if self.source else self.index[:0]
+        origin = self.index + int(self.source[:15], 16) if self.source else self.index[:0]
+        return origin if self.raw is None else torch.cat([origin, self.raw.T.reshape(-1)])
 
     @cached_property
     def hash(self) -> str:
@@ -60,7 +63,8 @@ class Part:
 
     def subset(self, positions: Tensor) -> "Part":
         """The examples at `positions` (int64, or a Boolean mask) of this part."""
-        return Part(self.name, self.x[positions], self.y[positions], self.index[positions], self.source)
+        x, y, index = self.x[positions], self.y[positions], self.index[positions]
+        return Part(self.name, x, y, index, self.source, None if self.raw is None else self.raw[positions])
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,18 +88,18 @@ class Split:
     """Number of classes; 0 for regression."""
     declared: bool = False
     """True when the user brought the index lists and declared them random: nobody can replay such a split."""
-    certified: list[str] = field(default_factory=list, repr=False)
-    """Hashes of the priors that were certified on `bound`: choosing among them must be paid for."""
+    issued: dict[str, list[str]] = field(default_factory=dict, repr=False)
+    """Hashes of what was certified on `bound`, by kind: choosing among them must be paid for."""
 
     @cached_property
     def duplicates(self) -> int:
         """How many examples of `bound` have an x that also occurs in `prior`, to the byte."""
-        return int(torch.isin(_digests(self.bound.x), _digests(self.prior.x)).sum())
+        return int(torch.isin(self.bound.rows, self.prior.rows).sum())
 
 
-def rows(x: Tensor, y: Tensor) -> Tensor:
-    """One 64-bit hash per example (blake2b of the bytes of x, then of y) as int64."""
-    return _digests(x, y)
+def rows(x: Tensor) -> Tensor:
+    """One 64-bit hash per example (blake2b of the bytes of x); labels, and how they are coded, do not matter."""
+    return _digests(x)
 
 
 def split(
@@ -125,9 +129,6 @@ def split(
 
     `indices` = (prior, bound) brings one's own lists. A certificate is void unless they were drawn at random:
     `split_declared_random=True` says so, and the certificate repeats whose word it is.
-
-    >>> split(torch.rand(100, 4), torch.arange(100) % 3, test=0.2).bound
-    Part(name='bound')
     """
     own = _tensors(x, y)
     order = philox.permutation(len(x), seed=seed) if indices is None else _declared(indices, split_declared_random, x)
@@ -308,13 +309,14 @@ def _cut(
         )
     classes = _count_classes(raw.y, test_raw.y, classes)
     (x, y), (test_x, test_y) = _take(raw, order), _take(test_raw, test_order)
+    before = torch.stack([_digests(raw.x[order]), _digests(x)], dim=1)
     mean, std = _standardise_(x, test_x, k) if standardise and x.is_floating_point() else ((), ())
     source, test_source = (hashlib.sha256("".join(r.files.values()).encode()).hexdigest() for r in (raw, test_raw))
     return Split(
-        prior=Part("prior", x[:k], y[:k], order[:k], source),
-        bound=Part("bound", x[k:n], y[k:n], order[k:n], source),
-        train=Part("train", x[:n], y[:n], order[:n], source),
-        unlabelled=Part("unlabelled", x[n:], y[n:], order[n:], source),
+        prior=Part("prior", x[:k], y[:k], order[:k], source, before[:k]),
+        bound=Part("bound", x[k:n], y[k:n], order[k:n], source, before[k:n]),
+        train=Part("train", x[:n], y[:n], order[:n], source, before[:n]),
+        unlabelled=Part("unlabelled", x[n:], y[n:], order[n:], source, before[n:]),
         test=Part("test", test_x, test_y, test_order, test_source),
         dataset=dataset,
         seed=seed,

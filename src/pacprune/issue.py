@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pacprune import bounds, gibbs, layers, tally, train, weights
 from pacprune._version import __version__
 from pacprune.bounds import Ledger
-from pacprune.certificate import FORMAT, VERSION, Certificate, rounded_up
+from pacprune.certificate import FORMAT, VERSION, Certificate, percent, rounded_down, rounded_up
 from pacprune.checkpoint import write_atomically
 from pacprune.data import Part, Split
 from pacprune.gibbs import Counts
@@ -31,6 +31,8 @@ ASSUMPTIONS = (
     "bound examples and new data are independent draws from one distribution, with labels as noisy as these",
     "the split was made as described, before anything was trained",
     "P was written before the bound set was used to train Q (the hash shows which P, not when)",
+    "the prior was shaped without the bound examples; what pacprune did not train or score is the issuer's word",
+    "bound family, Monte-Carlo method and number of draws were declared before the bound examples were looked at",
     "no prior was tried on these bound examples beyond those counted in the ledger",
 )
 HELD_OUT_ASSUMPTIONS = (
@@ -72,6 +74,7 @@ def certify(
     receipt = _refuse(model, prior, posterior, split, grid)
     ledgers = tally.ledgers(delta, grid=grid, certified=certified)
     plain = layers.harden(copy.deepcopy(model))
+    refuse_batch_statistics(plain)
     n, bound_set = len(split.bound), split.bound
     hashes = {"prior": prior.hash, "posterior": posterior.hash, "rest": tensor_hash(prior.rest)}
     reference = gibbs.errors(plain, gibbs.thresholded(prior), bound_set)
@@ -131,14 +134,18 @@ def certify(
         "reference": {"errors": reference_errors},
         "single_draw": single,
         "thresholded": flat,
-        "certify_calls": _count_calls(Path(receipt["written"]), hashes["prior"]),
+        "examples_seen": len(prior.seen),
+        "certify_calls": max(
+            _count_calls(Path(receipt["written"]), hashes["prior"]), _note(split, hashes["prior"], hashes["posterior"])
+        ),
     }
+    _note(split, "prior", hashes["prior"])
     record["bounds"] = tally.all_bounds(record, ledgers, q_counts)
     record["claim"] = {"family": family, "bound": record["bounds"][family]["bound"]}
     record["statement"] = (
-        f"With probability at least {100 * (1 - delta):g} % over the draw of the {n:,} bound examples and of the "
+        f"With probability at least {percent(delta)} % over the draw of the {n:,} bound examples and of the "
         f"{len(q_counts):,} sampled networks, the error rate on new data of a network drawn from Q "
-        f"(expected sparsity {posterior.sparsity:.4f}) is at most {rounded_up(record['claim']['bound'])}."
+        f"(expected sparsity {rounded_down(posterior.sparsity)}) is at most {rounded_up(record['claim']['bound'])}."
     )
     record |= _provenance(split, hashes)
     tensors = {
@@ -156,8 +163,6 @@ def certify(
         "single_draw.safetensors": {**single_weights, **prior.rest},
         "thresholded.safetensors": {**flat_weights, **prior.rest},
     }
-    if hashes["prior"] not in split.certified:
-        split.certified.append(hashes["prior"])
     return Certificate(record, tensors)
 
 
@@ -181,12 +186,15 @@ def certify_held_out(
             "the model has stochastic masks; call pp.harden(model) first, or pp.certify for the random network"
         )
     refuse_split(split)
+    refuse_batch_statistics(model)
     train.refuse_if_touched(weights.seen(model), split, "the network")
     n, ledger = len(split.bound), Ledger.split(delta, monte_carlo_share=0.0, certified=certified)
     errors = int(gibbs.errors(model, {}, split.bound).sum())
     bound = bounds.clopper_pearson(errors, n=n, delta=ledger.delta_each)
     sparsity = weights.sparsity(model)
     state = {key: t.detach().clone() for key, t in (*model.named_parameters(), *model.named_buffers())}
+    _refuse_more(split, "network", tensor_hash(state), certified, "certified")
+    _note(split, "network", tensor_hash(state))
     record = {
         "format": FORMAT,
         "version": VERSION,
@@ -200,8 +208,9 @@ def certify_held_out(
         "bounds": {"held_out": {"bound": bound, "ledger": ledger.as_dict()}},
         "claim": {"family": "held_out", "bound": bound},
         "statement": (
-            f"With probability at least {100 * (1 - delta):g} % over the draw of the {n:,} bound examples, "
-            f"the error rate on new data of this network (sparsity {sparsity:.4f}) is at most {rounded_up(bound)}."
+            f"With probability at least {percent(delta)} % over the draw of the {n:,} bound examples, "
+            f"the error rate on new data of this network (sparsity {rounded_down(sparsity)}) "
+            f"is at most {rounded_up(bound)}."
         ),
         **_provenance(split, {"model": tensor_hash(state)}, assumptions=HELD_OUT_ASSUMPTIONS),
     }
@@ -237,13 +246,34 @@ def _refuse(model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Spl
             raise ValueError(
                 f"{key} lies outside Q but differs from its value in the prior; everything but Q must stay frozen"
             )
-    tried = {*split.certified, prior.hash}
-    if len(tried) > candidates:
-        raise ValueError(
-            f"this is prior number {len(tried)} certified on these bound examples, but the ledger pays for a grid of "
-            f"{candidates}; fix the number of priors in advance and give it as grid=, so that each pays delta/grid"
-        )
+    _refuse_more(split, "prior", prior.hash, candidates, "grid")
     return receipt
+
+
+def _refuse_more(split: Split, kind: str, found: str, paid: int, share: str) -> None:
+    """Raises when more of a kind were certified on these examples than the ledger pays for."""
+    tried = {*split.issued.get(kind, []), found}
+    if len(tried) > paid:
+        raise ValueError(
+            f"this is {kind} number {len(tried)} certified on these bound examples, but the ledger pays for "
+            f"{share}={paid}; fix the number of candidates in advance and give it as {share}=: each pays its part"
+        )
+
+
+def _note(split: Split, kind: str, found: str) -> int:
+    """Remembers on the split what was certified on it; returns how many certificates of this kind it has seen."""
+    split.issued.setdefault(kind, []).append(found)
+    return len(split.issued[kind])
+
+
+def refuse_batch_statistics(model: nn.Module) -> None:
+    """Raises when an answer would depend on the other inputs of its batch, so that there is no network to certify."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            raise ValueError(
+                f"{name} uses batch statistics in evaluation (track_running_stats=False), so that an answer depends on "
+                "its batch; give it running statistics"
+            )
 
 
 def refuse_split(split: Split) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,12 @@ from pacprune import bounds, certificate, data, gibbs, issue, models, montecarlo
 from pacprune.certificate import Certificate
 from pacprune.data import Split
 from pacprune.loop import Progress
-from pacprune.spikeslab import SpikeSlab, draw
+from pacprune.spikeslab import SpikeSlab, draw, gates
 from pacprune.verify import Report
 from pacprune.verify import verify as check_arithmetic
 
+AGAIN = 200
+"""How many of the issuer's own draws a replay makes again, from a place that it picks."""
 CONFIDENCE = 1e-6
 """A replay refutes a certificate only at this level: a true one is called false once in a million replays."""
 
@@ -31,7 +34,7 @@ def verify(
     recount: bool = False,
     replay: bool = False,
     draws: int = 2000,
-    seed: int = 1,
+    seed: int | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Report:
@@ -39,9 +42,10 @@ def verify(
 
     Level 1, always: all hashes, the KL and every bound, by the independent arithmetic of `verify.py`. Level 2, with
     `recount`, a `split` or a `data_dir`: the split is replayed from its seed and the errors of the deterministic
-    networks are counted again. Level 3, with `replay`: `draws` fresh networks with another seed must not contradict the
-    empirical risk. A network that is not pacprune's own comes in as `model` (a plain module, or what builds one), data
-    that is not as `split`.
+    networks are counted again. Level 3, with `replay`: `draws` fresh networks, by default with a seed that nobody can
+    foresee, must not contradict what is stated, and some of the issuer's own draws are made again.
+    A network that is not pacprune's own comes in as `model` (a plain module, or what builds one), data that is not as
+    `split`.
     """
     report = check_arithmetic(folder)
     if not report.valid or not (recount or replay or split is not None or data_dir is not None):
@@ -54,14 +58,25 @@ def verify(
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"{folder} does not say which data to load ({what}); ask the issuer for it again") from error
     checks = list(report.checks)
-    for check in (_split, _recount, _replay) if replay else (_split, _recount):
+    seed = secrets.randbits(62) if seed is None else seed
+    random = cert.record["kind"] == "pac-bayes"
+    for check, said in (
+        (_split, "the split: data files, index lists, disjoint parts, standardisation from S_P"),
+        (
+            _recount,
+            "errors of the deterministic networks"
+            + (", and that the single one is the draw of its seed" if random else ""),
+        ),
+        (_replay, "fresh draws contradict neither risks nor disagreements, and the issuer's own draws come out again"),
+    )[: 3 if replay and random else 2]:
         failure = check(cert, split, plain, draws=draws, seed=seed, progress=progress)
         if failure:
             return replace(report, valid=False, failure=failure, checks=tuple(checks))
-        checks.append((check.__doc__ or "").split(".")[0])
-    left = [line for line in report.trusted if not line.startswith(("the counts", "the split"))]
-    if cert.record["kind"] == "pac-bayes" and not replay:
-        left.append("the errors of every draw and the disagreements, which a replay compares with fresh ones")
+        checks.append(said)
+    left = [line for line in report.trusted if line.startswith("the order")]
+    if random and not replay:
+        left.append("the draws: the errors of every one and the disagreements, which a replay compares with fresh ones")
+    left.append("the model: that these tensors are the network in use")
     if split.declared:
         left.append("the split: that it is random, as declared by the issuer")
     return replace(report, checks=tuple(checks), trusted=tuple(left))
@@ -109,7 +124,7 @@ def _skeleton(cert: Certificate, split: Split, model: nn.Module | Callable[[], n
 
 
 def _split(cert: Certificate, split: Split, plain: nn.Module, **_: Any) -> str | None:
-    """The split is the one described: data files, index lists, disjoint parts, standardisation from S_P."""
+    """The first difference between the split at hand and the one described."""
     record = cert.record
     found = {part.name: part for part in (split.prior, split.bound, split.unlabelled)}
     pairs: list[tuple[str, Any, Any]] = [("files", record["data"]["files"], dict(split.files))]
@@ -143,8 +158,17 @@ def _split(cert: Certificate, split: Split, plain: nn.Module, **_: Any) -> str |
 
 
 def _recount(cert: Certificate, split: Split, plain: nn.Module, **_: Any) -> str | None:
-    """The single network is the draw of its seed; deterministic networks make the errors that are stated."""
-    record = cert.record
+    """The first deterministic network that is not what it should be, or that errs otherwise than stated."""
+    record, known = cert.record, weights.prunable(plain)
+    try:
+        issue.refuse_batch_statistics(plain)
+    except ValueError as error:
+        return f"recount: {error}"
+    other = [name for name in record.get("kl_per_tensor", {}) if name not in known]
+    if other or record["total"] != weights.total(plain):
+        # A bias or a running statistic in Q would be in no hash of what is frozen.
+        size = weights.total(plain)
+        return f"recount: Q is over {other} and {record['total']} weights, but the model has {size}, in {list(known)}"
     if record["kind"] == "held-out":
         networks: dict[str, Mapping[str, Tensor]] = {"reference": {}}
     else:
@@ -156,6 +180,9 @@ def _recount(cert: Certificate, split: Split, plain: nn.Module, **_: Any) -> str
             "thresholded": {n: cert.tensors["thresholded.safetensors"][n] for n in names},
         }
         posterior = _slab(cert, "posterior", plain)
+        for name, keep in gates(posterior, seed=record["single_draw"]["seed"], step=0).items():
+            if not torch.equal(issue.packed(keep), cert.tensors["draws.safetensors"][f"single_draw/{name}"]):
+                return f"recount: the mask of the single draw network is not the draw of its seed (another {name})"
         for name, again in draw(posterior, seed=record["single_draw"]["seed"], step=0).items():
             # Gates are equal to the bit on every machine, normal numbers up to rounding.
             off, std = (networks["single_draw"][name].to(again.device) - again).abs(), posterior.std[name]
@@ -173,8 +200,7 @@ def _still_holds(record: Mapping[str, Any], what: str, errors: int) -> bool:
     n, entry = record["n"], record["bounds"].get("held_out" if what == "reference" else what)
     if entry is None or abs(errors - record[what]["errors"]) > max(2, n // 1000):
         return False
-    ledger = {k: v for k, v in entry["ledger"].items() if k != "delta"}
-    delta = bounds.Ledger(**ledger).delta_each
+    delta = bounds.Ledger.from_dict(entry["ledger"]).delta_each
     if what == "reference":
         return bounds.clopper_pearson(errors, n=n, delta=delta) <= entry["bound"] + 1e-4
     if what == "single_draw":
@@ -186,9 +212,8 @@ def _still_holds(record: Mapping[str, Any], what: str, errors: int) -> bool:
 def _replay(
     cert: Certificate, split: Split, plain: nn.Module, *, draws: int, seed: int, progress: Progress | None
 ) -> str | None:
-    """Fresh draws with another seed contradict neither the stated risks nor the disagreements."""
-    if cert.record["kind"] == "held-out":
-        return None
+    """The first stated number that fresh draws contradict, or the issuer's draws when they do not come out again."""
+    stored = cert.tensors["draws.safetensors"]
     reference = gibbs.errors(plain, gibbs.thresholded(_slab(cert, "prior", plain)), split.bound)
     for whose in ("posterior", "prior"):
         stated = cert.record["monte_carlo"][whose]
@@ -200,25 +225,58 @@ def _replay(
             split.bound,
             reference,
             seed=seed,
-            batch=cert.record["monte_carlo"]["batch"],
+            batch=min(issue.BATCH, len(split.bound)),
             draws=draws,
             stage=f"replay {whose}",
             progress=progress,
         )
-        lower = montecarlo.betting_lower(counts.wrong.numpy() / counts.batch, delta=CONFIDENCE)
-        if lower > stated["risk_upper"]:
-            return f"replay: the {whose}'s risk is at least {lower:.4f}, above the stated {stated['risk_upper']:.4f}"
+        own = {
+            what: stored[f"{whose}/{what}"].numpy() / cert.record["monte_carlo"]["batch"] for what in ("plus", "minus")
+        }
+        share = _ledger(cert, "excess").monte_carlo_each / 2
+        for what, lower, upper in (
+            ("risk", _lower(counts.wrong, counts), stated["risk_upper"]),
+            ("share of new errors", _lower(counts.plus, counts), montecarlo.betting(own["plus"], delta=share)),
+            ("share of successes", montecarlo.betting_lower(own["minus"], delta=share), _upper(counts.minus, counts)),
+        ):
+            if lower > upper:
+                return f"replay: the {whose}'s {what} is not as stated: {lower:.4f} or more, and {upper:.4f} or less"
+        first = seed % max(1, stated["draws"] - AGAIN)
+        again = gibbs.monte_carlo(
+            plain,
+            _slab(cert, whose, plain),
+            split.bound,
+            reference,
+            seed=stated["seed"],
+            batch=cert.record["monte_carlo"]["batch"],
+            draws=min(AGAIN, stated["draws"]),
+            first=first,
+        )
+        off = int((again.wrong - stored[f"{whose}/wrong"][first : first + len(again)]).abs().sum())
+        if off > 2 + len(again) * again.batch // 100:  # another machine may round a few examples to the other side
+            return f"replay: draws {first} to {first + len(again) - 1} of the {whose} err otherwise on {off} examples"
     if not cert.record["thresholded"]["inputs"]:
         return None
     posterior, inputs = _slab(cert, "posterior", plain), len(split.unlabelled)
     found = gibbs.disagreements(plain, posterior, gibbs.thresholded(posterior), split.unlabelled.x, seed=seed)
     lower = 1 - bounds.clopper_pearson(inputs - found, n=inputs, delta=CONFIDENCE)
-    ledger = {k: v for k, v in cert.record["bounds"]["thresholded"]["ledger"].items() if k != "delta"}
     stated = cert.record["thresholded"]["disagreements"]
-    upper = bounds.clopper_pearson(stated, n=inputs, delta=bounds.Ledger(**ledger).unlabelled_each)
+    upper = bounds.clopper_pearson(stated, n=inputs, delta=_ledger(cert, "thresholded").unlabelled_each)
     if lower > upper:
         return f"replay: Q disagrees with the thresholded network on {found} of {inputs} inputs, not on {stated}"
     return None
+
+
+def _ledger(cert: Certificate, name: str) -> bounds.Ledger:
+    return bounds.Ledger.from_dict(cert.record["bounds"][name]["ledger"])
+
+
+def _lower(errors: Tensor, counts: gibbs.Counts) -> float:
+    return montecarlo.betting_lower(errors.numpy() / counts.batch, delta=CONFIDENCE)
+
+
+def _upper(errors: Tensor, counts: gibbs.Counts) -> float:
+    return montecarlo.betting(errors.numpy() / counts.batch, delta=CONFIDENCE)
 
 
 def _slab(cert: Certificate, whose: str, plain: nn.Module) -> SpikeSlab:

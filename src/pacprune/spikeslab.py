@@ -223,6 +223,17 @@ def draw(q: SpikeSlab, *, seed: int, step: Tensor | int) -> dict[str, Tensor]:
     return found
 
 
+def _check_resolution(name: str, w: Tensor, std: Tensor, std0: Tensor) -> None:
+    """The density of a weight says nothing once its std is lost in the rounding of the stored number."""
+    step = float(w.abs().max() * torch.finfo(w.dtype).eps) if w.numel() else 0.0
+    least = min(float(std.min()), float(std0.min()))
+    if least < 8 * step:
+        raise ValueError(
+            f"{name} has std {least:.2g}, but its weights are stored in steps of {step:.2g}: one drawn network has no "
+            f"density then; use a std of at least {8 * step:.2g}, or 0"
+        )
+
+
 def log_ratio(q: SpikeSlab, p: SpikeSlab, drawn: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> float:
     """log dQ/dP at one drawn network: its mean over draws of Q is KL(Q||P).
 
@@ -237,6 +248,7 @@ def log_ratio(q: SpikeSlab, p: SpikeSlab, drawn: Mapping[str, Tensor], mask: Map
         std, std0 = q.std[name].double(), p.std[name].double()
         if bool((std != 0).any()) or bool((std0 != 0).any()):
             x = w.double()
+            _check_resolution(name, w[keep], std, std0)
             near, far = (x - q.mean[name].double()) / std, (x - p.mean[name].double()) / std0
             slab = 0.5 * (far**2 - near**2) - torch.log(std / std0)
             total += float(torch.where(keep, slab, 0.0).sum())

@@ -7,9 +7,11 @@ issuing code is not repeated. `python verify.py FOLDER` exits with 0: valid, 1: 
 import hashlib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,9 @@ class Report:
     trusted: tuple[str, ...] = TRUSTED
 
     def __str__(self) -> str:
-        lines = [f"  checked: {check}" for check in self.checks] + [f"  on trust: {what}" for what in self.trusted]
-        return "\n".join([*lines, "VALID" if self.valid else f"INVALID: {self.failure}"])
+        checks, trusted = [f"  checked: {x}" for x in self.checks], [f"  on trust: {x}" for x in self.trusted]
+        short = re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1...", f"INVALID: {self.failure}")  # hashes
+        return "\n".join([*checks, *trusted, "VALID"] if self.valid else [short, *checks])
 
 
 class Refused(Exception):
@@ -92,7 +95,7 @@ def _held_out(record: dict[str, Any], n: int, model: Tensors) -> Rules:
     yield "hash and zeros of the network", {"hashes": {"model": tensor_hash(model, "")}, "sparsity": possible / total}
     ledgers, shares = _ledgers(record, ("held_out",))
     bound = clopper_pearson(_get(record, "reference", "errors", most=n), n, sum(shares["held_out"]))
-    subject = f"the {n:,} bound examples, the error rate on new data of this network (sparsity {sparsity:.4f})"
+    subject = f"the {n:,} bound examples, the error rate on new data of this network (sparsity {_down(sparsity)})"
     yield from _claim(record, ledgers, {"held_out": bound}, ["held_out"], subject)
 
 
@@ -139,8 +142,12 @@ def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors,
         pac, _, _, own = shares["thresholded"]
         found["thresholded"] = min(1.0, kl_inverse(risk, complexity(n, kl, pac)) + clopper_pearson(differ, inputs, own))
     subject = f"the {n:,} bound examples and of the {count:,} sampled networks, the error rate on new data of a network"
-    subject += f" drawn from Q (expected sparsity {record['sparsity']:.4f})"
+    subject += f" drawn from Q (expected sparsity {_down(record['sparsity'])})"
     yield from _claim(record, ledgers, found, ["seeger", "catoni", "excess"], subject)
+
+
+def _down(sparsity: float) -> str:
+    return f"{math.floor(sparsity * 1e4 + 1e-2) / 1e4:.4f}"
 
 
 def _claim(record: Any, ledgers: dict[str, Any], found: dict[str, float], families: list[str], subject: str) -> Rules:
@@ -149,7 +156,8 @@ def _claim(record: Any, ledgers: dict[str, Any], found: dict[str, float], famili
     _require(family in families, f"claim.family is {family!r}, but must be one of {families}")
     bound, delta = record["bounds"][family]["bound"], ledgers[family]["delta"]
     most = math.ceil(bound * 1e4 - 1e-9) / 1e4  # a certificate must not be rounded in its own favour
-    statement = f"With probability at least {100 * (1 - delta):g} % over the draw of {subject} is at most {most:.4f}."
+    sure = f"{(100 - 100 * Decimal(f'{delta:.12g}')).normalize():f}"
+    statement = f"With probability at least {sure} % over the draw of {subject} is at most {most:.4f}."
     yield f"the claim, at most {most:.4f}, and its sentence", {"claim": {"bound": bound}, "statement": statement}
 
 
@@ -199,10 +207,13 @@ def _single_draw(p: Slab, q: Slab, draws: Tensors, drawn: Tensors) -> tuple[floa
         (lam0, m0, s0), w = p[name], _take(drawn, name, m.shape)
         bits = np.unpackbits(_take(draws, f"single_draw/{name}", ((w.size + 7) // 8,), kind="u").astype(np.uint8)) == 1
         keep = bits[: w.size].reshape(w.shape)
-        fits = not bits[w.size :].any() and not w[~keep].any() and (s.any() or (w == m)[keep].all())
+        fits = not bits[w.size :].any() and not w[~keep].any() and ((w != 0)[keep] if s.any() else (w == m)[keep]).all()
         _require(fits, f"single draw: the weights of {name} do not fit its mask and Q")
         terms = np.log(np.where(keep, lam / lam0, (1 - lam) / (1 - lam0)))
         if s.any():
+            step = 2.0**-7 if drawn[name].dtype.kind == "u" else np.finfo(drawn[name].dtype).eps
+            fits = min(s.min(), s0.min()) >= 8 * step * np.abs(w).max()
+            _require(fits, f"single draw: the std of {name} is lost in the rounding of its weights")
             terms = terms + keep * ((((w - m0) / s0) ** 2 - ((w - m) / s) ** 2) / 2 - np.log(s / s0))
         ratio, zeros = ratio + float(terms.sum()), zeros + int((w == 0).sum())
     return ratio, zeros
@@ -245,7 +256,7 @@ def kl_bernoulli(q: float, p: float) -> float:
 
 def kl_inverse(q: float, c: float) -> float:
     """The largest p with kl(q||p) <= c; the smallest one is 1 - kl_inverse(1 - q, c)."""
-    return _bisect(q, 1.0, lambda p: kl_bernoulli(q, p) >= c)
+    return _bisect(q, 1.0, lambda p: kl_bernoulli(q, p) >= c) if c > 0 else q
 
 
 def complexity(n: int, kl: float, delta: float) -> float:
