@@ -5,7 +5,7 @@
 The nouns are scores, masks, SpikeSlab, Split, Config and Certificate; the rest are verbs. See docs/ for a tutorial.
 """
 
-from pacprune import bounds, data, models, scores
+from pacprune import bounds, data, linear, models, scores
 from pacprune._version import __version__ as __version__
 from pacprune.budget import Budget
 from pacprune.certificate import Certificate
@@ -42,6 +42,7 @@ __all__ = [
     "harden",
     "isotropic",
     "kl",
+    "linear",
     "models",
     "osp",
     "overlap",

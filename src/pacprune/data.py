@@ -32,7 +32,7 @@ class Part:
     index: Tensor = field(repr=False)
     """Positions in the source's own order."""
     source: str = field(default="", repr=False)
-    """A hash that names what `index` points into; empty when unknown."""
+    """Names what `index` points into; empty when unknown."""
     raw: Tensor | None = field(default=None, repr=False)
     """Hashes of the examples before they were standardised: whoever trains on the raw tensors saw them, too."""
 
@@ -300,8 +300,7 @@ def _cut(
     _check_shapes(raw, test_raw)
     n = len(order) - unlabelled
     k = round(prior_fraction * n) if 0 < prior_fraction < 1 and unlabelled >= 0 else 0
-    if declared is not None:
-        k, prior_fraction = declared, declared / n
+    k, prior_fraction = (k, prior_fraction) if declared is None else (declared, declared / n)
     if not 0 < k < n:
         raise ValueError(
             f"prior_fraction {prior_fraction} of {len(order)} examples less {unlabelled} unlabelled ones leaves a "
