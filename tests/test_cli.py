@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from pacprune import __version__, bounds, cli, fetch, montecarlo
 from pacprune.experiments import options as opt
 from pacprune.experiments import runs
+from pacprune.experiments.bars import progress_bars
 
 COMMANDS = ("demo", "osp", "pft", "pbp", "bound", "certify", "verify", "selftest", "data", "report")
 SHORT = ("--dense-epochs", "2", "--epochs", "2")
@@ -79,6 +80,21 @@ def test_the_examples_are_understood() -> None:
         for line in lines:
             words = [word for word in line.split()[1:] if word.startswith("--")]
             assert all(word in call(line.split()[1], "--help").stdout for word in words)
+
+
+def test_epochs_and_gates_are_explained_where_they_matter() -> None:
+    texts = {command: " ".join(call(command, "--help").stdout.split()) for command in ("osp", "pft", "pbp")}
+    assert "Epochs of training the prior" in texts["pbp"]
+    assert [command for command, text in texts.items() if "--gate-lr" in text] == ["pft", "pbp"]
+
+
+def test_a_stage_that_ends_early_is_shown_as_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bars() as progress:
+        progress("draws", 1952, 4000)
+        progress("more", 1, 2, {"loss": 0.5})
+    shown = capsys.readouterr().err
+    assert "1952/1952" in shown
+    assert "1/1" in shown
 
 
 def test_both_spellings_are_one_program() -> None:
@@ -164,18 +180,29 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None
         ("pbp --objective best", "objective 'best' is unknown"),
         ("pbp --family best", "family 'best' is unknown"),
         ("pbp --grid 0", "grid is 0"),
-        ("pbp --unlabelled 5000", "less 5000 unlabelled ones"),
+        ("pbp --unlabelled 5000", "unlabelled is 5000, but of the 1437 training examples of digits, from 0 to 1435"),
+        ("osp --data-dir nowhere", "nowhere does not exist"),
+        ("osp --data-dir mine.txt", "mine.txt is not a folder"),
+        ("osp --out /dev/null/run", "/dev/null/run cannot be read or written (Not a directory); choose another"),
         ("osp --train-on test", "train_on is 'test'"),
         ("osp --config none.toml", "none.toml cannot be read"),
         ("osp --out .", "is not empty and holds no config.toml"),
         ("bound --risk 3 --n 10", "risk is 3.0"),
-        ("bound --n 10", "give one of the two"),
-        ("bound --n 10 --risk 0.1 --errors 1", "give one of the two"),
-        ("bound --n 0 --errors 1", "n is 0"),
-        ("bound --n 10 --errors 11", "risk is 1.1"),
-        ("data fetch digits", "nothing to download for 'digits'"),
+        ("bound --n 10", "neither --risk nor --errors is given"),
+        ("bound --n 10 --risk 0.1 --errors 1", "give only one of the two"),
+        ("bound --n 0 --errors 1", "n is 0, but it must be a whole number of at least 1: it counts the bound examples"),
+        ("bound --n 10 --errors 1 --draws 0", "draws is 0"),
+        ("bound --n 10 --errors 11", "--errors is 11, but 10 examples give from 0 to 10 errors"),
+        ("bound --n 10 --errors 31 --draws 3", "3 networks on 10 examples give from 0 to 30 errors"),
+        ("bound --n 10 --risk 0.1 --out mine.txt", "mine.txt cannot be read or written"),
+        ("data fetch digits", "is 'digits'; use one of mnist, fashion-mnist, cifar10"),
+        ("data fetch", "is missing; use one of mnist, fashion-mnist, cifar10"),
+        ("data path imagenet", "is 'imagenet'; use one of mnist"),
         ("data burn", "unknown action 'burn'"),
         ("report .", "is not finished"),
+        ("report nowhere", "nowhere does not exist"),
+        ("verify nowhere", "nowhere does not exist"),
+        ("verify .", "holds neither certificate.json nor certificate/certificate.json"),
     ],
 )
 def test_bad_input_gets_one_sentence(words: str, said: str) -> None:
@@ -228,6 +255,7 @@ def test_data_list_says_what_is_missing() -> None:
     assert list(rows) == ["digits", "mnist", "fashion-mnist", "cifar10"]
     assert rows["digits"]["present"]
     assert not rows["mnist"]["present"]
+    assert (rows["digits"]["usable"], rows["mnist"]["usable"]) == (True, False)
     assert "data fetch cifar10" in rows["cifar10"]["detail"]
     assert call("data", "list", "--data-dir", "data").stdout.count("missing ") == 3
 
@@ -236,6 +264,7 @@ def test_data_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PACPRUNE_DATA", "elsewhere")
     assert call("data", "path").stdout == "elsewhere\n"
     assert answer("data", "path", "--data-dir", "here") == {"folder": "here"}
+    assert call("data", "path", "cifar10").stdout == "elsewhere/cifar-10-batches-bin\n"
 
 
 def test_data_fetch_reports_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:

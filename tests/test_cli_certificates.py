@@ -1,6 +1,7 @@
 """Certificates on the command line: certify, verify and selftest, and what they say to damaged folders."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +74,8 @@ def test_verify_says_what_it_checked_and_what_it_trusts(pbp: Path) -> None:
     *lines, last = done.stdout.splitlines()
     assert last == "VALID"
     assert {line.split(":")[0].strip() for line in lines} == {"checked", "on trust"}
-    assert call("verify", pbp).stdout == done.stdout, "a run folder stands for its only certificate"
+    for place in (pbp, pbp / "certificate" / "certificate.json"):
+        assert call("verify", place).stdout == done.stdout, "the run and the record itself stand for the certificate"
 
 
 def test_every_level_checks_more_and_trusts_less(pbp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,17 +101,19 @@ def test_a_changed_number_is_invalid(folder: Path) -> None:
     (folder / "certificate.json").write_text(text.replace('"n": ', '"n": 1', 1))
     done = call("verify", folder)
     assert done.exit_code == 1
-    assert done.stdout.splitlines()[-1].startswith("INVALID: ")
+    assert re.fullmatch("INVALID: digest: [0-9a-f]{12}... is stated, [0-9a-f]{12}... is recomputed\n", done.stdout)
     found = json.loads(call("verify", folder, "--json").stdout)
     assert not found["valid"]
-    assert "INVALID: " + found["failure"] in done.stdout
+    assert found["failure"].startswith("digest: ")
 
 
 def test_a_better_claim_is_invalid_though_all_digests_fit(folder: Path) -> None:
     rewrite(folder, lambda record: record["claim"].update(bound=record["claim"]["bound"] - 0.01))
     done = call("verify", folder)
     assert done.exit_code == 1
-    assert "claim" in done.stdout.splitlines()[-1]
+    first, *others = done.stdout.splitlines()
+    assert first.startswith("INVALID: claim")
+    assert {line.split(":")[0] for line in others} == {"  checked"}, "what is taken on trust does not matter then"
 
 
 def test_another_count_is_invalid_with_the_data_at_hand(osp: Path, tmp_path: Path) -> None:
@@ -119,7 +123,7 @@ def test_another_count_is_invalid_with_the_data_at_hand(osp: Path, tmp_path: Pat
     assert call("verify", tmp_path / "osp").exit_code == 0
     done = call("verify", tmp_path / "osp", "--recount")
     assert done.exit_code == 1
-    assert done.stdout.splitlines()[-1].startswith("INVALID: split: content of bound")
+    assert done.stdout.startswith("INVALID: split: content of bound")
 
 
 def _truncate(folder: Path) -> None:
@@ -153,7 +157,7 @@ def _poison(tensors: dict[str, Any]) -> None:
         (_tensors(_poison), "holds NaN"),
         (lambda folder: rewrite(folder, lambda record: record.update(version=99)), "99"),
         (lambda folder: rewrite(folder, lambda record: record.update(format="other")), "other"),
-        (lambda folder: (folder / "certificate.json").unlink(), "holds 0 files certificate.json"),
+        (lambda folder: (folder / "certificate.json").unlink(), "holds neither certificate.json nor "),
     ],
 )
 def test_what_cannot_be_read_gets_one_sentence(damage: Callable[[Path], None], said: str, folder: Path) -> None:
@@ -183,9 +187,16 @@ def test_a_data_folder_of_another_data_set_is_refused(folder: Path, tmp_path: Pa
     assert "train-images-idx3-ubyte" in refusal("verify", folder, "--data-dir", tmp_path)
 
 
-def test_one_of_several_certificates_has_to_be_named(folder: Path) -> None:
-    shutil.copytree(folder, folder.parent / "other")
-    assert "holds 2 files certificate.json" in refusal("verify", folder.parent)
+def test_a_certificate_is_looked_for_in_two_places_alone(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "deep/er/certificate")
+    assert call("verify", tmp_path).exit_code == 0
+    assert "holds neither" in refusal("verify", tmp_path / "deep")
+    assert "nowhere does not exist" in refusal("verify", folder, "--data-dir", tmp_path / "nowhere")
+
+
+def test_a_run_without_a_certificate_is_told_how_to_get_one(tmp_path: Path) -> None:
+    bare = run("osp --dense-epochs 0 --epochs 1", tmp_path / "bare")
+    assert f"run pacprune certify {bare}" in refusal("verify", bare)
 
 
 # --- Networks that are not pacprune's own.
@@ -286,7 +297,7 @@ def test_selftest_counts_violations(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert (found["ok"], found["trials"], found["seed"]) == (True, 100, 3)
     assert all(row["trials"] == 100 and row["ok"] for row in found["rows"])
     assert json.loads((tmp_path / "coverage.json").read_text()) == found
-    assert "All bounds hold." in call(*words).stdout
+    assert "All bounds hold" in call(*words).stdout
     rows = coverage.run(100)
     monkeypatch.setattr(coverage, "run", lambda *_, **__: [replace(rows[0], ok=False)])
     assert call(*words).exit_code == 1

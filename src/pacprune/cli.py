@@ -3,7 +3,7 @@
 import inspect
 import json as jsons
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from pacprune import __version__, bounds, fetch, montecarlo, recheck
@@ -19,7 +18,9 @@ from pacprune.certificate import rounded_up
 from pacprune.checkpoint import write_atomically
 from pacprune.experiments import coverage, plots, report, runs, store
 from pacprune.experiments import options as opt
+from pacprune.experiments.bars import progress_bars
 from pacprune.experiments.demo import demo
+from pacprune.numeric import check_count
 
 WORK: dict[str, runs.Work] = {"demo": demo, "osp": runs.single, "pft": runs.single, "pbp": runs.single}
 EXAMPLES = {
@@ -42,7 +43,7 @@ EXAMPLES = {
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; everything else goes to stderr.")]
-_UNUSED = "Every command takes it; here nothing is random, and nothing runs on a device."
+_UNUSED = "Accepted by every command; not used here."
 Seed = Annotated[int, typer.Option(help=_UNUSED, show_default=False)]
 Device = Annotated[str, typer.Option(help=_UNUSED, show_default=False)]
 Where = Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")]
@@ -76,36 +77,14 @@ def _told() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        typer.echo("pacprune: error: " + " ".join(str(error).split()), err=True)
+        what = str(error)
+        if isinstance(error, OSError) and error.filename:
+            what = f"{error.filename} cannot be read or written ({error.strerror}); choose another place"
+        typer.echo("pacprune: error: " + " ".join(what.split()), err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("pacprune: interrupted; run the same command again to go on", err=True)
         raise typer.Exit(130) from None
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[..., None]]:
-    """A function to call as (stage or file, done, total, last epoch's row): each gets a progress bar on stderr."""
-    columns = TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True))
-    tasks: dict[str, Any] = {}
-
-    def update(stage: str, done: int, total: int, row: dict[str, Any] | None = None) -> None:
-        if not tasks:
-            bar.start()  # not before, since an error message should stand alone
-        if stage not in tasks:
-            tasks[stage] = bar.add_task(stage, note="")
-        bar.update(tasks[stage], completed=done, total=total or None, note=_note(row or {}))
-
-    try:
-        yield update
-    finally:
-        if tasks:
-            bar.stop()
-
-
-def _note(row: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {row[name]:.4f}" for name in ("loss", "bound") if name in row)
 
 
 def _print(result: Any, json: bool, *parts: Any) -> None:
@@ -134,7 +113,7 @@ def _add(name: str, kind: type) -> None:
         with _told():
             from_file = opt.from_toml(config, name)[1] if config else {}
             options = opt.resolve(kind, from_file, {flag: value for flag, value in flags.items() if value is not None})
-            with _progress() as progress:
+            with progress_bars() as progress:
                 result = runs.execute(name, options, WORK[name], out=out, progress=progress)
             _print(result, json, *_shown(result))
 
@@ -204,10 +183,10 @@ def bound(
 ) -> None:
     """A calculator of bounds on the error on new data."""
     with _told():
-        if errors is not None and risk is None:
-            risk = errors / max(1, n * (draws or 1))
-        elif errors is not None or risk is None:
-            raise ValueError(f"--risk is {risk} and --errors is {errors}; give one of the two")
+        if risk is not None and errors is not None:
+            raise ValueError(f"--risk is {risk} and --errors is {errors}; give only one of the two")
+        if risk is None:
+            risk = _risk(errors, n, draws)
         upper, left = risk, delta
         if draws is not None:
             ledger = bounds.Ledger.split(delta)
@@ -234,6 +213,17 @@ def bound(
         _print(found, json, table)
 
 
+def _risk(errors: int | None, n: int, draws: int | None) -> float:
+    """The fraction that so many errors are of all answers."""
+    if errors is None:
+        raise ValueError("neither --risk nor --errors is given; give the fraction of wrong answers, or their number")
+    answers = check_count("n", n) * check_count("draws", 1 if draws is None else draws)
+    if not 0 <= errors <= answers:
+        given = f"{n} examples" if draws is None else f"{draws} networks on {n} examples"
+        raise ValueError(f"--errors is {errors}, but {given} give from 0 to {answers} errors; check both numbers")
+    return errors / answers
+
+
 @app.command(epilog=_examples("certify"))
 def certify(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run of osp or pft with --train-on prior.")],
@@ -254,7 +244,7 @@ def certify(
 
 @app.command(epilog=_examples("verify"))
 def verify(
-    folder: Annotated[Path, typer.Argument(help="Folder of a certificate, or of a run that holds one.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a certificate, or of its run; or its certificate.json.")],
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files; implies --recount.")] = None,
     recount: Annotated[
         bool, typer.Option("--recount", help="With the data: make the split again, count the networks' errors again.")
@@ -276,8 +266,10 @@ def verify(
     with _told():
         runs.check_device(device)
         place = store.certificate(folder)
+        if data_dir is not None:
+            store.check_folder(data_dir, "the data files")
         given = runs.own_model(model) if model else None
-        with _progress() as progress:
+        with progress_bars() as progress:
             found = recheck.verify(
                 place,
                 model=given,
@@ -297,7 +289,7 @@ def verify(
 @app.command(epilog=_examples("selftest"))
 def selftest(
     what: Annotated[str, typer.Argument(help="coverage: how often every bound fails where the truth is known.")],
-    trials: Annotated[int, typer.Option(help="Samples per population; 100 catch every planted fault.")] = 1000,
+    trials: Annotated[int, typer.Option(help=f"Samples per population, at least {coverage.FEWEST}.")] = 1000,
     delta: Annotated[float, typer.Option(help="Probability with which a bound may fail.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     device: Device = "cpu",
@@ -311,15 +303,12 @@ def selftest(
     with _told():
         if what != "coverage":
             raise ValueError(f"unknown self-test {what!r}; use coverage")
-        with _progress() as progress:
+        with progress_bars() as progress:
             rows = coverage.run(trials, seed=seed, delta=delta, progress=progress)
-        ok, (head, *lines) = all(row.ok for row in rows), coverage.table(rows)
-        table = Table(*head)
-        for line in lines:
-            table.add_row(*line)
+        ok = all(row.ok for row in rows)
         result = {"ok": ok, "trials": trials, "seed": seed, "delta": delta, "rows": [asdict(row) for row in rows]}
         _write(out, "coverage.json", result)
-        _print(result, json, table, "All bounds hold." if ok else "A bound fails, or a planted fault was missed.")
+        _print(result, json, *coverage.lines(rows))
     if not ok:
         raise typer.Exit(1)
 
@@ -327,7 +316,7 @@ def selftest(
 @app.command(epilog=_examples("data"))
 def data(
     action: Annotated[str, typer.Argument(help="list, fetch or path.")],
-    name: Annotated[str | None, typer.Argument(help="For fetch: mnist, fashion-mnist or cifar10.")] = None,
+    name: Annotated[str | None, typer.Argument(help=f"For fetch and path: {', '.join(fetch.SOURCES)}.")] = None,
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", "--out", help="Folder of the files [$PACPRUNE_DATA, or a cache].")
     ] = None,
@@ -337,15 +326,20 @@ def data(
 ) -> None:
     """The data sets: which are here, and how to get them."""
     with _told():
-        folder = str(fetch.data_folder(data_dir))
+        if name not in fetch.SOURCES and (name or action == "fetch"):
+            raise ValueError(
+                f"the data set for `pacprune data {action}` is {repr(name) if name else 'missing'}; "
+                f"use one of {', '.join(fetch.SOURCES)} (the digits come with the package)"
+            )
         if action == "path":
+            folder = str(fetch.data_folder(data_dir) / (fetch.SOURCES[name].folder if name else ""))
             _print({"folder": folder}, json, folder)
         elif action == "fetch":
-            with _progress() as progress:
+            with progress_bars() as progress:
                 folder = str(fetch.fetch(name or "", data_dir, progress=progress))
             _print({"name": name, "folder": folder}, json, f"{name} is complete in {folder}")
         elif action == "list":
-            found = [{"name": "digits", "folder": "inside the package", "present": True, "md5_ok": True, "detail": ""}]
+            found = [{"name": "digits", "folder": "inside the package", "present": True, "usable": True, "detail": ""}]
             found += [_state(name, data_dir) for name in fetch.SOURCES]
             table = Table("Data set", Column("Folder", overflow="fold"), "State")
             for row in found:
@@ -369,7 +363,7 @@ def _state(of: str, data_dir: Path | None) -> dict[str, Any]:
         "name": of,
         "folder": str(folder / source.folder),
         "present": present,
-        "md5_ok": not detail,
+        "usable": not detail,
         "detail": detail,
     }
 

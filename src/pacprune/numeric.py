@@ -14,6 +14,18 @@ ROUNDING = 2.0**-50
 
 ROUND_UP = 1.0 + ROUNDING
 
+COUNTED = {
+    "n": "the bound examples",
+    "m": "the unlabelled inputs",
+    "errors": "the wrong answers",
+    "disagreements": "the inputs on which two networks differ",
+    "draws": "the networks that were drawn",
+    "grid": "the priors among which to choose",
+    "certified": "the networks among which to choose",
+    "trials": "the samples of each population",
+}
+"""What a number of this name counts."""
+
 
 def check_fraction(name: str, value: float) -> float:
     """A number in [0, 1]."""
@@ -32,7 +44,8 @@ def check_delta(value: float, *, name: str = "delta") -> float:
 def check_count(name: str, value: int, *, least: int = 1) -> int:
     """A whole number of at least `least`."""
     if not (value >= least and value % 1 == 0):
-        raise ValueError(f"{name} is {value}, but it must be a whole number of at least {least}: count them")
+        counted = f": it counts {COUNTED[name]}" if name in COUNTED else ""
+        raise ValueError(f"{name} is {value}, but it must be a whole number of at least {least}{counted}")
     return int(value)
 
 
@@ -40,7 +53,7 @@ def check_part(name: str, value: int, whole_name: str, whole: int) -> tuple[int,
     """Two counts, the first of some among the second."""
     value, whole = check_count(name, value, least=0), check_count(whole_name, whole)
     if value > whole:
-        raise ValueError(f"{name} is {value}, but there are only {whole_name} = {whole}: count them among these")
+        raise ValueError(f"{name} is {value}, but there are only {whole_name} = {whole} to count it among")
     return value, whole
 
 

@@ -7,7 +7,6 @@ issuing code is not repeated. `python verify.py FOLDER` exits with 0: valid, 1: 
 import hashlib
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,8 +49,8 @@ class Report:
 
     def __str__(self) -> str:
         checks, trusted = [f"  checked: {x}" for x in self.checks], [f"  on trust: {x}" for x in self.trusted]
-        short = re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1...", f"INVALID: {self.failure}")  # hashes
-        return "\n".join([*checks, *trusted, "VALID"] if self.valid else [short, *checks])
+        words = (f"{x[:12]}..." if len(x) == 64 else x for x in f"INVALID: {self.failure}".split(" "))  # short hashes
+        return "\n".join([*checks, *trusted, "VALID"] if self.valid else [" ".join(words), *checks])
 
 
 class Refused(Exception):
@@ -70,7 +69,8 @@ def verify(folder: str | Path) -> Report:
         return Report(False, tuple(checks), str(refusal))
     except OSError as error:
         raise ValueError(f"{folder} is no whole certificate folder ({error}); ask the issuer for it") from error
-    return Report(True, tuple(checks), None)
+    drawn = record["kind"] == "pac-bayes"
+    return Report(True, tuple(checks), None, tuple(x for x in TRUSTED if drawn or not x.startswith("the draws")))
 
 
 def _rules(folder: Path, record: dict[str, Any]) -> Rules:
@@ -95,7 +95,7 @@ def _held_out(record: dict[str, Any], n: int, model: Tensors) -> Rules:
     yield "hash and zeros of the network", {"hashes": {"model": tensor_hash(model, "")}, "sparsity": possible / total}
     ledgers, shares = _ledgers(record, ("held_out",))
     bound = clopper_pearson(_get(record, "reference", "errors", most=n), n, sum(shares["held_out"]))
-    subject = f"the {n:,} bound examples, the error rate on new data of this network (sparsity {_down(sparsity)})"
+    subject = f"the {n:,} bound examples, the error rate on new data of this network (sparsity"
     yield from _claim(record, ledgers, {"held_out": bound}, ["held_out"], subject)
 
 
@@ -108,7 +108,7 @@ def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors,
     of_q, of_p, of_h, of_f = ({"seed": int(digest[:16], 16) >> 1} for digest in digests)
     yield "the seeds", {"monte_carlo": {"posterior": of_q, "prior": of_p}, "single_draw": of_h, "thresholded": of_f}
     for own in (tensor_hash({f"rest/{key}": net[key] for key in net if key not in names}, "rest/") for net in nets):
-        _require(own == hashes["rest"], f"a network is saved with other frozen tensors, {own}, than {hashes['rest']}")
+        _require(own == hashes["rest"], f"a network is saved with the frozen tensors {own} and not {hashes['rest']}")
     q, p = ({name: _slab(tensors, whose, name) for name in names} for whose in BOTH)
     total, size = record["total"], sum(lam.size for lam, _, _ in q.values())
     most = size + sum(t.size for key, t in tensors.items() if key.startswith("rest/") and t.ndim >= 2)
@@ -142,12 +142,8 @@ def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors,
         pac, _, _, own = shares["thresholded"]
         found["thresholded"] = min(1.0, kl_inverse(risk, complexity(n, kl, pac)) + clopper_pearson(differ, inputs, own))
     subject = f"the {n:,} bound examples and of the {count:,} sampled networks, the error rate on new data of a network"
-    subject += f" drawn from Q (expected sparsity {_down(record['sparsity'])})"
+    subject += " drawn from Q (expected sparsity"
     yield from _claim(record, ledgers, found, ["seeger", "catoni", "excess"], subject)
-
-
-def _down(sparsity: float) -> str:
-    return f"{math.floor(sparsity * 1e4 + 1e-2) / 1e4:.4f}"
 
 
 def _claim(record: Any, ledgers: dict[str, Any], found: dict[str, float], families: list[str], subject: str) -> Rules:
@@ -156,6 +152,7 @@ def _claim(record: Any, ledgers: dict[str, Any], found: dict[str, float], famili
     _require(family in families, f"claim.family is {family!r}, but must be one of {families}")
     bound, delta = record["bounds"][family]["bound"], ledgers[family]["delta"]
     most = math.ceil(bound * 1e4 - 1e-9) / 1e4  # a certificate must not be rounded in its own favour
+    subject += f" {math.floor(record['sparsity'] * 1e4 + 1e-2) / 1e4:.4f})"
     sure = f"{(100 - 100 * Decimal(f'{delta:.12g}')).normalize():f}"
     statement = f"With probability at least {sure} % over the draw of {subject} is at most {most:.4f}."
     yield f"the claim, at most {most:.4f}, and its sentence", {"claim": {"bound": bound}, "statement": statement}

@@ -36,7 +36,6 @@ class Options:
     dense_epochs: int = _option(20, "Epochs of dense training before pruning; 0 prunes at initialisation.")
     epochs: int = _option(20, "Epochs after dense training.")
     lr: float = _option(0.1, "Learning rate of the weights.")
-    gate_lr: float | None = _option(None, "Learning rate of the keep probabilities; 100 times --lr unless given.")
     batch_size: int = _option(128, "Examples per step.")
     schedule: str = _option("cosine", f"Learning-rate schedule: {', '.join(SCHEDULES)}.")
     weight_decay: float = _option(0.0, "Weight decay of the weights; keep probabilities have none.")
@@ -47,6 +46,7 @@ class Options:
     data_dir: str | None = _option(None, "Folder of the data files [$PACPRUNE_DATA, or a cache].", names_run=False)
 
 
+_GATE_LR = "Learning rate of the keep probabilities; 100 times --lr unless given."
 _TRAIN_ON = "train: all training data; prior: S_P alone, so that `pacprune certify` can use the rest."
 
 
@@ -70,6 +70,7 @@ class Pft(Options):
     """
 
     train_on: str = _option("train", _TRAIN_ON)
+    gate_lr: float | None = _option(None, _GATE_LR)
     recipe: str = _option("coupled", "coupled (gates follow the weights, exact falling budget) or paper.")
     mask_share: float = _option(0.5, "Share of --epochs that trains the keep probabilities; the rest fine-tunes.")
     eps: float = _option(1e-2, "Starting keep probability of the lower block; recipe paper only.")
@@ -84,6 +85,8 @@ class Pbp(Options):
     the training data gives; the certificate holds for networks drawn from the posterior.
     """
 
+    epochs: int = _option(20, "Epochs of training the prior, after dense training and before --posterior-epochs.")
+    gate_lr: float | None = _option(None, _GATE_LR)
     posterior_epochs: int = _option(20, "Epochs of training the posterior on the bound.")
     posterior_lr: float = _option(0.02, "Learning rate of the posterior.")
     eps: float = _option(1e-4, "Keep probability of the weights outside the prior's mask, at the start.")

@@ -133,8 +133,7 @@ def _bounds(c: Certificate) -> str:
         if name in c.bounds:
             claimed = name == c.record["claim"]["family"]
             head = f"<strong>{label}</strong><small>the claim</small>" if claimed else label
-            entry = dict(c.record["bounds"][name]["ledger"])
-            spent = str(Ledger(**{key: entry[key] for key in entry if key != "delta"})).partition(" = ")[2]
+            spent = str(Ledger.from_dict(c.record["bounds"][name]["ledger"])).partition(" = ")[2]
             if name == "held_out":
                 spent = spent.replace("PAC-Bayes", "Clopper-Pearson")
             rows.append(f"<tr><th>{head}</th><td>{rounded_up(c.bounds[name])}</td><td>{spent}</td></tr>")

@@ -91,6 +91,8 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
 
 def single(options: Options, begin: Callable[[], Path], progress: Progress) -> dict[str, Any]:
     """The work of osp, pft and pbp."""
+    if options.data_dir is not None:
+        store.check_folder(Path(options.data_dir), "the data files")
     split, model = prepare(options)
     rehearse(options, model, split)
     folder = begin()
@@ -152,13 +154,18 @@ def prepare(options: Any) -> tuple[Split, nn.Module]:
     device = check_device(options.device)
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"seed is {options.seed}; it must be a whole number from 0 to {2**32 - 1}")
-    split = data.load(
-        options.data,
-        prior_fraction=options.prior_fraction,
-        seed=options.seed,
-        unlabelled=options.unlabelled if isinstance(options, Pbp) else 0,
-        data_dir=options.data_dir,
-    )
+    load = partial(data.load, options.data, seed=options.seed, data_dir=options.data_dir)
+    aside = options.unlabelled if isinstance(options, Pbp) else 0
+    try:
+        split = load(prior_fraction=options.prior_fraction, unlabelled=aside)
+    except ValueError:
+        # The split speaks of the parts that are left, which are nothing when too much is kept aside.
+        if aside and not 0 <= aside <= (most := len(load().train) - 2):
+            raise ValueError(
+                f"unlabelled is {aside}, but of the {most + 2} training examples of {options.data}, from 0 to "
+                f"{most} can be kept aside; choose another --unlabelled"
+            ) from None
+        raise
     return split, models.build(options.model, split, seed=options.seed).to(device)
 
 
@@ -215,10 +222,11 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
 
 def stage(options: Options, *, epochs: int) -> Config:
     """How dense training (or what follows it) is done."""
+    gate_lr = options.gate_lr if isinstance(options, (Pft, Pbp)) else None  # osp has no gates
     return Config(
         epochs=epochs,
         lr=options.lr,
-        gate_lr="auto" if options.gate_lr is None else options.gate_lr,
+        gate_lr="auto" if gate_lr is None else gate_lr,
         batch_size=options.batch_size,
         schedule=options.schedule,
         weight_decay=options.weight_decay,

@@ -16,6 +16,13 @@ from pacprune.loop import History
 CHECKPOINTS, CERTIFICATE = "checkpoints", "certificate"
 
 
+def check_folder(folder: Path, what: str) -> None:
+    """Refuses a folder that is not there."""
+    if not folder.is_dir():
+        fault = "is not a folder" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {fault}; name the folder of {what}")
+
+
 def claim(folder: Path, command: str, options: Any) -> dict[str, Any] | None:
     """The result when this very run is finished in `folder`, None when it is to be begun or taken up again.
 
@@ -70,6 +77,7 @@ def clear(folder: Path, *, keep: bool) -> None:
 
 def recorded(folder: Path) -> tuple[str, Any]:
     """(command, options) as config.toml has them."""
+    check_folder(folder, "a run")
     path = folder / "config.toml"
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.toml, so it is not a run folder; name one, such as runs/demo")
@@ -79,6 +87,7 @@ def recorded(folder: Path) -> tuple[str, Any]:
 
 def result(folder: Path) -> dict[str, Any]:
     """The result of a finished run, with the folder it is in now."""
+    check_folder(folder, "a finished run")
     path = folder / "result.json"
     if not path.is_file():
         raise ValueError(f"the run in {folder} is not finished: it has no result.json; run its command again")
@@ -89,11 +98,22 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 def certificate(folder: Path) -> Path:
-    """The folder of a certificate: this one, or the only one below it."""
-    found = [folder / RECORD] if (folder / RECORD).exists() else sorted(folder.rglob(RECORD))
-    if len(found) != 1:
-        raise ValueError(f"{folder} holds {len(found)} files {RECORD}; name the folder of one certificate")
-    return found[0].parent
+    """The folder of a certificate: this one, the one in this run, or that of this very certificate.json."""
+    if folder.name == RECORD and folder.is_file():
+        return folder.parent
+    check_folder(folder, "a certificate, or of a run that holds one")
+    for place in (folder, folder / CERTIFICATE):
+        if (place / RECORD).is_file():
+            return place
+    if (folder / "config.toml").is_file():
+        command, _ = recorded(folder)
+        result(folder)
+        if command in ("osp", "pft"):
+            raise ValueError(f"{folder} is a run of {command} without a certificate; run pacprune certify {folder}")
+    raise ValueError(
+        f"{folder} holds neither {RECORD} nor {CERTIFICATE}/{RECORD}; name the folder of a certificate, or of a run "
+        "that holds one"
+    )
 
 
 def write_model(path: Path, model: nn.Module) -> None:
