@@ -134,3 +134,28 @@ def test_forked_puts_every_random_state_back(own: bool) -> None:
         broken()
     assert torch.equal(before, torch.get_rng_state())
     assert g is None or torch.equal(g.get_state(), torch.Generator().manual_seed(3).get_state())
+
+
+def test_a_loaders_own_collate_function_is_used_and_a_dataset_read_once() -> None:
+    class Ragged(Dataset):
+        reads = 0
+
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, i: int) -> dict[str, object]:
+            self.reads += 1
+            return {"x": X[i], "y": Y[i]}
+
+    def collate(examples: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        return torch.stack([e["x"] for e in examples]), torch.stack([e["y"] for e in examples])
+
+    ragged = Ragged()
+    loader = DataLoader(ragged, 2, collate_fn=collate)
+    for _ in range(2):
+        assert torch.equal(batches.rows(loader), data.rows(X[:5]))
+        assert torch.equal(batches.labels(loader), batches.labels((X[:5], Y[:5])))
+    assert ragged.reads == 5
+    key = id(loader)
+    del loader
+    assert key not in batches._hashes

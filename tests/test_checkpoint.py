@@ -282,3 +282,24 @@ def test_a_digest_tells_names_shapes_and_types_apart() -> None:
     a = torch.zeros(4)
     variants = [{"a": a}, {"b": a}, {"a": a.reshape(2, 2)}, {"a": a.int()}, {"a": a + 1}, {"a": a[:2], "b": a[2:]}, {}]
     assert len({checkpoint.digest(v) for v in variants}) == len(variants)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda s: nn.CrossEntropyLoss(label_smoothing=s), lambda s: lambda out, y: (1 + s) * out.square().mean()]
+)
+def test_losses_of_one_name_are_told_apart(make: Callable[[float], Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    history = dense(model=net(), checkpoint=path, loss=make(0.0))
+    assert dense(model=net(), checkpoint=path, loss=make(0.0)) == history
+    with pytest.raises(ValueError, match="belongs to another run"):
+        dense(model=net(), checkpoint=path, loss=make(0.1))
+
+
+@pytest.mark.parametrize("what", ["frozen", "labels of a Dataset"])
+def test_what_is_trained_on_what_is_part_of_a_run(what: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "run.pt", net()
+    dense(model=net(), data=TensorDataset(X, Y), checkpoint=path)
+    if what == "frozen":
+        model[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="belongs to another run"):
+        dense(model=model, data=TensorDataset(X, Y if what == "frozen" else 2 - Y), checkpoint=path)

@@ -1,5 +1,8 @@
 """Errors and losses weighted by size, modes and random states put back, BatchNorm's statistics against direct ones."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -141,3 +144,35 @@ def test_a_model_without_batchnorm_sees_nothing(pair: tuple[torch.Tensor, torch.
     model = nn.Linear(5, 3)
     assert pp.reestimate_batchnorm(model, pair) is model
     assert len(weights.seen(model)) == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "precision"),
+    [
+        ("torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True", "tf32"),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "tf32"),
+        ("torch.backends.fp32_precision = 'tf32'", "tf32"),
+        ("torch.set_float32_matmul_precision('medium')", "tf32"),
+        ("pass", "none"),
+    ],
+)
+def test_precision_is_float32_inside_and_put_back_whatever_set_it(start: str, precision: str) -> None:
+    # In a process of its own, since torch cannot be brought back from mixing its two ways to set it.
+    script = f"""
+import torch
+from pacprune import evaluate
+{start}
+kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+with evaluate.evaluating(torch.nn.Linear(2, 2)):
+    assert [kind.fp32_precision for kind in kinds] == ["ieee"] * 3
+assert [kind.fp32_precision for kind in kinds] == ["{precision}", "tf32", "tf32"]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("shape", [(50, 1), (50, 3), (25,)])
+def test_labels_that_do_not_pair_up_with_the_outputs_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"outputs have shape \(50, 3\) and the labels .* reshape the labels"):
+        evaluate.mistakes(torch.zeros(50, 3), torch.zeros(shape, dtype=torch.int64))
+    with pytest.raises(ValueError, match="at least 2 outputs"):
+        evaluate.mistakes(torch.zeros(50, 1), torch.zeros(50, dtype=torch.int64))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 import pacprune as pp
-from pacprune import layers
+from pacprune import layers, spikeslab
 
 
 class Everything(nn.Module):
@@ -193,6 +193,15 @@ def test_harden_is_plain_again(everything: nn.Module, tokens: torch.Tensor) -> N
         assert torch.equal(weight, plain.get_parameter(name) * mask[name]), name
     plain.load_state_dict(model.state_dict(), strict=True)
     assert torch.equal(plain(tokens), model(tokens))
+
+
+def test_thresholding_breaks_ties_by_magnitude() -> None:
+    model = nn.Linear(4, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.1, -3.0, 2.0, 0.5]]))
+    slab = pp.isotropic(model, sparsity=0.5)
+    assert spikeslab.top_mask(slab)["weight"].tolist() == [[False, True, True, False]]
+    assert int(spikeslab.top_mask(slab, sparsity=0.75)["weight"].sum()) == 1
 
 
 def test_harden_without_a_mask_keeps_the_expected_number() -> None:

@@ -63,6 +63,12 @@ def test_gates_learn_a_hundred_times_faster_unless_told_otherwise() -> None:
         ({"lr": math.nan}, "lr is nan"),
         ({"gate_lr": "fast"}, "gate_lr is 'fast'"),
         ({"clip": math.inf}, "clip is inf"),
+        ({"epochs": "3"}, "epochs is '3'"),
+        ({"lr": "0.1"}, r"lr is '0\.1'"),
+        ({"lr": None}, "lr is None"),
+        ({"warmup": 5}, "warmup is 5"),
+        ({"span": (0.5, 0.2)}, r"span is \(0\.5, 0\.2\)"),
+        ({"span": 0.5}, r"span is 0\.5"),
         ({"optimizer": "lion"}, "optimizer 'lion' is unknown; use one of sgd, adam, adamw"),
         ({"schedule": "linear"}, "schedule 'linear' is unknown; use one of constant, cosine, step"),
     ],
@@ -137,6 +143,11 @@ def test_gate_lr_none_freezes_gates_and_lr_zero_everything_else(pair: Pair) -> N
         assert all(p.requires_grad for p in model.parameters())
 
 
+def test_learning_rates_of_zero_are_refused_on_stochastic_masks(pair: Pair) -> None:
+    with pytest.raises(ValueError, match=r"lr is 0\.0 and gate_lr is 0\.0, .* give gate_lr="):
+        pp.fit(attached(), pair, pp.Config(epochs=1, lr=0.0))
+
+
 def test_a_parameter_that_the_user_froze_stays_frozen(pair: Pair) -> None:
     model = net()
     model[0].weight.requires_grad_(False)
@@ -187,6 +198,24 @@ def test_every_optimizer_learns(optimizer: str, make, pair: Pair) -> None:
     assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
 
 
+def test_a_last_batch_of_one_joins_the_one_before(pair: Pair) -> None:
+    x, y = pair[0][:65], pair[1][:65]
+    sizes, steps = [], []
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])) if module.training else None)
+    for how in ({}, {"accumulate": 31}):  # micro-batches of two; 33 examples end in one of three
+        pp.fit(model, (x, y), pp.Config(epochs=1, batch_size=32, **how), progress=lambda *call: steps.append(call[1:3]))
+    assert sizes == [32, 33] + [2] * 16 + [2] * 15 + [3]
+    assert steps == [(1, 2), (2, 2), (2, 2)] * 2
+    with pytest.raises(ValueError, match=r"a batch holds 1 example, .* drop_last=True"):
+        pp.fit(model, DataLoader(TensorDataset(x, y), 32), pp.Config(epochs=1))
+
+
+def test_augmentation_needs_images(pair: Pair) -> None:
+    with pytest.raises(ValueError, match=r"augment=True needs images .* x is \(70, 4\)"):
+        pp.fit(net(), pair, pp.Config(epochs=1, augment=True))
+
+
 def test_clip_bounds_the_step(pair: Pair) -> None:
     model = net()
     before = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
@@ -221,8 +250,8 @@ def test_rows_and_progress(pair: Pair) -> None:
     )
     assert [sorted(row) for row in rows] == [["epoch", "loss", "lr", "stage", "validation_loss"]] * 2
     assert [(row["stage"], row["epoch"], row["lr"]) for row in rows] == [("dense", 1, 0.1), ("dense", 2, 0.1)]
-    assert [call[:3] for call in calls] == [("dense", i + 1, 6) for i in range(6)]
-    assert [call[3] for call in calls] == [{}] * 3 + [rows[0]] * 3
+    assert [call[:3] for call in calls] == [("dense", done, 6) for done in (1, 2, 3, 3, 4, 5, 6, 6)]
+    assert [call[3] for call in calls] == [{}] * 3 + [rows[0]] * 4 + [rows[1]]
 
 
 def test_the_loss_of_an_epoch_is_the_mean_over_the_examples_it_saw(pair: Pair) -> None:

@@ -272,6 +272,32 @@ def test_bad_arguments_are_refused_before_anything_is_trained(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_a_broken_run_left_attached_is_refused() -> None:
+    model = net()
+    pp.attach(model, pp.isotropic(model, sparsity=0.5))
+    for call in (
+        lambda: pp.osp(model, (X, Y), CONFIG, sparsity=0.5, dense=CONFIG),
+        lambda: pp.attach(model, pp.read(model)),
+    ):
+        with pytest.raises(ValueError, match=r"a run was broken off or attached before: start from a fresh copy"):
+            call()
+
+
+def test_pbp_takes_classes_alone() -> None:
+    for y in (X[:, 0], Y[:, None]):
+        split = pp.data.split(X, y, prior_fraction=0.5, seed=0)
+        with pytest.raises(ValueError, match="a certificate bounds the error of a classifier"):
+            pp.pbp(net(), split, CONFIG, sparsity=0.5)
+
+
+def test_a_ticket_without_a_gate_lr_is_refused() -> None:
+    still = dataclasses.replace(CONFIG, lr=0.0)
+    with pytest.raises(ValueError, match="give gate_lr="):
+        pp.pft(net(), (X, Y), still, sparsity=0.5, dense=CONFIG)
+    with pytest.raises(ValueError, match="give gate_lr="):
+        pp.pbp(net(), SPLIT, CONFIG, sparsity=0.5, posterior=still)
+
+
 def test_bad_arguments_of_pft() -> None:
     for share in (0.0, 1.5):
         with pytest.raises(ValueError, match=f"mask_share is {share}"):

@@ -190,13 +190,17 @@ def test_datasets_and_loaders_give_the_same_scores_as_tensors():
         assert torch.allclose(snip(model, data)["0.weight"], tensors["0.weight"], rtol=1e-4, atol=1e-8)
 
 
-def test_a_shuffling_loader_gives_the_same_scores_every_time():
+@pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
+@pytest.mark.parametrize("criterion", ["snip", "grasp", "synflow"])
+def test_a_shuffling_loader_gives_the_same_scores_every_time(criterion, own):
     model, (x, y) = made(mlp)
-    loader = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
+    g = torch.Generator().manual_seed(3)
+    loader = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True, generator=g if own else None)
     before = torch.get_rng_state()
-    one, two = (grasp(model, loader, examples=100)["0.weight"] for _ in range(2))
+    one, two = (score(criterion, model, loader)["0.weight"] for _ in range(2))
     assert torch.equal(one, two)
     assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(g.get_state(), torch.Generator().manual_seed(3).get_state())
 
 
 def test_grasp_is_weight_times_hessian_times_gradient():

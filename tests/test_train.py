@@ -51,6 +51,13 @@ def with_prior(
         ((X, Y[:-1]), "x has 80 examples but y has 79"),
         ((X[:0], Y[:0]), "empty"),
         ([X, Y], "data is a list"),
+        (
+            (X.double(), Y),
+            "x is torch.float64 but the model's parameters are torch.float32; cast the data or the model",
+        ),
+        ((X, Y[:, None]), r"labels are torch.int64 of shape \(80, 1\), .* y.squeeze\(1\)"),
+        ((X, Y.int()), r"labels are torch.int32 .* y.long\(\)"),
+        ((X, Y.float()), r"labels are torch.float32 of shape \(80,\) .*mse_loss"),
         ((X * math.nan, Y), r"the loss became nan in epoch 1 of stage 'fit' \(lr 0.1, gate_lr 10.0\)"),
     ],
 )
@@ -79,6 +86,25 @@ def test_nan_weights_and_losses_are_named() -> None:
         pp.fit(model, (X, Y), CONFIG)
     with pytest.raises(ValueError, match=r"the loss became (inf|nan) in epoch .* use a smaller learning rate"):
         pp.fit(net(), (X, Y), pp.Config(epochs=50, lr=1e30), loss=lambda out, y: out.square().sum())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (net().requires_grad_(False), "every parameter has requires_grad=False"),
+        (nn.ReLU(), "ReLU has no parameters"),
+        (nn.LSTM(4, 3), "the model returns a tuple"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pp.fit(model, (X, Y), CONFIG)
+
+
+def test_a_loss_that_gives_no_number_is_refused() -> None:
+    for loss in (nn.CrossEntropyLoss(reduction="none"), lambda out, y: out[0].no_such_thing):
+        with pytest.raises(ValueError, match=r"the loss gave no number for outputs of shape \(2, 3\)"):
+            pp.fit(net(), (X, Y), CONFIG, loss=loss)
 
 
 def test_a_budget_needs_stochastic_masks() -> None:

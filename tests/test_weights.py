@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import pacprune as pp
 from pacprune import weights
@@ -64,13 +64,32 @@ def test_weights_that_are_not_numbers_are_refused(bad):
 def test_an_attached_model_is_not_counted_as_a_plain_one(model):
     pp.attach(model, pp.isotropic(model, sparsity=0.5))
     for call in (pp.prunable, pp.sparsity, weights.total):
-        with pytest.raises(ValueError, match="is parametrized"):
+        with pytest.raises(
+            ValueError, match=r"weight has a stochastic mask, since a run was broken off .* pp\.harden\(model\)"
+        ):
             call(model)
 
 
 def test_a_foreign_parametrization_is_refused():
-    with pytest.raises(ValueError, match="other parametrizations have to be removed first"):
+    with pytest.raises(ValueError, match=r"weight is parametrized by _WeightNorm; .*remove_parametrizations"):
         pp.prunable(parametrizations.weight_norm(nn.Linear(3, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    ("hook", "remedy"),
+    [
+        (nn.utils.weight_norm, "computed by WeightNorm, .*remove_weight_norm"),
+        (nn.utils.spectral_norm, "computed by SpectralNorm, .*remove_spectral_norm"),
+        (
+            lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+            r"computed by L1Unstructured, .*prune\.remove",
+        ),
+    ],
+)
+def test_a_weight_that_a_hook_computes_is_refused(hook, remedy):
+    with pytest.raises(ValueError, match=f"the weight of 0 is {remedy}"):
+        pp.prunable(nn.Sequential(hook(nn.Linear(3, 2))))
 
 
 def test_a_mask_makes_zeros_and_keeps_them():

@@ -1,5 +1,6 @@
 """Data in any form (a pair of tensors, a Part, a Dataset, a DataLoader) as batches on a device."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from pacprune import data as datasets
 
 Data = Any
 """(x, y) tensors, a `Part` of a split, a map-style Dataset of (x, y), or a DataLoader of (x, y) batches."""
+_hashes: dict[int, tuple[weakref.ref[Any], Tensor, Tensor]] = {}
+"""Hashes of the x and y of Datasets and DataLoaders by id: reading one again may take as long as an epoch."""
 
 
 def tensors(data: Data) -> tuple[Tensor, Tensor] | None:
@@ -56,14 +59,39 @@ def rows(data: Data) -> Tensor:
         return torch.cat([source.rows, source.ids])
     if pair:
         return datasets.rows(pair[0])
-    pairs = (default_collate([source[i]]) for i in range(len(source)))
+    return _read(data)[0]
+
+
+def labels(data: Data) -> Tensor:
+    """64-bit hashes of all labels, in the order of the examples."""
+    pair, source = tensors(data), _source(data)
+    if isinstance(source, datasets.Part):
+        return datasets.rows(source.y)
+    return datasets.rows(pair[1]) if pair else _read(data)[1]
+
+
+def _read(data: Data) -> tuple[Tensor, Tensor]:
+    """The hashes of all x and of all y of a Dataset or a DataLoader."""
+    source, known = _source(data), _hashes.get(id(data))
+    if known is not None and known[0]() is data and len(known[1]) == len(source):
+        return known[1], known[2]
+    own = isinstance(data, DataLoader) and data.batch_sampler is not None
+    collate: Any = data.collate_fn if own else default_collate
+    pairs = (collate([source[i]]) for i in range(len(source)))
     with forked(torch.device("cpu"), data, seed=0):  # random augmentation gives the same hashes every time
-        return torch.cat([datasets.rows(x) for x, _ in pairs])
+        found = [(datasets.rows(x), datasets.rows(torch.as_tensor(y))) for x, y in pairs]
+    x, y = (torch.cat(column) for column in zip(*found, strict=True))
+    key = id(data)
+    _hashes[key] = weakref.ref(data, lambda _: _hashes.pop(key, None)), x, y
+    return x, y
 
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's first parameter lives."""
-    return next(model.parameters()).device
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to train; give another model")
+    return first.device
 
 
 def generators(data: Data) -> list[torch.Generator]:
@@ -96,12 +124,20 @@ def forked(device: torch.device, data: Data, *, seed: int | None = None) -> Iter
                 generator.set_state(state)
 
 
+def portions(whole: Tensor, most: int) -> list[Tensor]:
+    """`whole` in pieces of `most`, but a last piece of one joins the one before: BatchNorm cannot train on one."""
+    pieces = list(whole.split(most))
+    if len(pieces) > 1 and len(pieces[-1]) == 1 < most:
+        pieces[-2:] = [torch.cat(pieces[-2:])]
+    return pieces
+
+
 def batches(
     data: Data, batch_size: int, *, device: torch.device, order: Tensor | None = None, limit: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of (x, y) on `device`, in `order` (default: as stored; a DataLoader keeps its own), `limit` at most.
 
-    Tensors move to the device once, whole, so that an epoch has no copies in it.
+    An `order` is cut by `portions`. Tensors move to the device once, whole, so that an epoch has no copies in it.
     """
     if isinstance(data, DataLoader):
         for x, y in data:
@@ -110,14 +146,13 @@ def batches(
                 return
         return
     pair = tensors(data)
-    if order is None:
-        order = torch.arange(size(data))
-    order = order[:limit]
+    index = (torch.arange(size(data)) if order is None else order)[:limit].to(device if pair else "cpu")
+    cut = index.split(batch_size) if order is None else portions(index, batch_size)
     if pair:
         x, y = (t.to(device) for t in pair)
-        for index in order.to(device).split(batch_size):
+        for index in cut:
             yield x[index], y[index]
     else:
-        for index in order.split(batch_size):
+        for index in cut:
             x, y = default_collate([data[int(i)] for i in index])
             yield x.to(device), torch.as_tensor(y).to(device)

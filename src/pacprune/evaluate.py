@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +18,28 @@ BATCH = 1000
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode (hard gates, BatchNorm frozen, no dropout), no gradients, float32 without TF32; puts the mode back."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    # Not by allow_tf32, which torch refuses to read once a user has set fp32_precision.
+    cudnn: Any = torch.backends.cudnn
+    kinds = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+    before = [kind.fp32_precision for kind in kinds]
+    for kind in kinds:
+        kind.fp32_precision = "ieee"
     try:
         with weights.modes_kept(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
             model.eval()
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
 
 
 def mistakes(logits: Tensor, y: Tensor) -> Tensor:
     """Which predictions are wrong: argmax over the last dimension, the lowest class among equals."""
+    if logits.shape[:-1] != y.shape or logits.shape[-1] < 2:
+        raise ValueError(
+            f"the model's outputs have shape {tuple(logits.shape)} and the labels {tuple(y.shape)}; an error needs one "
+            "label for each row of at least 2 outputs, so reshape the labels or give the model an output per class"
+        )
     return logits.argmax(dim=-1) != y
 
 

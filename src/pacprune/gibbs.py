@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pacprune import masks, philox
+from pacprune import philox
 from pacprune.batches import device_of
 from pacprune.data import Part
 from pacprune.evaluate import evaluating, mistakes
 from pacprune.loop import Progress
-from pacprune.spikeslab import SpikeSlab, draw
+from pacprune.spikeslab import SpikeSlab, draw, top_mask
 
 NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 """About how many weights are drawn at once: what a cache holds, or what fills a GPU."""
@@ -58,9 +58,7 @@ def thresholded(slab: SpikeSlab) -> dict[str, Tensor]:
 
     k is the expected number of kept weights; ties go by magnitude.
     """
-    ties = {name: m.abs() for name, m in slab.mean.items()}
-    mask = masks.top_k(slab.keep_prob, sparsity=slab.sparsity, ties=ties, total=slab.total)
-    return {name: torch.where(keep, slab.mean[name], 0.0) for name, keep in mask.items()}
+    return {name: torch.where(keep, slab.mean[name], 0.0) for name, keep in top_mask(slab).items()}
 
 
 def errors(plain: nn.Module, weights: dict[str, Tensor], part: Part) -> Tensor:

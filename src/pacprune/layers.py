@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pacprune import kernels, masks, weights
-from pacprune.spikeslab import ETA, SpikeSlab
+from pacprune.spikeslab import ETA, SpikeSlab, top_mask
 
 MAPPINGS = ("sigmoid", "clamp")
 _ORDER = "_pacprune_parameter_order"
@@ -174,10 +174,6 @@ def attach(
     grows is kept more surely; estimator "concrete" or "straight-through"; beta is the relaxation's temperature. Every
     owner of a tied weight gets the same sampler. Draw number t is a function of (seed, t); nothing random is consumed.
     """
-    if sites(model):
-        raise ValueError(
-            f"{type(model).__name__} has stochastic masks already; call pp.harden(model) before attaching others"
-        )
     if mapping not in MAPPINGS:
         raise ValueError(f"mapping {mapping!r} is unknown; use one of {', '.join(MAPPINGS)}")
     if estimator not in ESTIMATORS:
@@ -322,9 +318,8 @@ def harden(model: nn.Module, mask: dict[str, Tensor] | None = None) -> nn.Module
     Without a mask, keeps the top k of keep_prob with k the expected number of kept weights, ties by magnitude.
     """
     found = attached(model)
-    slab = read(model)
     if mask is None:
-        mask = masks.top_k(slab.keep_prob, sparsity=slab.sparsity, ties=_magnitudes(slab), total=slab.total)
+        mask = top_mask(read(model))
     values = {site.name: site.mean.detach().clone() for site in found}
     owners = [
         (module, attribute, id(listed))
@@ -340,10 +335,6 @@ def harden(model: nn.Module, mask: dict[str, Tensor] | None = None) -> nn.Module
             _unparametrize(module, attribute, plain[names[key]])
     weights.apply_mask(model, mask)
     return model
-
-
-def _magnitudes(slab: SpikeSlab) -> dict[str, Tensor]:
-    return {name: m.abs() for name, m in slab.mean.items()}
 
 
 def _unparametrize(module: nn.Module, attribute: str, value: nn.Parameter) -> None:

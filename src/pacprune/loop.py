@@ -8,18 +8,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pacprune import budget, checkpoint, estimators, layers, weights
-from pacprune.batches import Data, batches, device_of, forked, size
+from pacprune.batches import Data, batches, device_of, forked, portions, size
 from pacprune.budget import Budget
 from pacprune.data import crop_flip
 
 History = list[dict[str, Any]]
 Progress = Callable[[str, int, int, dict[str, Any]], None]
-"""Called after every step with (stage, steps done, steps in all, last epoch's row)."""
+"""Called after every step, and again after every epoch, with (stage, steps done, steps in all, last epoch's row)."""
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")
 
@@ -59,17 +60,26 @@ class Config:
     patience: int = 0
 
     def __post_init__(self) -> None:
-        if self.gate_lr == "auto" or isinstance(self.gate_lr, _Auto):
-            object.__setattr__(self, "gate_lr", _Auto(100 * self.lr))
-        object.__setattr__(self, "span", tuple(self.span))
+        automatic = self.gate_lr == "auto" or isinstance(self.gate_lr, _Auto)
         for name, least in (("epochs", 0), ("batch_size", 1), ("accumulate", 1), ("samples", 0), ("patience", 0)):
             value = getattr(self, name)
-            if value < least or value != int(value):
-                raise ValueError(f"{name} is {value}; it must be a whole number of at least {least}")
-        for name in ("lr", "gate_lr", "std_lr", "momentum", "weight_decay", "clip"):
+            if not (isinstance(value, (int, float, np.integer)) and least <= value < math.inf and value == int(value)):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+            object.__setattr__(self, name, int(value))
+        for name in ("lr", "momentum", "weight_decay", "warmup", "gate_lr", "std_lr", "clip"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            free = (name == "gate_lr" and automatic) or (value is None and name in ("gate_lr", "std_lr", "clip"))
+            if not (free or (isinstance(value, (int, float)) and 0 <= value < math.inf)):
                 raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
+        if automatic:
+            object.__setattr__(self, "gate_lr", _Auto(100 * self.lr))
+        if self.warmup > 1:
+            raise ValueError(f"warmup is {self.warmup}; it is a share of the steps and must lie in [0, 1]")
+        match self.span:
+            case [int() | float() as start, int() | float() as end] if 0 <= start <= end <= 1:
+                object.__setattr__(self, "span", (start, end))
+            case _:
+                raise ValueError(f"span is {self.span!r}; it must be two numbers with 0 <= start <= end <= 1")
         if self.momentum >= 1:
             raise ValueError(f"momentum is {self.momentum}; it must be below 1, or steps would add up without end")
         if self.optimizer not in OPTIMIZERS:
@@ -121,7 +131,7 @@ def loop(
         )
     device, n = device_of(model), size(data)
     optimizer = _optimizer(config, run.groups)
-    per_epoch = len(data) if isinstance(data, DataLoader) else math.ceil(n / config.batch_size)
+    per_epoch = len(data) if isinstance(data, DataLoader) else len(portions(torch.arange(n), config.batch_size))
     sites = layers.sites(model)
     trained = [p for group in run.groups for p in group["params"]]
     frozen = [p for p in model.parameters() if p.requires_grad and not any(p is q for q in trained)]
@@ -227,6 +237,8 @@ def loop(
                 if done and best is not None:
                     checkpoint.load_model_state(model, best)
                 store()
+                if progress:
+                    progress(run.stage, epoch * per_epoch, config.epochs * per_epoch, row)
         finally:
             for p in frozen:
                 p.requires_grad_(True)
@@ -248,13 +260,18 @@ def _step(
 ) -> Tensor:
     """One optimiser step; returns the mean loss of the batch."""
     if config.augment:
+        if x.ndim != 4:
+            raise ValueError(
+                f"augment=True needs images of shape (n, channels, height, width), but x is {tuple(x.shape)}; "
+                "set augment=False"
+            )
         x = crop_flip(x, generator=torch.Generator(x.device).manual_seed(seed))
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     micro = math.ceil(len(x) / config.accumulate)
     if sites and run.budget is not None:
         budget.enforce_(model, run.budget, share)
-    for part_x, part_y in zip(x.split(micro), y.split(micro), strict=True):
+    for part_x, part_y in zip(portions(x, micro), portions(y, micro), strict=True):
         weight = len(part_x) / len(x)
         if sites:
             layers.resample_(model)
@@ -299,6 +316,7 @@ def _identity(model: nn.Module, config: Config, run: Run, seed: int) -> str:
         "config": asdict(config),
         "seed": seed,
         "model": checkpoint.digest(dict(model.state_dict())),
+        "trainable": [n for n, p in model.named_parameters() if p.requires_grad],
         "masks": [checkpoint.digest(mask) for _, mask in weights.noted(model, "mask")],
         "samplers": [
             [s.mapping, s.coupling, s.estimator, s.beta, int(s.seed), int(s.step)]
@@ -312,6 +330,8 @@ def _identity(model: nn.Module, config: Config, run: Run, seed: int) -> str:
 def groups(model: nn.Module, config: Config, *, rest: bool) -> list[dict[str, Any]]:
     """Parameter groups: weights (and the rest, when it is trained), gates, log std; empty ones are left out."""
     sites = layers.sites(model)
+    if sites:
+        check_rates(config)
     plain = [site.mean for site in sites] + (layers.rest_parameters(model) if rest else [])
     gates = [site.gate for site in sites] if config.gate_lr is not None else []
     stds = [site.log_std for site in sites if site.log_std is not None]
@@ -326,6 +346,15 @@ def groups(model: nn.Module, config: Config, *, rest: bool) -> list[dict[str, An
         },
     ]
     return [group for group in found if group["params"]]
+
+
+def check_rates(config: Config) -> None:
+    """Refuses to train stochastic masks with learning rates that are all 0."""
+    if config.epochs and not (config.lr or config.gate_lr or config.std_lr):
+        raise ValueError(
+            f"lr is {config.lr} and gate_lr is {config.gate_lr}, so neither weights nor gates would change; "
+            "give gate_lr= to train the gates alone"
+        )
 
 
 def _optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

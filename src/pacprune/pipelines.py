@@ -16,9 +16,9 @@ from pacprune.data import Split
 from pacprune.evaluate import reestimate_batchnorm
 from pacprune.issue import certify, check_declared
 from pacprune.layers import attach, harden, read, sites
-from pacprune.loop import Config, History, Progress
+from pacprune.loop import Config, History, Progress, check_rates
 from pacprune.scores import NAMES, Loss, score
-from pacprune.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone
+from pacprune.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone, top_mask
 from pacprune.train import check, fit, fit_posterior
 
 COUPLING = 4.0
@@ -67,7 +67,7 @@ def osp(
     progress: Progress | None = None,
 ) -> Pruned:
     """One-shot pruning, in place: [dense training] -> scores -> top-k -> sparse fine-tuning with `config`."""
-    _check(sparsity, criterion)
+    _check(model, sparsity, criterion)
     stage = _stages(model, data, loss, seed, folder, progress)
     history = stage("dense", dense) if dense else []
     found = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
@@ -100,21 +100,23 @@ def pft(
     one learning-rate schedule, so that osp with the same config is the fair comparison. recipe "coupled" (the default)
     ties each gate to its weight's magnitude, holds the mean keep_prob to a budget that falls from dense to
     1 - sparsity, and hardens the gates; "paper" is the paper's: block-isotropic start with `eps`, clamped
-    probabilities, no budget. An untrained model gives PFT at initialisation; lr = 0 with mask_share = 1 gives strong
-    lottery tickets.
+    probabilities, no budget. An untrained model gives PFT at initialisation; lr = 0 with mask_share = 1 and a gate_lr
+    (say 20 for "coupled", 0.5 for "paper") gives strong lottery tickets.
     """
-    _check(sparsity, criterion)
+    _check(model, sparsity, criterion)
     if not 0 < mask_share <= 1:
         raise ValueError(
             f"mask_share is {mask_share}; it must lie in (0, 1]: the share of the epochs that trains the masks"
         )
     if recipe not in ("coupled", "paper"):
         raise ValueError(f"recipe {recipe!r} is unknown; use 'coupled' or 'paper'")
+    check_rates(config)
     stage = _stages(model, data, loss, seed, folder, progress)
     history = stage("dense", dense) if dense else []
     found = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
     epochs = max(1, round(config.epochs * mask_share)) if config.epochs else 0
-    cut = config.span[0] + (config.span[1] - config.span[0]) * (epochs / config.epochs if config.epochs else 1.0)
+    share = epochs / config.epochs if config.epochs else 1.0
+    cut = min(config.span[1], config.span[0] + (config.span[1] - config.span[0]) * share)  # rounding may go beyond
     first = replace(config, epochs=epochs, span=(config.span[0], cut))
     second = replace(config, epochs=config.epochs - epochs, span=(cut, config.span[1]), warmup=0.0)
     if recipe == "coupled":
@@ -126,14 +128,7 @@ def pft(
         attach(model, block_isotropic(model, start, eps=eps), mapping="clamp", seed=seed)
         budget = None
     history += stage("masks", first, budget=budget)
-    slab = read(model)
-    mask = masks.top_k(
-        slab.keep_prob,
-        sparsity=sparsity,
-        min_per_layer=min_per_layer,
-        ties={name: m.abs() for name, m in slab.mean.items()},
-        total=slab.total,
-    )
+    mask = top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
     harden(model, mask)
     return Pruned(model, mask, history + _tune(model, data, second, stage))
 
@@ -168,8 +163,15 @@ def pbp(
     held at 1 - sparsity, and written down before split.bound is read. The certificate holds with probability 1 - delta;
     `family` is the bound that it claims, `grid` the number of priors, fixed in advance, of which this is one.
     """
-    _check(sparsity, criterion)
+    _check(model, sparsity, criterion)
     check_declared(family, method)
+    if split.classes == 0 or split.prior.y.ndim > 1:
+        raise ValueError(
+            f"split has {split.classes} classes and labels of shape {tuple(split.prior.y.shape)}; "
+            "a certificate bounds the error of a classifier, so give one class number per example"
+        )
+    for one in (config, config if posterior is None else posterior):
+        check_rates(one)
     stage = _stages(model, split.prior, F.cross_entropy, seed, folder, progress)
     history = stage("dense", dense) if dense else []
     found = score(criterion, model, split.prior, seed=seed)
@@ -215,8 +217,9 @@ def _start_gates_(model: nn.Module, found: Mapping[str, Tensor]) -> None:
         site.gate.add_(COUPLING * start[site.name] - site.sampler.raw(site.mean, site.gate))
 
 
-def _check(sparsity: float, criterion: str) -> None:
+def _check(model: nn.Module, sparsity: float, criterion: str) -> None:
     """Refuses before anything is trained what would be refused after it."""
+    weights.prunable(model)
     masks.check_sparsity(sparsity)
     if criterion not in NAMES:
         raise ValueError(f"criterion {criterion!r} is unknown; use one of {', '.join(NAMES)}")

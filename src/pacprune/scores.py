@@ -1,7 +1,7 @@
 """Criteria: each is a function that returns scores, one number per prunable weight, larger = keep."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pacprune import philox, weights
-from pacprune.batches import Data, batches, device_of, rows
+from pacprune.batches import Data, batches, device_of, forked, rows
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 NAMES = ("magnitude", "snip", "grasp", "synflow", "random")
@@ -95,7 +95,9 @@ def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weight
     Only the shape of the first example is used (its values too when the input is integer tokens). In float64, where
     products over deep networks do not overflow.
     """
-    x = next(batches(data, 1, device=device_of(model), limit=1))[0][:1]
+    device = device_of(model)
+    with forked(device, data, seed=0):
+        x = next(batches(data, 1, device=device, limit=1))[0][:1]
     if not x.is_floating_point():
         weights.mark_seen(model, rows(data))
     chosen = prunable(model)
@@ -113,9 +115,21 @@ def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weight
 @contextmanager
 def _plain_kernels(model: nn.Module) -> Iterator[None]:
     """Kernels with all derivatives: not fused attention (only one), nor cuDNN's RNNs (only one, in train mode)."""
-    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext():
+    with sdpa_kernel(SDPBackend.MATH), plain_rnn(model):
         yield
+
+
+@contextmanager
+def plain_rnn(model: nn.Module) -> Iterator[None]:
+    """Turns cuDNN off around a model with RNNs, of which cuDNN has no derivatives in eval mode."""
+    # Not by cudnn.flags, which fails once a user has set fp32_precision.
+    before = torch.backends.cudnn.enabled
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:
@@ -139,8 +153,7 @@ def _gradient(
     seen, sums = 0, [torch.zeros_like(w) for w in chosen.values()]
     state, device = _copies(model), device_of(model)
     leaves = [state[name].requires_grad_() for name in chosen]
-    with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
+    with torch.enable_grad(), forked(device, data, seed=0):
         for x, y in batches(data, 256, device=device, limit=examples):
             with _plain_kernels(model):
                 value = loss(functional_call(model, state, (x,)), y)

@@ -144,6 +144,20 @@ def log_scores(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: torch.log(s / (mean or 1.0) + 1e-8).float() for n, s in raised.items()}
 
 
+def top_mask(slab: SpikeSlab, *, sparsity: float | None = None, min_per_layer: int = 0) -> dict[str, Tensor]:
+    """The mask that keeps the top k of keep_prob, ties by magnitude; k is the expected number of kept weights.
+
+    Another `sparsity` gives another k.
+    """
+    return masks.top_k(
+        slab.keep_prob,
+        sparsity=slab.sparsity if sparsity is None else sparsity,
+        min_per_layer=min_per_layer,
+        ties={name: m.abs() for name, m in slab.mean.items()},
+        total=slab.total,
+    )
+
+
 def kl_per_layer(q: SpikeSlab, p: SpikeSlab, *, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """KL(Q||P) of every tensor; differentiable in q. See `kl`."""
     if q.keep_prob.keys() != p.keep_prob.keys():

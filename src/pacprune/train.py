@@ -13,13 +13,13 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from pacprune import bounds, layers, weights
-from pacprune.batches import Data, batches, device_of, forked, rows, tensors
+from pacprune.batches import Data, batches, device_of, forked, labels, rows, tensors
 from pacprune.budget import Budget
 from pacprune.checkpoint import digest, write_atomically
 from pacprune.data import Part, Split
 from pacprune.evaluate import mean_loss
 from pacprune.loop import Config, History, Progress, Run, groups, loop
-from pacprune.scores import Loss
+from pacprune.scores import Loss, plain_rnn
 from pacprune.spikeslab import SpikeSlab, kl
 
 OBJECTIVES = ("seeger", "paper")
@@ -48,7 +48,7 @@ def fit(
 
         pp.fit(model, (x, y), pp.Config(epochs=5, lr=.1), loss=torch.nn.functional.mse_loss)
     """
-    check(model, data, loss)
+    value = check(model, data, loss)
     if budget is not None and not layers.sites(model):
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
@@ -60,9 +60,17 @@ def fit(
     look = loss is F.cross_entropy and tensors(data) is None and device_of(model).type == "cpu"
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
-        out = model(x)
+        try:
+            out = model(x)
+        except ValueError as failure:
+            if len(x) > 1:
+                raise
+            raise ValueError(
+                "a batch holds 1 example, of which BatchNorm has no variance; give the DataLoader drop_last=True, or "
+                "batches of 2 or more"
+            ) from failure
         if look:
-            _check_labels(y, out.shape[1])
+            _check_labels(y, out)
         return loss(out, y)
 
     run = Run(
@@ -74,8 +82,10 @@ def fit(
         validate=None if validation is None else lambda: mean_loss(model, validation, loss=loss),
         identity={
             "budget": None if budget is None else asdict(budget),
-            "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
+            # The name alone would take one lambda, or one setting of a loss, for another.
+            "loss": [repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", ""), value],
             "seen": digest(seen),
+            "labels": [digest({"y": labels(one)}) for one in (data, validation) if one is not None],
         },
     )
     return loop(model, data, config, run, seed=seed, path=checkpoint, every=every, progress=progress)
@@ -119,7 +129,8 @@ def fit_posterior(
     tap = torch.zeros((), dtype=torch.float64, device=device_of(model), requires_grad=True)
 
     def bound(x: Tensor, y: Tensor) -> Tensor:
-        risk = bounded_cross_entropy(model(x), y)
+        with plain_rnn(model):  # the model is in eval mode
+            risk = bounded_cross_entropy(model(x), y)
         q = layers.read(model, detach=False)
         # `pull` takes the means' part of the KL; here it only counts.
         fixed = replace(q, mean={name: m.detach() for name, m in q.mean.items()})
@@ -163,7 +174,7 @@ def fit_posterior(
         identity={
             "prior": prior_hash,
             "n": n,
-            "seen": digest({"data": known}),
+            "seen": digest({"data": known, "labels": labels(data)}),
             "delta": delta,
             "objective": objective,
             "budget": None if budget is None else asdict(budget),
@@ -228,26 +239,69 @@ class _KlInverse(torch.autograd.Function):
         return gradients[0] * ctx.slopes[0], gradients[0] * ctx.slopes[1]
 
 
-def check(model: nn.Module, data: Data, loss: Loss) -> None:
-    """One forward pass before anything is changed: shapes, labels and weights are told apart from bad luck later."""
+def check(model: nn.Module, data: Data, loss: Loss) -> str:
+    """One forward pass before anything is changed: shapes, labels and weights are told apart from bad luck later.
+
+    Returns the value of a loss of the user's own on that batch, to the bit: a name does not tell two losses apart.
+    """
     pair, device = tensors(data), device_of(model)
-    with weights.modes_kept(model), torch.no_grad(), forked(device, data):
-        model.eval()
-        x, _ = next(batches(data, 2, device=device, limit=2))
-        out = model(x)
     for name, p in model.named_parameters():
         if not torch.isfinite(p).all():
             raise ValueError(f"{name} holds NaN or infinite values before training; start from other weights")
-    if loss is F.cross_entropy and pair is not None:
-        _check_labels(pair[1], out.shape[1])
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("every parameter has requires_grad=False, so nothing would be trained; unfreeze some")
+    with weights.modes_kept(model), forked(device, data, seed=0):
+        model.eval()
+        x, y = next(batches(data, 2, device=device, limit=2))
+        with torch.no_grad():
+            out = _outputs(model, x)
+        if loss is F.cross_entropy:
+            _check_labels(y if pair is None else pair[1], out)
+            return ""
+        try:
+            return float(loss(out, y)).hex()
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as failure:
+            shape = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            reason = str(failure).partition("\n")[0]
+            raise ValueError(
+                f"the loss gave no number for outputs of shape {shape} and labels of shape {tuple(y.shape)} "
+                f"({y.dtype}): {reason}"
+            ) from failure
 
 
-def _check_labels(y: Tensor, classes: int) -> None:
-    if y.is_floating_point():
-        return  # probabilities of the classes
-    low, high = int(y.min()), int(y.max())
-    if low < 0 or high >= classes:
+def _outputs(model: nn.Module, x: Tensor) -> Any:
+    try:
+        return model(x)
+    except RuntimeError as failure:
+        own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if not x.is_floating_point() or x.dtype in own:
+            raise
         raise ValueError(
-            f"labels run from {low} to {high}, but the model has {classes} outputs "
-            f"(labels 0 to {classes - 1}); change the labels or the last layer"
+            f"x is {x.dtype} but the model's parameters are {', '.join(sorted(map(str, own)))}; "
+            "cast the data or the model"
+        ) from failure
+
+
+def _check_labels(y: Tensor, out: Any) -> None:
+    """What F.cross_entropy takes: class numbers, or probabilities of the classes."""
+    if not isinstance(out, Tensor):
+        raise ValueError(f"the model returns a {type(out).__name__}; make it return its outputs alone, or give a loss=")
+    expected = (len(y), *out.shape[2:])
+    if y.is_floating_point():
+        if y.shape[1:] != out.shape[1:] or out.ndim < 2:
+            raise ValueError(
+                f"labels are {y.dtype} of shape {tuple(y.shape)} and outputs {tuple(out.shape)}; for classes use "
+                "y.long(), for regression give loss=torch.nn.functional.mse_loss"
+            )
+        return
+    if y.shape != expected or out.ndim < 2 or y.dtype not in (torch.int64, torch.uint8):
+        raise ValueError(
+            f"labels are {y.dtype} of shape {tuple(y.shape)}, but cross_entropy on outputs {tuple(out.shape)} takes "
+            f"int64 of shape {expected}; use y.long(), y.squeeze(1), or your own loss="
+        )
+    low, high = int(y.min()), int(y.max())
+    if low < 0 or high >= out.shape[1]:
+        raise ValueError(
+            f"labels run from {low} to {high}, but the model has {out.shape[1]} outputs "
+            f"(labels 0 to {out.shape[1] - 1}); change the labels or the last layer"
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +27,43 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
             f"{type(model).__name__} has nothing to prune: none of its {sum(1 for _ in model.parameters())} parameters "
             "has two or more dimensions; give a model with Linear, Conv, Embedding or similar layers"
         )
+    _refuse_hooks(model)
     for name, weight in found.items():
-        if ".parametrizations." in f".{name}" and name.rsplit(".", 1)[1].startswith("original"):
-            raise ValueError(
-                f"{name} is parametrized; of an attached model, pp.read(model) tells the distribution and "
-                "pp.harden(model) makes it plain; other parametrizations have to be removed first"
-            )
+        if ".parametrizations." in f".{name}":
+            _refuse_parametrized(model, name)
         if not torch.isfinite(weight).all():
             bad = int((~torch.isfinite(weight)).sum())
             raise ValueError(
                 f"{name} has {bad} NaN or infinite weights of {weight.numel()}; train it again with a smaller lr"
             )
     return found
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """torch.nn.utils' weight_norm, spectral_norm and prune compute a weight anew before every forward pass."""
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):
+                kind = type(hook).__name__
+                remedy = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
+                raise ValueError(
+                    f"the weight of {name or type(module).__name__} is computed by {kind}, so pruning it would not "
+                    f"last; call torch.nn.utils.{remedy.get(kind, 'prune.remove')} on that layer first"
+                )
+
+
+def _refuse_parametrized(model: nn.Module, name: str) -> NoReturn:
+    owner, _, tensor = name.rpartition(".")[0].rpartition("parametrizations.")
+    kind = type(model.get_submodule(f"{owner}parametrizations.{tensor}.0"))
+    if kind.__module__ == "pacprune.layers":
+        raise ValueError(
+            f"{owner}{tensor} has a stochastic mask, since a run was broken off or attached before: "
+            "start from a fresh copy, or call pp.harden(model)"
+        )
+    raise ValueError(
+        f"{owner}{tensor} is parametrized by {kind.__name__}; "
+        "call torch.nn.utils.parametrize.remove_parametrizations on it first"
+    )
 
 
 def total(model: nn.Module) -> int:
