@@ -74,7 +74,8 @@ def test_the_printed_certificate(story: SimpleNamespace) -> None:
     assert "certified" not in text  # once only
     sentence = re.fullmatch(
         r"With probability at least 95 % over the draw of the 719 bound examples and of the ([\d,]+) sampled networks, "
-        r"the error rate on new data of a network drawn from Q \(expected sparsity (0\.\d{4})\) is at most (0\.\d{4})\.",
+        r"the error rate on new data of a network drawn from Q \(expected sparsity (0\.\d{4})\) "
+        r"is at most (0\.\d{4})\.",
         story.cert.statement,
     )
     assert sentence
