@@ -32,9 +32,11 @@ def repository_files() -> list[Path]:
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
 
 
-def test_no_python_file_is_much_over_400_lines() -> None:
+def test_no_python_file_is_over_400_lines() -> None:
     lengths = {f: len(f.read_text().splitlines()) for f in [*SOURCES, *(ROOT / "tests").glob("*.py")]}
-    assert {f.name: n for f, n in lengths.items() if n > 410} == {}
+    # verify.py must stay one file that a stranger can copy; it may not grow further.
+    allowed = {"verify.py": 408}
+    assert {f.name: n for f, n in lengths.items() if n > allowed.get(f.name, 400)} == {}
 
 
 def test_no_file_is_over_one_mebibyte() -> None:
