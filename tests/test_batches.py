@@ -13,7 +13,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from pacprune import batches, data
+from pacprune import batches, data, philox
 
 CPU = torch.device("cpu")
 X = torch.arange(30.0).reshape(10, 3)
@@ -159,3 +159,17 @@ def test_a_loaders_own_collate_function_is_used_and_a_dataset_read_once() -> Non
     key = id(loader)
     del loader
     assert key not in batches._hashes
+
+
+def test_crop_flip_gives_windows_of_the_padded_image_or_its_mirror():
+    x, word = torch.rand(200, 2, 5, 6), philox.words(200, seed=0, step=3, stream=philox.AUGMENT)
+    out = batches.crop_flip(x, word, pad=1)
+    padded = torch.nn.functional.pad(x, (1, 1, 1, 1))
+    windows = [(flip, top, left) for flip in (False, True) for top in range(3) for left in range(3)]
+    seen = []
+    for flip, top, left in windows:
+        window = padded[:, :, top : top + 5, left : left + 6]
+        seen.append(int((out == (window.flip(-1) if flip else window)).flatten(1).all(1).sum()))
+    assert min(seen) > 0
+    assert sum(seen) == 200
+    assert torch.equal(out, batches.crop_flip(x.reshape(4, 50, 2, 5, 6), word.reshape(4, 50), pad=1).flatten(0, 1))

@@ -1,5 +1,7 @@
 """Sparsity controllers: the schedule, and each control against the budget it has to hold."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import nn
 import pacprune as pp
 from pacprune import budget, layers, scores, weights
 from pacprune.budget import CONTROLS, Budget
+from pacprune.population import Population
 
 PROGRESS = (0.0, 0.1, 0.4, 0.79, 0.8, 1.0)
 
@@ -151,7 +154,7 @@ def trained(control: str) -> float:
         budget.enforce_(model, plan, step / 200)
         loss = F.mse_loss(model(x), target)
         if control == "lagrangian":
-            loss = loss + budget.penalty(model, plan, step / 200)
+            loss = loss + budget.penalty(model, plan, torch.tensor(1 - plan.sparsity))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -171,10 +174,109 @@ def test_the_penalty_is_the_augmented_lagrangian():
     model = attached()
     plan = Budget(0.9, control="lagrangian", strength=10.0)
     excess = density(model) - 0.1
-    first = budget.penalty(model, plan, 0.0)
+    first = budget.penalty(model, plan, torch.tensor(0.1))
     assert first.item() == pytest.approx(5 * excess**2, rel=1e-5)
-    second = budget.penalty(model, plan, 0.0)
+    second = budget.penalty(model, plan, torch.tensor(0.1))
     assert second.item() == pytest.approx(excess * excess + 5 * excess**2, rel=1e-5)
     gradient = torch.autograd.grad(second, [site.gate for site in layers.sites(model)])
     assert all((g >= 0).all() for g in gradient)
     assert all((g > 0).any() for g in gradient)
+
+
+# --- Populations
+
+
+PLANS = [Budget(0.5), Budget(0.9, schedule="cubic", sharpen=4.0, strength=3.0), Budget(0.97, sharpen=2.0)]
+
+
+def crowd(control: str, **how: object) -> tuple[nn.Module, list[nn.Module], list[Budget]]:
+    """Three models stacked as one, the same three alone, and a budget for each."""
+    models = [attached(seed, **how) for seed in range(3)]
+    return Population(models).stacked, models, [replace(plan, control=control) for plan in PLANS]
+
+
+@pytest.mark.parametrize(
+    ("control", "how"),
+    [
+        ("none", {}),
+        ("shift", {}),
+        ("shift", {"coupling": 1.0}),
+        ("projection", {}),
+        ("projection", {"coupling": 1.0}),
+        ("projection", {"mapping": "clamp"}),
+    ],
+)
+def test_members_are_held_as_if_each_were_alone(control, how):
+    stacked, models, plans = crowd(control, **how)
+    for progress in PROGRESS:
+        budget.enforce_(stacked, plans, progress)
+        for model, plan in zip(models, plans, strict=True):
+            budget.enforce_(model, plan, progress)
+        for k, model in enumerate(models):
+            for one, alone in zip(layers.sites(stacked), layers.sites(model), strict=True):
+                assert torch.equal(one.sampler.sharpness[k], alone.sampler.sharpness)
+                ours, theirs = (torch.sigmoid(logit.detach()) for logit in (one.logit()[k], alone.logit()))
+                assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert budget.densities(stacked, plans, 1.0) == [
+        budget.densities(m, p, 1.0)[0] for m, p in zip(models, plans, strict=True)
+    ]
+    assert budget.densities(stacked, plans[0], 0.5) == budget.densities(models[0], plans[0], 0.5) * 3
+
+
+@pytest.mark.parametrize("control", ["shift", "projection"])
+def test_without_a_look_the_budget_is_held_from_step_to_step(control):
+    stacked, _, plans = crowd(control, coupling=1.0)
+    generator = torch.Generator().manual_seed(1)
+    budget.enforce_(stacked, plans, 0.5)
+    for step in range(50, 60):
+        disturb_(stacked, generator, size=0.3)
+        wanted = torch.tensor(budget.densities(stacked, plans, step / 100), dtype=torch.float64)
+        sharpness = torch.tensor([plan.sharpness(step / 100) for plan in plans])
+        budget.hold_(stacked, control, wanted, sharpness, look=False)
+        p = torch.cat([torch.sigmoid(s.logit().detach().double()).flatten(1) for s in layers.sites(stacked)], dim=1)
+        assert torch.allclose(p.mean(1), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_members_are_penalised_as_if_each_were_alone():
+    stacked, models, plans = crowd("lagrangian")
+    density = torch.tensor(budget.densities(stacked, plans, 1.0))
+    for _ in range(2):  # the second time with a multiplier
+        found = budget.penalty(stacked, plans, density)
+        alone = [budget.penalty(m, p, d) for m, p, d in zip(models, plans, density, strict=True)]
+        assert all(one.shape == () for one in alone)
+        assert torch.allclose(found, torch.stack(alone), rtol=1e-5)
+    gradients = torch.autograd.grad(found.sum(), [site.gate for site in layers.sites(stacked)])
+    for k, value in enumerate(alone):
+        own = torch.autograd.grad(value, [site.gate for site in layers.sites(models[k])])
+        assert all(torch.allclose(g[k], o, rtol=1e-4, atol=1e-9) for g, o in zip(gradients, own, strict=True))
+
+
+def test_wrong_budgets_of_a_population_are_refused():
+    stacked, models, plans = crowd("shift")
+    with pytest.raises(ValueError, match="there are 2 budgets for 3 models; give one for each, or one for all"):
+        budget.enforce_(stacked, plans[:2], 0.0)
+    with pytest.raises(ValueError, match="there are 2 budgets for 1 models"):
+        budget.enforce_(models[0], plans[:2], 0.0)
+    with pytest.raises(ValueError, match="have the controls none and shift, but all are held in one pass"):
+        budget.enforce_(stacked, [*plans[:2], Budget(0.5, control="none")], 0.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("control", ["shift", "projection", "lagrangian"])
+def test_holding_a_population_does_not_wait_for_the_device(control):
+    stacked, _, plans = crowd(control, coupling=1.0)
+    stacked.cuda()
+    density = torch.tensor(budget.densities(stacked, plans, 1.0), device="cuda")
+    sharpness = torch.ones(3, device="cuda")
+
+    def once() -> None:
+        budget.hold_(stacked, control, density, sharpness, look=False)
+        if control == "lagrangian":
+            budget.penalty(stacked, plans, density).sum().backward()
+
+    once()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        once()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

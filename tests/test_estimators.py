@@ -92,6 +92,7 @@ def expectation(
     for bits in itertools.product((0, 1), repeat=samples * len(p)):
         draws = torch.tensor(bits).reshape(samples, -1)
         start = int(site.sampler.step)
+        monkeypatch.setenv("PACPRUNE_KERNELS", "reference")  # the words are put into plain torch's hands
         monkeypatch.setattr(
             philox, "words", lambda n, *, step, draws=draws, start=start, **_: draws[int(step) - start] * (2**32 - 1)
         )
@@ -135,6 +136,7 @@ def test_the_indicator_of_algorithm1_leaves_a_kl_term_alone(monkeypatch):
         return 0.1 * pp.kl(pp.read(model, detach=False), prior).float()
 
     expected = torch.autograd.grad(penalty(), site.gate)[0]
+    monkeypatch.setenv("PACPRUNE_KERNELS", "reference")
     monkeypatch.setattr(philox, "words", lambda n, **_: torch.full((n,), 2**32 - 1))  # all draws agree: zeta is 0
     algorithm1_(model, lambda: squared(model.weight) + penalty(), samples=4)
     assert torch.allclose(site.gate.grad, expected, rtol=1e-5)

@@ -7,11 +7,26 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 
-from pacprune import philox
-from pacprune.kernels import HARD, SOFT, STRAIGHT_THROUGH, hard_gate, keep_prob, quantised, sample
+from pacprune import kernels, philox
+from pacprune.kernels import GIVEN, HARD, SOFT, STRAIGHT_THROUGH, Law, Part, hard_gate, keep_prob, quantised
 
 SEED, STEP = torch.tensor(5), torch.tensor(3)
 N = 40_000
+
+
+def sample(
+    mean: torch.Tensor,
+    logit: torch.Tensor,
+    std: torch.Tensor | None,
+    *,
+    seed: torch.Tensor,
+    step: torch.Tensor,
+    offset: int,
+    mode: str,
+    beta: float,
+) -> torch.Tensor:
+    """A draw whose gate is its own logit."""
+    return kernels.sample(Part(mean, logit, std, seed, step, offset), Law(mode=mode, beta=beta))
 
 
 def gates(logit: torch.Tensor, mode: str, *, beta: float = 0.5, step: int = 3, offset: int = 0) -> torch.Tensor:
@@ -192,3 +207,59 @@ def test_the_slab_is_the_mean_plus_std_times_its_own_normals():
     z = philox.normal(30, seed=5, step=3, stream=philox.SLAB, offset=9).reshape(6, 5)
     gate = drawn(torch.ones(6, 5), logit, None, HARD)
     assert torch.allclose(drawn(mean, logit, std, HARD), gate * (mean + std * z), rtol=1e-6)
+
+
+def test_a_gradient_of_the_gradient_can_be_taken():
+    mean, logit, _ = inputs()
+    first = torch.autograd.grad(drawn(mean, logit, None, SOFT).square().sum(), mean, create_graph=True)[0]
+    soft = drawn(torch.ones(6, 5), logit, None, SOFT)
+    torch.testing.assert_close(torch.autograd.grad(first.sum(), mean)[0], 2 * soft**2)
+
+
+def test_frozen_inputs_cost_no_gradient():
+    mean, logit, std = inputs()
+    for frozen in (mean, logit, std):
+        frozen.requires_grad_(False)
+        out = drawn(mean, logit, std, SOFT)
+        wanted = [t for t in (mean, logit, std) if t.requires_grad]
+        assert all(g is not None for g in torch.autograd.grad(out.sum(), wanted))
+        frozen.requires_grad_(True)
+    part = Part(mean, logit, std, SEED, STEP, 9)
+    assert kernels.gradients(part, Law(), torch.ones(6, 5), (False, False, False)) == (None, None, None)
+
+
+def test_what_cannot_be_drawn_is_refused_in_one_sentence():
+    p = quantised(torch.rand(4, 3))
+    one, three = torch.tensor(1), torch.arange(3)
+    with pytest.raises(ValueError, match="'hard', not 'concrete'"):
+        kernels.draw([Part(p, p, None, one, one, 0)], Law(GIVEN))
+    with pytest.raises(ValueError, match=r"3 members need means of shape \[3, ...\], not \[4, 3\]"):
+        kernels.draw([Part(p, p, None, three, one, 0)], Law())
+    with pytest.raises(ValueError, match=r"\[3, 4\] members"):
+        kernels.draw([Part(p, p, None, three, torch.arange(4), 0)], Law())
+    with pytest.raises(ValueError, match="have no gradient"):
+        kernels.sample(Part(p, p, None, three, one, 0, shared=True), Law())
+
+
+def test_the_environment_can_ask_for_the_reference(monkeypatch):
+    monkeypatch.setenv("PACPRUNE_KERNELS", "reference")
+    assert kernels.backend("cpu") == "reference"
+    assert "PACPRUNE_KERNELS" in kernels.status("cpu")
+    monkeypatch.setenv("PACPRUNE_KERNELS", "fast")
+    with pytest.raises(ValueError, match="'fast'; set it to 'auto' or 'reference'"):
+        kernels.backend("cpu")
+    monkeypatch.setenv("PACPRUNE_KERNELS", "auto")
+    assert kernels.backend("meta") == "reference"
+    assert "'meta'" in kernels.status("meta")
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of the compiler itself
+def test_the_operators_keep_what_torch_asks_of_them():
+    mean, logit, std = inputs()
+    counters = (SEED, STEP, torch.tensor(0.1), torch.tensor(2.0))
+    static = (9, None, "sigmoid", 0.0, SOFT, 0.5, False)
+    torch.library.opcheck(torch.ops.pacprune.sample.default, (mean, logit, std, *counters, *static))
+    values = [t.detach() for t in (torch.ones(6, 5), mean, logit, std)]
+    torch.library.opcheck(
+        torch.ops.pacprune.sample_gradient.default, (*values, *counters, *static, [True, False, True])
+    )

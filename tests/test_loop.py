@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pacprune as pp
 from pacprune import layers, loop, weights
 from pacprune.budget import CONTROLS
+from pacprune.config import OPTIMIZERS
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -110,18 +111,18 @@ def test_two_stages_can_share_one_cosine(pair: Pair) -> None:
 
 def test_gates_have_a_group_of_their_own_without_weight_decay() -> None:
     config = pp.Config(lr=0.1, gate_lr=3.0, std_lr=0.01, weight_decay=0.5)
-    groups = loop.groups(attached(std=0.1, train_std=True), config, rest=True)
-    assert [(g["base"], g["weight_decay"], g["scheduled"]) for g in groups] == [
-        (0.1, 0.5, True),
-        (3.0, 0.0, False),
-        (0.01, 0.0, True),
+    groups = loop.groups(attached(std=0.1, train_std=True), [config], rest=True)
+    assert [(g.base, g.weight_decay, g.scheduled) for g in groups] == [
+        ([0.1], [0.5], True),
+        ([3.0], [0.0], False),
+        ([0.01], [0.0], True),
     ]
-    assert [len(g["params"]) for g in groups] == [4, 2, 2]  # two means and two biases, gates, log stds
-    assert len(loop.groups(attached(), config, rest=False)[0]["params"]) == 2
-    assert len(loop.groups(net(), config, rest=True)) == 1
+    assert [len(g.params) for g in groups] == [4, 2, 2]  # two means and two biases, gates, log stds
+    assert len(loop.groups(attached(), [config], rest=False)[0].params) == 2
+    assert len(loop.groups(net(), [config], rest=True)) == 1
 
 
-@pytest.mark.parametrize("optimizer", loop.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weight_decay_leaves_gates_alone(optimizer: str, pair: Pair) -> None:
     config = pp.Config(epochs=2, lr=0.01, gate_lr=1.0, weight_decay=0.9, optimizer=optimizer)
     model = attached()
@@ -190,7 +191,7 @@ def test_amp_runs_and_learns(make, pair: Pair) -> None:
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("optimizer", loop.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("make", [net, attached], ids=["dense", "attached"])
 def test_every_optimizer_learns(optimizer: str, make, pair: Pair) -> None:
     lr = 0.1 if optimizer == "sgd" else 0.01
@@ -349,7 +350,7 @@ def test_tensors_and_a_dataset_give_the_same_run(pair: Pair) -> None:
 # --- Zeros stay zero.
 
 
-@pytest.mark.parametrize("optimizer", loop.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("start", ["apply_mask", "harden", "deepcopy"])
 def test_zeros_stay_exactly_zero(optimizer: str, start: str, pair: Pair) -> None:
     model = net()

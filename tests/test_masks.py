@@ -188,10 +188,10 @@ def test_shift_makes_the_mean_exact(kind, sharpness):
         for density in (1e-6, 1e-4, 0.02, 0.1, 0.5, 0.9, 0.999, 1 - 1e-6):
             for start in (None, last, 1e6, -1e6):
                 tau = masks.shift([logits[: n // 2], logits[n // 2 :]], density, sharpness=sharpness, start=start)
-                p = torch.sigmoid(masks.bounded(sharpness * (logits - torch.tensor(tau))).double())
+                p = torch.sigmoid(masks.bounded(sharpness * (logits - tau)).double())
                 assert float(p.mean()) <= density
                 # A step of tau in float32 moves p by at most sharpness / 4 times that.
-                step = float(np.spacing(np.float32(abs(tau))))
+                step = float(np.spacing(np.float32(abs(float(tau)))))
                 assert float(p.mean()) == pytest.approx(density, abs=max(1e-6, sharpness / 4 * step + 5e-7))
             last = tau
 
@@ -200,6 +200,62 @@ def test_shift_does_what_bounded_logits_can():
     tau = masks.shift([torch.randn(100)], 1e-9)
     p = torch.sigmoid(masks.bounded(torch.randn(100) - tau).double())
     assert float(p.mean()) == pytest.approx(float(torch.sigmoid(torch.tensor(-14.0))), rel=0.1)
+
+
+def members_of(kinds: dict, n: int) -> torch.Tensor:
+    """[members, n]: one of every kind."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.stack([make(n, generator) for make in kinds.values()])
+
+
+@pytest.mark.parametrize("n", [7, 200, 60_000])
+def test_members_are_shifted_as_if_each_were_alone(n):
+    logits = members_of(LOGITS, n)
+    rows = len(logits)
+    density, sharpness = torch.linspace(0.02, 0.9, rows).double(), torch.linspace(1.0, 4.0, rows)
+    parts = [logits[:, :3].reshape(rows, 3, 1), logits[:, 3:]]
+    tau = masks.shift(parts, density, sharpness=sharpness, members=True)
+    assert tau.shape == (rows,)
+    assert tau.dtype == torch.float32
+    for k in range(rows):
+        alone = masks.shift([logits[k]], float(density[k]), sharpness=float(sharpness[k]))
+        assert alone.shape == ()
+        means = [
+            float(torch.sigmoid(masks.bounded(sharpness[k] * (logits[k] - t)).double()).mean()) for t in (alone, tau[k])
+        ]
+        step = float(sharpness[k]) / 4 * float(np.spacing(np.float32(abs(float(alone)))))
+        assert means[1] <= float(density[k])
+        assert means[0] == pytest.approx(means[1], abs=step + 2.5e-7)
+    once = masks.shift(parts, 0.1, sharpness=2.0, start=0.5, members=True)
+    for k in range(rows):
+        assert float(once[k]) == pytest.approx(float(masks.shift([logits[k]], 0.1, sharpness=2.0)), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("sharpness", [1.0, 4.0])
+def test_a_shift_without_a_look_follows_the_last_one(kind, sharpness):
+    generator = torch.Generator().manual_seed(0)
+    logits = LOGITS[kind](20_000, generator)
+    for density in (0.02, 0.1, 0.5, 0.9):
+        seen = masks.shift([logits], density, sharpness=sharpness)
+        for moved in (-0.3, -1e-3, 0.0, 1e-3, 0.3):
+            unseen = masks.shift([logits], density, sharpness=sharpness, start=seen + moved, look=False)
+            p, q = (torch.sigmoid(masks.bounded(sharpness * (logits - t)).double()).mean() for t in (unseen, seen))
+            step = float(np.spacing(np.float32(abs(float(seen)))))
+            assert float(p) <= density
+            assert float(p) == pytest.approx(float(q), abs=max(1e-6 * density, sharpness / 4 * step + 2.5e-7))
+
+
+def test_a_shift_without_a_look_is_never_worse_than_the_last_one():
+    generator = torch.Generator().manual_seed(0)
+    logits = 1e3 * torch.randn(1000, generator=generator) ** 3
+    for density in (0.01, 0.3, 0.99):
+        for start in (-1e6, -3.0, 5e3):
+            tau = masks.shift([logits], density, start=start, look=False)
+            first, last = (float(torch.sigmoid(masks.bounded(logits - t)).mean()) for t in (torch.tensor(start), tau))
+            assert abs(math.log(last / (1 - last) * (1 - density) / density)) <= 1e-3 + abs(
+                math.log(first / (1 - first) * (1 - density) / density)
+            )
 
 
 PROBABILITIES = {
@@ -251,6 +307,45 @@ def test_projection_equals_a_quadratic_programme():
 def test_projection_leaves_alone_what_meets_the_budget():
     p = torch.tensor([0.25, 0.5, 0.75, 0.5])
     assert torch.equal(masks.project([p], 0.5, eta=ETA)[0], p)
+
+
+def test_members_are_projected_as_if_each_were_alone():
+    x = members_of(PROBABILITIES, 500)
+    density = torch.linspace(0.02, 0.9, len(x)).double()
+    parts = [x[:, :20].reshape(-1, 4, 5), x[:, 20:]]
+    for look in (True, False):
+        found = masks.project(parts, density, eta=ETA, members=True, look=look)
+        assert [f.shape for f in found] == [p.shape for p in parts]
+        for k, target in enumerate(density.tolist()):
+            alone = torch.cat([p.reshape(-1) for p in masks.project([p[k] for p in parts], target, eta=ETA)])
+            row = torch.cat([f[k].reshape(-1) for f in found])
+            # Bisected 40 times without a look, which the values of 1e6 leave at 1e-5.
+            assert torch.allclose(row, alone, rtol=0, atol=1e-6 if look else 1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_shift_and_project_without_a_look_are_captured_and_do_not_wait():
+    x = torch.randn(3, 40, 50, device="cuda")
+    density, sharpness = torch.tensor([0.1, 0.5, 0.9], device="cuda"), torch.ones(3, device="cuda")
+    seen = masks.shift([x], density, sharpness=sharpness, members=True)
+    start = seen + 0.05
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        tau = masks.shift([x], density, sharpness=sharpness, start=start, members=True, look=False)
+        return tau, masks.project([torch.sigmoid(x)], density, eta=ETA, members=True, look=False)[0]
+
+    both()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tau, projected = both()
+    graph.replay()
+    assert torch.allclose(tau, seen, atol=1e-5)
+    assert torch.allclose(projected.double().mean((1, 2)), density.double(), atol=1e-6)
 
 
 def test_density_of_a_part_makes_up_for_what_is_never_pruned():

@@ -268,6 +268,37 @@ def test_an_infinite_kl_of_slabs_is_an_error_that_says_what_to_do():
         kl(slab_of([0.5]), slab_of([0.5, 0.5]))
 
 
+def stacked(slabs: list[SpikeSlab]) -> SpikeSlab:
+    """The members as one value, every tensor with a leading model dimension."""
+    parts = {}
+    for part in ("keep_prob", "mean", "std"):
+        every = [getattr(slab, part) for slab in slabs]
+        parts[part] = {n: torch.stack([one[n].expand_as(slabs[0].mean[n]) for one in every]) for n in every[0]}
+    return SpikeSlab(**parts, rest={}, total=slabs[0].total)
+
+
+@pytest.mark.parametrize("std", [0.0, 0.1])
+def test_the_kl_of_members_is_each_ones_own(std):
+    models = [net(0), net(1), net(2)]
+    q = [pp.score_monotone(m, scores.magnitude(m), sparsity=0.9, std=std) for m in models]
+    p = [pp.isotropic(m, sparsity=s, std=2 * std) for m, s in zip(models, (0.9, 0.5, 0.1), strict=True)]
+    expected = torch.stack([kl(a, b) for a, b in zip(q, p, strict=True)])
+    for check in (True, False):
+        found = kl(stacked(q), stacked(p), members=True, check=check)
+        assert torch.allclose(found, expected, rtol=1e-12)
+        assert float(kl(stacked(q), stacked(p), check=check)) == pytest.approx(float(expected.sum()), rel=1e-12)
+
+
+def test_without_the_check_an_infinite_kl_is_infinite():
+    assert float(kl(slab_of([0.5, 0.5]), slab_of([0.5, 0.5]), check=False)) == 0
+    assert float(kl(slab_of([0.5], 1.0), slab_of([0.5], 0.5), check=False)) == math.inf
+    for std, std0 in ((0.0, 1.0), (1.0, 0.0)):
+        assert float(kl(slab_of([0.5], std=std), slab_of([0.5], std=std0), check=False)) == math.inf
+    lam = torch.tensor([0.2, 0.5], requires_grad=True)
+    gradient = torch.autograd.grad(kl(slab_of(lam), slab_of([0.5, 0.5]), check=False), lam)[0]
+    assert torch.allclose(gradient, torch.logit(lam.detach()), atol=1e-6)
+
+
 # --- Hash and draws
 
 

@@ -188,20 +188,6 @@ def test_the_surrogate_lies_in_the_unit_interval() -> None:
     assert [float(v) for v in each] == pytest.approx([math.log(2) / math.log(1e4), 0.0, 1.0, 0.25], abs=1e-6)
 
 
-@pytest.mark.parametrize("q", [1e-6, 0.01, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize("c", [1e-5, 1e-3, 0.05, 1.0])
-def test_the_gradient_of_the_inverse_kl(q: float, c: float) -> None:
-    a, b = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (q, c))
-    value = train._KlInverse.apply(a, b)
-    assert value.item() == pytest.approx(bounds.kl_inverse(q, c), rel=1e-12)
-    value.backward()
-    for leaf, other in ((a, lambda t: bounds.kl_inverse(t, c)), (b, lambda t: bounds.kl_inverse(q, t))):
-        h = 1e-4 * leaf.item()
-        numeric = (other(leaf.item() + h) - other(leaf.item() - h)) / (2 * h)
-        assert leaf.grad is not None
-        assert leaf.grad.item() == pytest.approx(numeric, rel=1e-3)
-
-
 @pytest.mark.parametrize("objective", train.OBJECTIVES)
 def test_one_step_descends_the_bound_itself(objective: str) -> None:
     """Gates move by -gate_lr * d bound/d gate; means by the gradient of the risk, then the proximal step of the KL."""

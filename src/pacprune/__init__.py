@@ -9,12 +9,12 @@ from pacprune import bounds, data, linear, models, scores
 from pacprune._version import __version__ as __version__
 from pacprune.budget import Budget
 from pacprune.certificate import Certificate
+from pacprune.config import Config
 from pacprune.evaluate import error, gibbs_error, reestimate_batchnorm
 from pacprune.issue import certify, certify_held_out
 from pacprune.layers import attach, harden, read, resample_
-from pacprune.loop import Config
 from pacprune.masks import entropy, overlap, top_k
-from pacprune.pipelines import Certified, Pruned, osp, pbp, pft
+from pacprune.pipelines import Certified, Pruned, osp, pbp, pft, together
 from pacprune.recheck import verify
 from pacprune.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
 from pacprune.train import fit, fit_posterior
@@ -55,6 +55,7 @@ __all__ = [
     "score_monotone",
     "scores",
     "sparsity",
+    "together",
     "top_k",
     "verify",
 ]

@@ -1,4 +1,4 @@
-"""Data in any form (a pair of tensors, a Part, a Dataset, a DataLoader) as batches on a device."""
+"""Data in any form (a pair of tensors, a Part, a Dataset, a DataLoader) as batches on a device; augmentation there."""
 
 import weakref
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
@@ -156,3 +157,21 @@ def batches(
         for index in cut:
             x, y = default_collate([data[int(i)] for i in index])
             yield x.to(device), torch.as_tensor(y).to(device)
+
+
+def crop_flip(x: Tensor, word: Tensor, *, pad: int = 4) -> Tensor:
+    """A crop after zero padding, and a horizontal flip, of each image of (..., c, h, w), as its random `word` says.
+
+    Zero is the mean pixel of standardised images.
+    """
+    *_, c, h, w = x.shape
+    word = word.reshape(-1, 1)
+    # 16, 15 and 1 bits of a word: a place is likelier than another by less than 1 in 3,000.
+    row = (word & 0xFFFF) % (2 * pad + 1) + torch.arange(h, device=x.device)
+    column = (word >> 16 & 0x7FFF) % (2 * pad + 1) + torch.arange(w, device=x.device)
+    column = torch.where(word >> 31 > 0, column.flip(1), column)
+    n = len(word)
+    image = torch.arange(n, device=x.device).view(n, 1, 1, 1)
+    channel = torch.arange(c, device=x.device).view(1, c, 1, 1)
+    padded = F.pad(x.reshape(n, c, h, w), (pad, pad, pad, pad))
+    return padded[image, channel, row.view(n, 1, h, 1), column.view(n, 1, 1, w)].reshape(x.shape)

@@ -68,7 +68,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     """Everything of the model that training changes, the draw counters of its samplers included."""
     return {
         "state": {n: t.detach().clone() for n, t in model.state_dict().items()},
-        "steps": [int(site.sampler.step) for site in layers.sites(model)],
+        "steps": [site.sampler.step.clone() for site in layers.sites(model)],
     }
 
 
@@ -76,7 +76,7 @@ def load_model_state(model: nn.Module, content: dict[str, Any]) -> None:
     """Puts `model_state` back, in place."""
     model.load_state_dict(content["state"])
     for site, step in zip(layers.sites(model), content["steps"], strict=True):
-        site.sampler.step.fill_(step)
+        site.sampler.step.copy_(step)
 
 
 def random_state(device: torch.device, data: Data) -> dict[str, Any]:

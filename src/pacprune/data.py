@@ -8,7 +8,6 @@ from importlib import resources
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pacprune import philox
@@ -214,21 +213,6 @@ def load(
     if name == "digits":
         return digits(prior_fraction=prior_fraction, seed=seed, unlabelled=unlabelled)
     return _official(name, prior_fraction, seed, unlabelled, data_dir)
-
-
-def crop_flip(x: Tensor, *, generator: torch.Generator, pad: int = 4) -> Tensor:
-    """Random crop after zero padding, and a horizontal flip with probability 1/2, for each image of (n, c, h, w).
-
-    Runs on the device of x, where `generator` must live too; zero is the mean pixel of standardised images.
-    """
-    n, c, h, w = x.shape
-    at = {"generator": generator, "device": x.device}
-    row = torch.randint(2 * pad + 1, (n, 1), **at) + torch.arange(h, device=x.device)
-    column = torch.randint(2 * pad + 1, (n, 1), **at) + torch.arange(w, device=x.device)
-    column = torch.where(torch.randint(2, (n, 1), **at).bool(), column.flip(1), column)
-    image = torch.arange(n, device=x.device).view(n, 1, 1, 1)
-    channel = torch.arange(c, device=x.device).view(1, c, 1, 1)
-    return F.pad(x, (pad, pad, pad, pad))[image, channel, row.view(n, 1, h, 1), column.view(n, 1, 1, w)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ def _present_gate(site: layers.Site) -> Tensor:
     word = philox.words(
         site.gate.numel(), seed=s.seed, step=s.step, stream=philox.GATE, offset=s.offset, device=site.gate.device
     )
-    return kernels.hard_gate(kernels.keep_prob(site.logit()), word)
+    return kernels.hard_gate(site.keep_prob(), word)
 
 
 def enumerate_gibbs(q: SpikeSlab, loss: Callable[[Mapping[str, Tensor]], Tensor]) -> Tensor:

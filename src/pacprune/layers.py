@@ -12,80 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pacprune import kernels, masks, weights
+from pacprune.sampler import Pool, Sampler, casts
 from pacprune.spikeslab import ETA, SpikeSlab, top_mask
 
-MAPPINGS = ("sigmoid", "clamp")
+MAPPINGS = (kernels.SIGMOID, kernels.CLAMP)
 _ORDER = "_pacprune_parameter_order"
 ESTIMATORS = (kernels.SOFT, kernels.STRAIGHT_THROUGH)
-
-
-class _Sampler(nn.Module):
-    """The parametrization of one weight tensor: (mean, gate[, log std]) -> the draw of the present step.
-
-    The mapping is keep_prob = sigmoid(sharpness * (gate + coupling * log(|mean| + 1e-8) - shift)), or clamp(gate). Soft
-    gates in train mode, hard ones in eval mode. seed and step are tensors, since a Python number would recompile every
-    step, and not part of the state dict: they belong to a run, not to a distribution.
-    """
-
-    seed: Tensor
-    step: Tensor
-    shift: Tensor
-    sharpness: Tensor
-    multiplier: Tensor
-    std: Tensor | None
-
-    def __init__(
-        self,
-        first: tuple[Tensor, ...],
-        std: Tensor | None,
-        *,
-        offset: int,
-        seed: int,
-        mapping: str,
-        coupling: float,
-        estimator: str,
-        beta: float,
-    ) -> None:
-        super().__init__()
-        self.offset, self.mapping, self.coupling, self.estimator, self.beta = offset, mapping, coupling, estimator, beta
-        device = first[0].device
-        self.register_buffer("seed", torch.tensor(seed, device=device), persistent=False)
-        self.register_buffer("step", torch.tensor(0, device=device), persistent=False)
-        for name, value in (("shift", 0.0), ("sharpness", 1.0), ("multiplier", 0.0)):
-            self.register_buffer(name, torch.tensor(value, device=device))
-        self.register_buffer("std", std)
-        self._first: tuple[Tensor, ...] | None = first
-
-    def right_inverse(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Hands parametrize the starting values it registers as parameters."""
-        first, self._first = self._first, None
-        assert first is not None, "a sampler is installed once"
-        return first
-
-    def raw(self, mean: Tensor, gate: Tensor) -> Tensor:
-        """gate + coupling * log|mean|: the logit before shift and sharpness."""
-        return gate + self.coupling * torch.log(mean.detach().abs().float() + 1e-8) if self.coupling else gate
-
-    def logit(self, mean: Tensor, gate: Tensor) -> Tensor:
-        """The logit of keep_prob, in [-14, 14]; log |mean| carries no gradient."""
-        if self.mapping == "clamp":
-            p = gate.clamp(ETA, 1 - ETA)
-            return torch.log(p) - torch.log1p(-p)
-        logit = self.sharpness * (self.raw(mean, gate) - self.shift)
-        # The value is bounded, the gradient is not: a gate beyond the edge can still be pulled back.
-        return masks.bounded(logit).detach() + (logit - logit.detach())
-
-    def forward(self, mean: Tensor, gate: Tensor, log_std: Tensor | None = None) -> Tensor:
-        return kernels.sample(
-            mean,
-            self.logit(mean, gate),
-            self.std if log_std is None else torch.exp(log_std),
-            seed=self.seed,
-            step=self.step,
-            offset=self.offset,
-            mode=self.estimator if self.training else kernels.HARD,
-            beta=self.beta,
-        )
 
 
 class Site:
@@ -95,10 +27,10 @@ class Site:
         self.name, self.where = name, where
 
     @property
-    def sampler(self) -> _Sampler:
+    def sampler(self) -> Sampler:
         """The parametrization that draws this weight."""
         sampler = self.where[0]
-        assert isinstance(sampler, _Sampler)
+        assert isinstance(sampler, Sampler)
         return sampler
 
     @property
@@ -120,6 +52,10 @@ class Site:
         """The logit of keep_prob, differentiable in the gate."""
         return self.sampler.logit(self.mean, self.gate)
 
+    def keep_prob(self) -> Tensor:
+        """The probability that the hard gate opens, as `kernels.quantised` stores it."""
+        return self.sampler.keep_prob(self.mean, self.gate)
+
 
 def sites(model: nn.Module) -> list[Site]:
     """The attached weights in the plain model's parameter order; a tied weight once; empty for a plain model."""
@@ -127,7 +63,7 @@ def sites(model: nn.Module) -> list[Site]:
     for prefix, module in model.named_modules():
         if not isinstance(module, parametrize.ParametrizationList) or id(module) in known:
             continue
-        if not isinstance(module[0], _Sampler):
+        if not isinstance(module[0], Sampler):
             continue
         known.add(id(module))
         found.append(Site(_plain_name(prefix), module))
@@ -190,7 +126,7 @@ def attach(
     weights.notes(model)["total"] = slab.total
     weights.notes(model).pop("mask", None)
     weights.mark_seen(model, slab.seen)
-    offset = 0
+    offset, pool = 0, Pool()
     for name in [n for n in plain if n in slab.keep_prob]:
         weight = plain[name]
         p = slab.keep_prob[name].to(weight.device)
@@ -205,22 +141,25 @@ def attach(
                 raise ValueError(f"{name} has std 0, which cannot be trained; give the SpikeSlab a std above 0")
             first = (mean, gate, torch.log(std).expand(mean.shape).clone())
         constant = None if train_std or not bool((std != 0).any()) else std.clone()
-        sampler = _Sampler(
+        (owner, attribute), *aliases = owners = list(_owners(model, weight))
+        sampler = Sampler(
             first,
             constant,
+            pool,
             offset=offset,
             seed=seed,
             mapping=mapping,
             coupling=coupling,
             estimator=estimator,
             beta=beta,
+            cast=all(casts(module) for module, _ in owners),
         )
         sampler.train(model.training)
-        (owner, attribute), *aliases = owners = list(_owners(model, weight))
         for module, _ in owners:
             module.__dict__.setdefault(_ORDER, list(module._parameters))
         parametrize.register_parametrization(owner, attribute, sampler, unsafe=True)
         shared = owner.parametrizations[attribute]  # type: ignore[index]
+        sampler.join(shared)  # type: ignore[arg-type]
         for other, alias in aliases:
             # A second registration builds the property on the other owner; then it is given the first one's sampler.
             parametrize.register_parametrization(other, alias, _Alias(), unsafe=True)
@@ -266,14 +205,13 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
     found = attached(model)
     keep_prob, mean, std = {}, {}, {}
     for site in found:
-        logit = site.logit()
-        keep_prob[site.name] = kernels.keep_prob(logit) if detach else torch.sigmoid(logit)
+        keep_prob[site.name] = site.keep_prob() if detach else torch.sigmoid(site.logit())
         mean[site.name] = site.mean.detach().clone() if detach else site.mean
         if site.log_std is not None:
             std[site.name] = torch.exp(site.log_std.detach() if detach else site.log_std)
         else:
             constant = site.sampler.std
-            std[site.name] = torch.zeros((), device=logit.device) if constant is None else constant.clone()
+            std[site.name] = torch.zeros((), device=site.gate.device) if constant is None else constant.clone()
     return SpikeSlab(
         keep_prob=keep_prob,
         mean=mean,
@@ -304,10 +242,18 @@ def rest_parameters(model: nn.Module) -> list[nn.Parameter]:
 @torch.no_grad()
 def resample_(model: nn.Module) -> nn.Module:
     """Draws the next sample, in place: step += 1. Clamped gates that an optimiser pushed out of [0, 1] are put back."""
-    for site in attached(model):
-        site.sampler.step += 1
-        if site.sampler.mapping == "clamp":
+    found = attached(model)
+    torch._foreach_add_([site.sampler.step for site in found], 1)  # type: ignore[attr-defined]
+    for site in found:
+        if site.sampler.mapping == kernels.CLAMP:
             site.gate.clamp_(ETA, 1 - ETA)
+    return model
+
+
+def forget(model: nn.Module) -> nn.Module:
+    """Drops the present draw, so that the next read of a weight makes it again: after the replay of a CUDA graph."""
+    for site in sites(model):
+        site.sampler.pool.forget()
     return model
 
 
@@ -317,7 +263,7 @@ def harden(model: nn.Module, mask: dict[str, Tensor] | None = None) -> nn.Module
 
     Without a mask, keeps the top k of keep_prob with k the expected number of kept weights, ties by magnitude.
     """
-    found = attached(model)
+    found = attached(forget(model))
     if mask is None:
         mask = top_mask(read(model))
     values = {site.name: site.mean.detach().clone() for site in found}

@@ -10,6 +10,10 @@ from torch import Tensor
 LOGIT_MAX = 14.0
 """Logits live in [-14, 14]: beyond about 17, sigmoid is 1 in float32 and the sampled probability would be a lie."""
 
+UNSEEN_STEPS = 5
+"""Trials of `shift` without a look. A Halley step makes an error e about e^3, so that from the last tau three would do;
+the others are for the start of a schedule."""
+
 Scores = Mapping[str, Tensor]
 Mask = dict[str, Tensor]
 
@@ -150,50 +154,123 @@ def bounded(logit: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def shift(logits: list[Tensor], density: float, *, sharpness: float = 1.0, start: float | None = None) -> float:
-    """tau with mean(sigmoid(sharpness * (logit - tau))) = density, by Newton steps inside a bisection bracket.
+def shift(
+    logits: list[Tensor],
+    density: float | Tensor,
+    *,
+    sharpness: float | Tensor = 1.0,
+    start: float | Tensor | None = None,
+    members: bool = False,
+    look: bool = True,
+) -> Tensor:
+    """tau with mean(sigmoid(sharpness * (logit - tau))) = density, by Halley steps inside a bisection bracket.
 
     The mean falls in tau, so the root is unique. Exact to 5e-7 relative, or to a step of tau in float32 where that is
     more, and never above: a network asked to be 90 % sparse is at least that. A density beyond what logits in [-14, 14]
-    can give is met as nearly as they can. `start` is a first guess, such as the last step's tau.
+    can give is met as nearly as they can. `start` is a first guess, such as the last step's tau. With `members`, the
+    first dimension of every logit is K models and tau has K values; density, sharpness and start may be K numbers too.
+    `look` asks the device after every step whether tau is there; without, it is the best of UNSEEN_STEPS.
     """
-    flat = torch.cat([x.detach().reshape(-1) for x in logits]).float()
-    top = LOGIT_MAX
-    edge = float(torch.sigmoid(torch.tensor(top)))
-    density = min(max(density, 1 - edge), edge) * (1 - 3e-7)  # the rounding of p in float32 must not lift it
-    low, high = float(flat.min()) - top / sharpness, float(flat.max()) + top / sharpness
-    tau = (low + high) / 2 if start is None else min(max(start, low), high)
-    for trial in range(100):
-        p = torch.sigmoid(bounded(sharpness * (flat - tau)))
-        mean = float(p.mean(dtype=torch.float64))
-        slope = sharpness * float((p * (1 - p)).mean(dtype=torch.float64))
-        # One float32 step of tau (math.ulp is float64's) as the margin: it holds a tau that float32 can tell.
-        margin = max(2e-7 * density, slope * math.ulp(tau) * 2**29)
-        if density - margin <= mean <= density:
-            break
-        excess = mean - (density - margin / 2)
-        low, high = (tau, high) if excess > 0 else (low, tau)
-        newton = tau + excess / slope if slope > 0 else low
-        tau = newton if trial < 20 and low < newton < high else (low + high) / 2
-    else:  # a handful of weights, whose own rounding leaves the margin empty
-        tau = high
-    return tau
+    rows, blocks, size = _blocks(logits, members)
+    device = blocks[0].device
+    gamma = _row(sharpness, rows, device)
+    edge = 1 / (1 + math.exp(-LOGIT_MAX))
+    goal = _row(density, rows, device).clamp(1 - edge, edge) * (1 - 3e-7)  # p's rounding to float32 must not lift it
+    low = torch.stack([block.amin(1) for block in blocks]).amin(0) - LOGIT_MAX / gamma
+    high = torch.stack([block.amax(1) for block in blocks]).amax(0) + LOGIT_MAX / gamma
+    first = (low + high) / 2 if start is None else _row(start, rows, device).clamp(low, high)
+    tau = best = first.float()  # as the sampler stores it
+    infinity, nearest = torch.full_like(tau, math.inf), torch.full_like(goal, math.inf)
+    most, least = goal * (1 - 1e-7), goal / 2
+    for trial in range(100 if look else UNSEEN_STEPS):
+        mean, slope, bend = _moments(blocks, tau, gamma.float()) / size
+        steep, far = gamma * slope, tau.abs()
+        step = torch.nextafter(far, infinity) - far
+        # The middle of a margin below the goal: 2e-7 of it, or a float32 step of tau, so that it holds such a tau.
+        aim = torch.addcmul(goal, steep, step, value=-0.5).clamp(least, most)
+        # Solved for the logit of the mean, which is nearly linear in tau: a far start, too, is a few steps away.
+        excess = torch.logit(mean) - torch.logit(aim)
+        low, high = torch.where(excess > 0, tau, low), torch.where(excess > 0, high, tau)
+        if look:
+            done = (mean <= goal) & (mean >= 2 * aim - goal)
+            # Nothing left between the ends: a handful of weights, whose own rounding leaves the margin empty.
+            over = done | (high - low <= step)
+            best = torch.where(done, tau, high.float())
+            if bool(over.all()):
+                break
+        else:
+            over = excess.abs() >= nearest
+            best, nearest = torch.where(over, best, tau), torch.minimum(nearest, excess.abs())
+        spread = mean * (1 - mean)
+        bent = 1 - excess / 2 * (bend * spread / slope**2 - 1 + 2 * mean)
+        guess = tau + excess * spread / steep / bent.clamp(0.5, 2.0)
+        inside = (low < guess) & (guess < high) if trial < 20 else torch.zeros_like(over)
+        following = torch.where(inside, guess, (low + high) / 2).float()
+        tau = torch.where(over, tau, following) if look else following
+    return best if members else best[0]
+
+
+def _row(value: float | Tensor, rows: int, device: torch.device) -> Tensor:
+    """One float64 number per member; a number given once is every member's."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64).reshape(-1).expand(rows)
+    return torch.full((rows,), value, dtype=torch.float64, device=device)
+
+
+def _blocks(logits: list[Tensor], members: bool) -> tuple[int, list[Tensor], int]:
+    """(members, [members, n] pieces of all logits, weights of a member), in pieces that suit the device.
+
+    On a CPU pieces that stay in its cache, without a copy; elsewhere few launches, and spare memory that is bounded.
+    """
+    rows = logits[0].shape[0] if members else 1
+    flat = [x.detach().float().reshape(rows, -1) for x in logits]
+    on_cpu = flat[0].device.type == "cpu"
+    flat = flat if on_cpu else [torch.cat(flat, dim=1)]
+    width = max(1, (2**17 if on_cpu else 2**24) // rows)
+    blocks = [block for part in flat for block in part.split(width, dim=1) if block.numel()]
+    return rows, blocks, sum(part.shape[1] for part in flat)
+
+
+def _moments(blocks: list[Tensor], tau: Tensor, gamma: Tensor) -> Tensor:
+    """[3, members]: sums of p, p (1 - p) and p (1 - p) (1 - 2p), p = sigmoid(bounded(gamma * (logit - tau))).
+
+    The first in float64, since it is what is promised; the others only say where to look next.
+    """
+    tau, gamma, found = tau[:, None], gamma[:, None], []
+    loose = torch.float32 if tau.device.type == "cpu" else torch.float64  # an accelerator widens at no cost
+    spare = torch.empty_like(max(blocks, key=Tensor.numel), memory_format=torch.contiguous_format).reshape(-1)
+    other = torch.empty_like(spare)
+    for block in blocks:
+        p, slope = (x[: block.numel()].view(block.shape) for x in (spare, other))
+        torch.sub(block, tau, out=p).mul_(gamma).clamp_(-LOGIT_MAX, LOGIT_MAX).sigmoid_()
+        torch.addcmul(p, p, p, value=-1, out=slope)
+        sums = [p.sum(1, dtype=torch.float64), slope.sum(1, dtype=loose).double()]
+        sums.append(torch.addcmul(slope, slope, p, value=-2, out=p).sum(1, dtype=loose).double())
+        found.append(torch.stack(sums))
+    return torch.stack(found).sum(0)
 
 
 @torch.no_grad()
-def project(keep_prob: list[Tensor], density: float, *, eta: float) -> list[Tensor]:
-    """The nearest point with mean = density and eta <= p <= 1 - eta (capped simplex): clamp(p - tau), by bisection."""
-    flat = torch.cat([p.detach().reshape(-1) for p in keep_prob]).double()
-    density = min(max(density, eta), 1 - eta)
-    low, high = float(flat.min()) - 1, float(flat.max()) + 1
-    tau = 0.0  # a point that meets the budget already stays where it is
-    for _ in range(100):
-        mean = float((flat - tau).clamp(eta, 1 - eta).mean())
-        if abs(mean - density) < 1e-10:
+def project(
+    keep_prob: list[Tensor], density: float | Tensor, *, eta: float, members: bool = False, look: bool = True
+) -> list[Tensor]:
+    """The nearest point with mean = density and eta <= p <= 1 - eta (capped simplex): clamp(p - tau), by bisection.
+
+    `members` and `look` as in `shift`; without a look, to 2^-40 of the range of keep_prob.
+    """
+    rows = keep_prob[0].shape[0] if members else 1
+    flat = torch.cat([p.detach().reshape(rows, -1) for p in keep_prob], dim=1).double()
+    goal = _row(density, rows, flat.device).clamp(eta, 1 - eta)
+    low, high = flat.amin(1) - 1, flat.amax(1) + 1
+    tau = torch.zeros_like(low)  # a point that meets the budget already stays where it is
+    for _ in range(100 if look else 40):
+        mean = (flat - tau[:, None]).clamp_(eta, 1 - eta).mean(1)
+        done = (mean - goal).abs() < 1e-10
+        if look and bool(done.all()):
             break
-        low, high = (tau, high) if mean > density else (low, tau)
-        tau = (low + high) / 2
-    parts = (flat - tau).clamp(eta, 1 - eta).split([p.numel() for p in keep_prob])
+        low, high = torch.where(mean > goal, tau, low), torch.where(mean > goal, high, tau)
+        tau = torch.where(done, tau, (low + high) / 2)
+    parts = (flat - tau[:, None]).clamp_(eta, 1 - eta).split([p.numel() // rows for p in keep_prob], dim=1)
     return [part.reshape(p.shape).to(p.dtype) for part, p in zip(parts, keep_prob, strict=True)]
 
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-GATE, SLAB, PERMUTATION, BATCH, SCORE = range(5)
-"""Streams: mask gates, Gaussian slabs, data permutations, Monte-Carlo minibatches, random scores."""
+GATE, SLAB, PERMUTATION, BATCH, SCORE, AUGMENT = range(6)
+"""Streams: mask gates, Gaussian slabs, data permutations, Monte-Carlo minibatches, random scores, image crops."""
 
 _LOW = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
@@ -29,7 +29,7 @@ _CACHED = 2**15
 def _block(seed: Tensor | int, step: Tensor | int, stream: int, block: Tensor) -> tuple[Tensor, ...]:
     """Ten Philox rounds on the int64 tensor `block`; returns four words in [0, 2**32), as int64."""
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
-    c2 = torch.zeros_like(block) + (step & _LOW)
+    c2 = torch.zeros_like(block) + (step & _LOW) + (k0 ^ k0)  # as many rows as there are steps or seeds
     c0, c1, c3 = (block & _LOW).expand_as(c2), ((block >> 32) & _LOW).expand_as(c2), torch.full_like(c2, stream)
     for _ in range(10):
         # int64 products wrap modulo 2**64, which leaves all 64 bits of an unsigned 32x32 product right.
@@ -46,8 +46,7 @@ def _blocks(
 ) -> tuple[Tensor, ...]:
     """The four lanes of all blocks that hold the numbers offset to offset + n - 1."""
     block = torch.arange(offset // 4, (offset + n + 3) // 4, device=device, dtype=torch.int64)
-    if isinstance(step, Tensor) and step.ndim == 1:
-        step = step[:, None]
+    seed, step = (x[:, None] if isinstance(x, Tensor) and x.ndim == 1 else x for x in (seed, step))
     if block.device.type != "cpu" or len(block) <= _CACHED or torch.compiler.is_compiling():
         return _block(seed, step, stream, block)
     # Some hundred passes over the numbers: three times faster where they stay in the cache.
@@ -66,7 +65,7 @@ def words(
 ) -> Tensor:
     """The n words with index offset, offset + 1, ...: int64 values uniform on [0, 2**32).
 
-    A one-dimensional tensor of K steps gives K rows, one per step.
+    A one-dimensional tensor of K steps, or of K seeds, gives K rows.
     """
     return _lanes(_blocks(n, seed, step, stream, offset, device), n, offset)
 

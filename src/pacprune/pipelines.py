@@ -1,8 +1,15 @@
-"""The three procedures from end to end: one-shot pruning, probabilistic fine-tuning, PAC-Bayes pruning."""
+"""The three procedures from end to end: one-shot pruning, probabilistic fine-tuning, PAC-Bayes pruning.
 
-from collections.abc import Callable, Mapping
+Each is written for one model, as a generator that yields the stages it wants trained. Alone, its stages are trained one
+by one; `together` runs many of them side by side, and stages that are alike are trained as one population.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +19,19 @@ from pacprune import masks, weights
 from pacprune.batches import Data
 from pacprune.budget import Budget
 from pacprune.certificate import Certificate
+from pacprune.config import Config
 from pacprune.data import Split
 from pacprune.evaluate import reestimate_batchnorm
 from pacprune.issue import certify, check_declared
 from pacprune.layers import attach, harden, read, sites
-from pacprune.loop import Config, History, Progress, check_rates
+from pacprune.loop import History, Progress, check_rates, in_step
+from pacprune.population import spread
 from pacprune.scores import NAMES, Loss, score
 from pacprune.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone, top_mask
 from pacprune.train import check, fit, fit_posterior
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 COUPLING = 4.0
 """How strongly a gate's logit follows log|w| in the default recipe of pft."""
@@ -50,6 +62,103 @@ class Certified:
     history: History
 
 
+_OPTIONAL = ("budget", "prior", "folder")
+
+
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    """A stage that a pipeline wants trained: `fit`, or with a prior `fit_posterior`."""
+
+    model: nn.Module
+    data: Any
+    config: Config
+    seed: int
+    budget: Budget | None
+    prior: SpikeSlab | None
+    folder: Path | None
+    options: Mapping[str, Any]
+    """What the members of a population must have in common: the stage's name, loss, delta, ..."""
+
+    def train_with(self, others: Sequence["_Stage"]) -> list[History]:
+        """Trains this stage and others like it, as one population when there are any; one history each."""
+        every = [self, *others]
+        path = None if self.folder is None else self.folder / f"{self.options['stage']}.pt"
+        one = [stage.model for stage in every], [stage.config for stage in every]
+        budgets = None if self.budget is None else [stage.budget for stage in every]
+        more = {"budget": budgets, "seed": [stage.seed for stage in every]}
+        if not others:
+            one, more = (one[0][0], one[1][0]), {"budget": self.budget, "seed": self.seed}
+        if self.prior is None:
+            history = fit(one[0], self.data, one[1], checkpoint=path, **more, **self.options)
+        else:
+            priors = [stage.prior for stage in every] if others else self.prior
+            out = [stage.folder for stage in every] if others else self.folder
+            history = fit_posterior(one[0], priors, self.data, one[1], out=out, checkpoint=path, **more, **self.options)
+        if not others:
+            return [history]
+        return [[row for row in history if row["member"] == k] for k in range(len(every))]
+
+    def like(self, other: "_Stage") -> bool:
+        """Whether the two can be trained as one population."""
+        given = [(a is None) == (b is None) for a, b in ((getattr(self, n), getattr(other, n)) for n in _OPTIONAL)]
+        same = self.data is other.data and self.options == other.options and all(given)
+        return same and in_step(self.config, other.config)
+
+
+_Pipeline = Generator[_Stage, History, _R]
+
+
+def _drive(pipelines: list[_Pipeline[_R]]) -> list[_R]:
+    """Runs pipelines side by side to their ends: the first one's stage, and all that wait for one like it, go next."""
+    results: dict[int, _R] = {}
+    waiting: dict[int, _Stage] = {}
+
+    def go_on(k: int, history: History | None) -> None:
+        try:
+            waiting[k] = next(pipelines[k]) if history is None else pipelines[k].send(history)
+        except StopIteration as end:
+            results[k] = end.value
+
+    for k in range(len(pipelines)):
+        go_on(k, None)
+    while waiting:
+        first = min(waiting)
+        alike = [first, *(k for k in waiting if k != first and waiting[first].like(waiting[k]))]
+        stages = [waiting.pop(k) for k in alike]
+        for k, history in zip(alike, stages[0].train_with(stages[1:]), strict=True):
+            go_on(k, history)
+    return [results[k] for k in range(len(pipelines))]
+
+
+def _pipeline(steps: Callable[_P, _Pipeline[_R]]) -> Callable[_P, _R]:
+    """The function that runs one pipeline alone."""
+
+    @functools.wraps(steps)
+    def alone(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return _drive([steps(*args, **kwargs)])[0]
+
+    return alone
+
+
+def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[_R]:
+    """osp, pft or pbp for K models at once: stages that are alike are trained as one population.
+
+    Every argument is one for all, or a list with one entry per model; each result is what the verb alone would give, up
+    to rounding. A population's checkpoints lie in its first member's `folder`.
+
+        pp.together(pp.pft, models, (x, y), pp.Config(epochs=20), sparsity=[.9, .95, .98], seed=0)
+    """
+    names = list(inspect.signature(verb).parameters)
+    given = dict(zip(names[1:], args, strict=False)) | kwargs
+    each = {
+        name: spread(name, value, len(models)) if isinstance(value, list) else [value] * len(models)
+        for name, value in given.items()
+    }
+    steps = verb.__wrapped__  # type: ignore[attr-defined]
+    return _drive([steps(model, **{n: v[k] for n, v in each.items()}) for k, model in enumerate(models)])
+
+
+@_pipeline
 def osp(
     model: nn.Module,
     data: Data,
@@ -65,17 +174,18 @@ def osp(
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress | None = None,
-) -> Pruned:
+) -> _Pipeline[Pruned]:
     """One-shot pruning, in place: [dense training] -> scores -> top-k -> sparse fine-tuning with `config`."""
     _check(model, sparsity, criterion)
     stage = _stages(model, data, loss, seed, folder, progress)
-    history = stage("dense", dense) if dense else []
+    history = (yield stage("dense", dense)) if dense else []
     found = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
     mask = masks.top_k(found, sparsity=sparsity, scope=scope, min_per_layer=min_per_layer, total=weights.total(model))
     weights.apply_mask(model, mask)
-    return Pruned(model, mask, history + _tune(model, data, config, stage))
+    return Pruned(model, mask, history + (yield from _tune(model, data, config, stage)))
 
 
+@_pipeline
 def pft(
     model: nn.Module,
     data: Data,
@@ -93,7 +203,7 @@ def pft(
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress | None = None,
-) -> Pruned:
+) -> _Pipeline[Pruned]:
     """Probabilistic fine-tuning, in place: [dense] -> train weights and keep_prob -> top-k -> sparse fine-tuning.
 
     `config` is the whole budget after dense training: its first `mask_share` trains the masks, the rest fine-tunes, on
@@ -112,7 +222,7 @@ def pft(
         raise ValueError(f"recipe {recipe!r} is unknown; use 'coupled' or 'paper'")
     check_rates(config)
     stage = _stages(model, data, loss, seed, folder, progress)
-    history = stage("dense", dense) if dense else []
+    history = (yield stage("dense", dense)) if dense else []
     found = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
     epochs = max(1, round(config.epochs * mask_share)) if config.epochs else 0
     share = epochs / config.epochs if config.epochs else 1.0
@@ -127,12 +237,13 @@ def pft(
         start = masks.top_k(found, sparsity=sparsity, total=weights.total(model))
         attach(model, block_isotropic(model, start, eps=eps), mapping="clamp", seed=seed)
         budget = None
-    history += stage("masks", first, budget=budget)
+    history += yield stage("masks", first, budget)
     mask = top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
     harden(model, mask)
-    return Pruned(model, mask, history + _tune(model, data, second, stage))
+    return Pruned(model, mask, history + (yield from _tune(model, data, second, stage)))
 
 
+@_pipeline
 def pbp(
     model: nn.Module,
     split: Split,
@@ -156,7 +267,7 @@ def pbp(
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress | None = None,
-) -> Certified:
+) -> _Pipeline[Certified]:
     """PAC-Bayes pruning, in place: [dense] and `config` train the prior on S_P, `posterior` trains Q on the bound.
 
     P is the block-isotropic spike and slab around the criterion's mask, trained on split.prior with its mean keep_prob
@@ -173,26 +284,17 @@ def pbp(
     for one in (config, config if posterior is None else posterior):
         check_rates(one)
     stage = _stages(model, split.prior, F.cross_entropy, seed, folder, progress)
-    history = stage("dense", dense) if dense else []
+    history = (yield stage("dense", dense)) if dense else []
     found = score(criterion, model, split.prior, seed=seed)
     mask = masks.top_k(found, sparsity=sparsity)
     attach(model, block_isotropic(model, mask, eps=eps, std=std), train_std=train_std, seed=seed)
-    history += stage("prior", config, budget=Budget(sparsity))
+    history += yield stage("prior", config, Budget(sparsity))
     reestimate_batchnorm(model, split.prior)
     prior = read(model)
-    history += fit_posterior(
-        model,
-        prior,
-        split,
-        config if posterior is None else posterior,
-        delta=delta,
-        objective=objective,
-        budget=Budget(sparsity),
-        out=folder,
-        seed=seed,
-        checkpoint=None if folder is None else Path(folder) / "posterior.pt",
-        progress=progress,
-    )
+    last = config if posterior is None else posterior
+    options = {"stage": "posterior", "delta": delta, "objective": objective, "progress": progress}
+    where = None if folder is None else Path(folder)
+    history += yield _Stage(model, split, last, seed, Budget(sparsity), prior, where, options)
     certificate = certify(
         model,
         prior,
@@ -227,22 +329,20 @@ def _check(model: nn.Module, sparsity: float, criterion: str) -> None:
 
 def _stages(
     model: nn.Module, data: Data, loss: Loss, seed: int, folder: str | Path | None, progress: Progress | None
-) -> Callable[..., History]:
-    """`fit` with everything bound that the stages of one pipeline share; each stage has its own checkpoint."""
+) -> Callable[..., _Stage]:
+    """A maker of stages with everything bound that those of one pipeline share; each has its own checkpoint."""
     check(model, data, loss)
 
-    def stage(name: str, config: Config, budget: Budget | None = None) -> History:
-        path = None if folder is None else Path(folder) / f"{name}.pt"
-        return fit(
-            model, data, config, loss=loss, budget=budget, seed=seed, stage=name, checkpoint=path, progress=progress
-        )
+    def stage(name: str, config: Config, budget: Budget | None = None) -> _Stage:
+        options = {"stage": name, "loss": loss, "progress": progress}
+        return _Stage(model, data, config, seed, budget, None, None if folder is None else Path(folder), options)
 
     return stage
 
 
-def _tune(model: nn.Module, data: Data, config: Config, stage: Callable[..., History]) -> History:
+def _tune(model: nn.Module, data: Data, config: Config, stage: Callable[..., _Stage]) -> _Pipeline[History]:
     """Sparse fine-tuning; without epochs, BatchNorm at least learns the statistics of the pruned network."""
     if config.epochs:
-        return stage("tune", config)
+        return (yield stage("tune", config))
     reestimate_batchnorm(model, data)
     return []

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pacprune import kernels, masks, philox, weights
+from pacprune import kernels, masks, weights
 
-ETA = 1e-5
+ETA = kernels.ETA
 """Keep probabilities under the clamp mapping live in [ETA, 1 - ETA]: a prior at 0 or 1 makes the KL infinite."""
 
 
@@ -158,7 +158,9 @@ def top_mask(slab: SpikeSlab, *, sparsity: float | None = None, min_per_layer: i
     )
 
 
-def kl_per_layer(q: SpikeSlab, p: SpikeSlab, *, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def kl_per_layer(
+    q: SpikeSlab, p: SpikeSlab, *, dtype: torch.dtype = torch.float64, members: bool = False, check: bool = True
+) -> dict[str, Tensor]:
     """KL(Q||P) of every tensor; differentiable in q. See `kl`."""
     if q.keep_prob.keys() != p.keep_prob.keys():
         raise ValueError(f"Q and P name different tensors: {sorted(q.keep_prob.keys() ^ p.keep_prob.keys())}")
@@ -169,17 +171,25 @@ def kl_per_layer(q: SpikeSlab, p: SpikeSlab, *, dtype: torch.dtype = torch.float
             raise ValueError(f"{name} has shape {tuple(lam.shape)} in Q but {tuple(lam0.shape)} in P")
         mean, mean0 = q.mean[name].to(dtype), p.mean[name].to(dtype)
         std, std0 = q.std[name].to(dtype), p.std[name].to(dtype)
-        found[name] = (_kl_gate(lam, lam0) + _kl_slab(name, lam, mean, mean0, std, std0)).sum()
+        if check:
+            _check_slab(name, mean, mean0, std, std0)
+        each = _kl_gate(lam, lam0) + _kl_slab(lam, mean, mean0, std, std0)
+        found[name] = each.flatten(1).sum(1) if members else each.sum()
     return found
 
 
-def kl(q: SpikeSlab, p: SpikeSlab, *, dtype: torch.dtype = torch.float64) -> Tensor:
+def kl(
+    q: SpikeSlab, p: SpikeSlab, *, dtype: torch.dtype = torch.float64, members: bool = False, check: bool = True
+) -> Tensor:
     """KL(Q||P) = sum_i kl(lam||lam0) + lam/2 [(m-m0)^2/s0^2 + s^2/s0^2 - ln(s^2/s0^2) - 1], in nats.
 
     lam is q's keep_prob, m its mean, s its std, and 0 marks p's. The Gaussian term is paid only where the weight is
-    kept (the factor lam). Infinite where lam0 is 0 or 1 and lam differs. Accumulated in float64.
+    kept (the factor lam). Infinite where lam0 is 0 or 1 and lam differs. Accumulated in float64. With `members`, every
+    tensor has a first dimension of K models, and each model has its own KL. `check` explains a slab that makes it
+    infinite, for which it waits on the device; without, the value itself is infinite.
     """
-    return torch.stack([v.double() for v in kl_per_layer(q, p, dtype=dtype).values()]).sum().clamp_min(0.0)
+    layers = kl_per_layer(q, p, dtype=dtype, members=members, check=check)
+    return torch.stack([v.double() for v in layers.values()]).sum(0).clamp_min(0.0)
 
 
 def _kl_gate(lam: Tensor, lam0: Tensor) -> Tensor:
@@ -196,45 +206,55 @@ def _kl_gate(lam: Tensor, lam0: Tensor) -> Tensor:
     return term(lam, lam0) + term(1 - lam, 1 - lam0)
 
 
-def _kl_slab(name: str, lam: Tensor, mean: Tensor, mean0: Tensor, std: Tensor, std0: Tensor) -> Tensor:
-    if bool((std0 == 0).any()) or bool((std == 0).any()):
-        if not (bool((std0 == 0).all()) and bool((std == 0).all())):
-            raise ValueError(
-                f"{name}: std is 0 in one of Q and P only, so the KL is infinite; give both a std, or neither"
-            )
-        if not torch.equal(mean, mean0):
-            raise ValueError(
-                f"{name}: the means differ by up to {float((mean - mean0).abs().max()):.3g} but std is 0, "
-                "so the KL is infinite; train the gates only, or give a std"
-            )
-        return torch.zeros_like(lam)
+def _check_slab(name: str, mean: Tensor, mean0: Tensor, std: Tensor, std0: Tensor) -> None:
+    """Refuses slabs of width 0 that differ: what makes the KL infinite is easier to mend when it is named."""
+    if not (bool((std0 == 0).any()) or bool((std == 0).any())):
+        return
+    if not (bool((std0 == 0).all()) and bool((std == 0).all())):
+        raise ValueError(f"{name}: std is 0 in one of Q and P only, so the KL is infinite; give both a std, or neither")
+    if not torch.equal(mean, mean0):
+        raise ValueError(
+            f"{name}: the means differ by up to {float((mean - mean0).abs().max()):.3g} but std is 0, "
+            "so the KL is infinite; train the gates only, or give a std"
+        )
+
+
+def _kl_slab(lam: Tensor, mean: Tensor, mean0: Tensor, std: Tensor, std0: Tensor) -> Tensor:
+    """lam/2 [(m-m0)^2/s0^2 + s^2/s0^2 - ln(s^2/s0^2) - 1]; of width 0, equal slabs have 0 and others infinity."""
+    point, equal = (std == 0) | (std0 == 0), (std == std0) & (mean == mean0)
+    std, std0 = torch.where(point, 1.0, std), torch.where(point, 1.0, std0)
     ratio = (std / std0) ** 2
-    return lam * 0.5 * (((mean - mean0) / std0) ** 2 + (ratio - 1 - torch.log(ratio)).clamp_min(0.0))
+    wide = lam * 0.5 * (((mean - mean0) / std0) ** 2 + (ratio - 1 - torch.log(ratio)).clamp_min(0.0))
+    return torch.where(point, torch.where(equal, 0.0, float("inf")), wide)
 
 
 @torch.no_grad()
 def gates(q: SpikeSlab, *, seed: int, step: Tensor | int) -> dict[str, Tensor]:
     """The mask of draw number `step`: exact Bernoulli gates. A tensor of K steps gives K masks in one tensor."""
-    found, offset = {}, 0
-    for name, p in q.keep_prob.items():
-        word = philox.words(p.numel(), seed=seed, step=step, stream=philox.GATE, offset=offset, device=p.device)
-        found[name] = kernels.hard_gate(p, word)
-        offset += p.numel()
-    return found
+    ones = {name: torch.ones_like(p) for name, p in q.keep_prob.items()}
+    return {name: gate != 0 for name, gate in _draw(q, ones, {}, seed, step).items()}
 
 
 @torch.no_grad()
 def draw(q: SpikeSlab, *, seed: int, step: Tensor | int) -> dict[str, Tensor]:
     """One network W ~ Q as plain weights, a function of (seed, step) and of nothing else; K of them for K steps."""
-    found, offset = {}, 0
-    for name, gate in gates(q, seed=seed, step=step).items():
-        slab = q.mean[name]
-        if bool((q.std[name] != 0).any()):
-            z = philox.normal(slab.numel(), seed=seed, step=step, stream=philox.SLAB, offset=offset, device=slab.device)
-            slab = slab + q.std[name] * z.reshape(gate.shape)
-        found[name] = torch.where(gate, slab, 0.0).to(q.mean[name].dtype)
-        offset += q.mean[name].numel()
-    return found
+    wide = {name: std for name, std in q.std.items() if bool((std != 0).any())}
+    return _draw(q, q.mean, wide, seed, step)
+
+
+def _draw(
+    q: SpikeSlab, mean: Mapping[str, Tensor], std: Mapping[str, Tensor], seed: int, step: Tensor | int
+) -> dict[str, Tensor]:
+    """Hard draws around `mean`, all tensors and all steps at once; a name without a std has none."""
+    device = next(iter(q.keep_prob.values())).device
+    signed = (seed + 2**63) % 2**64 - 2**63  # the same 64 bits, as int64 holds them
+    key, draws = (torch.as_tensor(n, device=device, dtype=torch.int64) for n in (signed, step))
+    parts, offset = [], 0
+    for name, p in q.keep_prob.items():
+        parts.append(kernels.Part(mean[name], p, std.get(name), key, draws, offset, shared=True))
+        offset += p.numel()
+    values = kernels.draw(parts, kernels.Law(kernels.GIVEN, mode=kernels.HARD))
+    return dict(zip(q.keep_prob, values, strict=True))
 
 
 def _check_resolution(name: str, w: Tensor, std: Tensor, std0: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,28 +12,32 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from pacprune import bounds, layers, weights
+from pacprune import bounds, layers, numeric, weights
 from pacprune.batches import Data, batches, device_of, forked, labels, rows, tensors
 from pacprune.budget import Budget
 from pacprune.checkpoint import digest, write_atomically
+from pacprune.config import Config
 from pacprune.data import Part, Split
 from pacprune.evaluate import mean_loss
-from pacprune.loop import Config, History, Progress, Run, groups, loop
+from pacprune.loop import History, Progress, check_population, groups, loop
+from pacprune.optim import Optimizer
+from pacprune.population import Population, members, spread
 from pacprune.scores import Loss, plain_rnn
 from pacprune.spikeslab import SpikeSlab, kl
+from pacprune.step import Run
 
 OBJECTIVES = ("seeger", "paper")
 
 
 def fit(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     data: Data,
-    config: Config,
+    config: Config | Sequence[Config],
     *,
     loss: Loss = F.cross_entropy,
-    budget: Budget | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
     validation: Data | None = None,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     stage: str = "fit",
     checkpoint: str | Path | None = None,
     every: int | None = None,
@@ -47,62 +51,128 @@ def fit(
     call with the same arguments goes on from there. Leaves the model in eval mode; returns one row per epoch.
 
         pp.fit(model, (x, y), pp.Config(epochs=5, lr=.1), loss=torch.nn.functional.mse_loss)
+
+    A list of K models of one architecture is trained as a population, K networks in one call of every layer; config,
+    budget and seed are then one for all or a list of one each, and every row names its `member`. A member ends as it
+    would alone, up to rounding (dropout apart, whose draws differ).
     """
-    value = check(model, data, loss)
-    if budget is not None and not layers.sites(model):
+    crew = _Crew(model, config, seed)
+    value = crew.check(data, loss)
+    if budget is not None and not layers.sites(crew.trained):
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
         )
     seen = {"data": rows(data), **({} if validation is None else {"validation": rows(validation)})}
-    for known in seen.values():
-        weights.mark_seen(model, known)
+    crew.mark_seen(seen.values())
+    budgets = None if budget is None else spread("budget", budget, len(crew.models))
     # `check` saw the labels of tensors only; on an accelerator, looking at every batch would cost a stop.
-    look = loss is F.cross_entropy and tensors(data) is None and device_of(model).type == "cpu"
-
-    def objective(x: Tensor, y: Tensor) -> Tensor:
-        try:
-            out = model(x)
-        except ValueError as failure:
-            if len(x) > 1:
-                raise
-            raise ValueError(
-                "a batch holds 1 example, of which BatchNorm has no variance; give the DataLoader drop_last=True, or "
-                "batches of 2 or more"
-            ) from failure
-        if look:
-            _check_labels(y, out)
-        return loss(out, y)
-
+    look = loss is F.cross_entropy and tensors(data) is None and crew.device.type == "cpu"
     run = Run(
         stage=stage,
-        objective=objective,
-        groups=groups(model, config, rest=True),
-        enter=model.train,
-        budget=budget,
-        validate=None if validation is None else lambda: mean_loss(model, validation, loss=loss),
+        objective=crew.objective(loss, look),
+        groups=groups(crew.trained, crew.configs, rest=True),
+        enter=crew.trained.train,
+        budgets=budgets,
+        validate=None if validation is None else lambda: crew.mean_losses(validation, loss),
         identity={
-            "budget": None if budget is None else asdict(budget),
+            "budget": None if budgets is None else [asdict(one) for one in budgets],
             # The name alone would take one lambda, or one setting of a loss, for another.
             "loss": [repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", ""), value],
             "seen": digest(seen),
             "labels": [digest({"y": labels(one)}) for one in (data, validation) if one is not None],
         },
+        members=crew.population is not None,
     )
-    return loop(model, data, config, run, seed=seed, path=checkpoint, every=every, progress=progress)
+    return crew.train(data, run, path=checkpoint, every=every, progress=progress)
+
+
+class _Crew:
+    """What is trained together: one model, or the members of a population behind one stacked model."""
+
+    def __init__(self, model: nn.Module | Sequence[nn.Module], config: Any, seed: Any) -> None:
+        self.models = members(model)
+        self.configs: list[Config] = spread("config", config, len(self.models))
+        self.seeds: list[int] = spread("seed", seed, len(self.models))
+        self.own = len(set(self.seeds)) > 1
+        """Whether every member has its own order of the data."""
+        self.device = device_of(self.models[0])
+        self.population: Population | None = None
+        self._alone = isinstance(model, nn.Module)
+        if not self._alone:
+            check_population(self.configs)
+
+    def check(self, data: Data, loss: Loss) -> str:
+        """`check` of every model; then the members are stacked, since one may take its shape from the data."""
+        found = [check(model, data, loss) for model in self.models]
+        if not self._alone:
+            self.population = Population(self.models)
+            if self.configs[0].execution == "compiled":
+                self.population.compile()
+        return found[0]
+
+    @property
+    def trained(self) -> nn.Module:
+        """The module whose parameters move."""
+        return self.models[0] if self.population is None else self.population.stacked
+
+    def mark_seen(self, parts: Iterable[Tensor]) -> None:
+        """Notes the examples on every member."""
+        for known in parts:
+            for one in self.models:
+                weights.mark_seen(one, known)
+
+    def objective(self, loss: Loss, look: bool) -> Callable[[Tensor, Tensor], Tensor]:
+        """(x, y) -> the loss of the model, or of every member."""
+        whole = self.configs[0].batch_size
+        if self.population is not None:
+            crew = self.population
+            return lambda x, y: crew.losses(loss, x, y, own=self.own, fuse=y.shape[1 if self.own else 0] == whole)
+        model = self.models[0]
+        compiled = torch.compile(model, dynamic=False) if self.configs[0].execution == "compiled" else model
+
+        def objective(x: Tensor, y: Tensor) -> Tensor:
+            try:
+                out = (compiled if len(x) == whole else model)(x)
+            except ValueError as failure:
+                if len(x) > 1:
+                    raise
+                raise ValueError(
+                    "a batch holds 1 example, of which BatchNorm has no variance; give the DataLoader drop_last=True, "
+                    "or batches of 2 or more"
+                ) from failure
+            if look:
+                _check_labels(y, out)
+            return loss(out, y)
+
+        return objective
+
+    def mean_losses(self, data: Data, loss: Loss) -> list[float]:
+        """The mean loss of every member on other data."""
+        if self.population is not None:
+            self.population.write_back()
+        return [mean_loss(model, data, loss=loss) for model in self.models]
+
+    def train(self, data: Data, run: Run, **options: Any) -> History:
+        """The loop, and what it leaves in the members; rows of a population name their member."""
+        histories = loop(self.trained, data, self.configs, run, seeds=self.seeds, **options)
+        if self.population is None:
+            return histories[0]
+        self.population.write_back()
+        return [{**row, "member": k} for rows in zip(*histories, strict=True) for k, row in enumerate(rows)]
 
 
 def fit_posterior(
-    model: nn.Module,
-    prior: SpikeSlab,
+    model: nn.Module | Sequence[nn.Module],
+    prior: SpikeSlab | Sequence[SpikeSlab],
     split: Split,
-    config: Config,
+    config: Config | Sequence[Config],
     *,
     delta: float = 0.05,
     objective: str = "seeger",
-    budget: Budget | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
     data: Data | None = None,
-    out: str | Path | None = None,
-    seed: int = 0,
+    out: str | Path | Sequence[str | Path] | None = None,
+    seed: int | Sequence[int] = 0,
     stage: str = "posterior",
     checkpoint: str | Path | None = None,
     every: int | None = None,
@@ -114,76 +184,99 @@ def fit_posterior(
     in [0, 1]. Refuses when P has seen the bound set; writes P to `out` (default: a new temporary folder) and hashes it
     before the bound set is read; leaves a receipt without which `certify` refuses. `objective` is "seeger" or "paper".
     A `budget` holds the expected sparsity of Q. `data` may be other training data (Q may be trained on anything); n
-    and the KL stay the bound set's.
+    and the KL stay the bound set's. A list of models, each with its own prior, is trained as a population (see `fit`).
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
-    layers.attached(model)
-    refuse_if_touched(prior.seen, split, "the prior")
+    crew = _Crew(model, config, seed)
+    count = len(crew.models)
+    priors: list[SpikeSlab] = spread("prior", prior, count)
+    for one, p in zip(crew.models, priors, strict=True):
+        layers.attached(one)
+        refuse_if_touched(p.seen, split, "the prior")
     ledger = bounds.Ledger.split(delta)
-    where = Path(tempfile.mkdtemp(prefix="pacprune-") if out is None else out)
-    prior_hash = write_prior(prior, where / "prior.safetensors")
-    n = len(split.bound)
+    folders = [Path(tempfile.mkdtemp(prefix="pacprune-") if o is None else o) for o in spread("out", out, count)]
+    hashes = [write_prior(p, where / "prior.safetensors") for p, where in zip(priors, folders, strict=True)]
+    data = split.bound if data is None else data
+    crew.check(data, F.cross_entropy)
+    n, trained, alone = len(split.bound), crew.trained, crew.population is None
+    pinned = priors[0] if alone else stacked(priors)
+    kl(layers.read(trained, detach=False), pinned, members=not alone)  # refuses what has no finite KL, once
 
     # Added to the KL, so that its gradient after a backward pass is the price d bound / d KL.
-    tap = torch.zeros((), dtype=torch.float64, device=device_of(model), requires_grad=True)
+    tap = torch.zeros(() if alone else count, dtype=torch.float64, device=crew.device, requires_grad=True)
+    risks = crew.objective(bounded_cross_entropy, False)
 
     def bound(x: Tensor, y: Tensor) -> Tensor:
-        with plain_rnn(model):  # the model is in eval mode
-            risk = bounded_cross_entropy(model(x), y)
-        q = layers.read(model, detach=False)
+        with plain_rnn(trained):  # the model is in eval mode
+            risk = risks(x, y)
+        q = layers.read(trained, detach=False)
         # `pull` takes the means' part of the KL; here it only counts.
         fixed = replace(q, mean={name: m.detach() for name, m in q.mean.items()})
-        divergence = kl(fixed, prior, dtype=torch.float32) + tap
+        divergence = kl(fixed, pinned, dtype=torch.float32, members=not alone, check=False) + tap
         if objective == "seeger":
             constant = math.log(bounds.xi(n) / ledger.pac_bayes)
-            return _KlInverse.apply(risk, (divergence + constant) / n)
+            return numeric.kl_inverse(risk, (divergence + constant) / n)
         excess = (divergence + math.log(2 * math.sqrt(n) / ledger.pac_bayes)) / n
         return risk + torch.minimum(excess + torch.sqrt(excess * (excess + 2 * risk)), torch.sqrt(excess / 2))
 
     @torch.no_grad()
-    def pull(rate: Callable[[nn.Parameter], Any]) -> None:
+    def pull(optimizer: Optimizer) -> None:
         """The proximal step of price * KL in the means: m <- (m + h m0)/(1 + h), h = rate * price * keep_prob / std0^2.
 
         An explicit gradient step would diverge once rate > 2 std0^2 / price, which a small std makes tiny.
         """
-        price, tap.grad = 0.0 if tap.grad is None else tap.grad.float(), None
-        for site in layers.attached(model):
+        price, tap.grad = torch.zeros_like(tap) if tap.grad is None else tap.grad, None
+        for site in layers.sites(trained):
             if site.mean.grad is None:  # frozen by the user
                 continue
-            h = rate(site.mean) * price * torch.sigmoid(site.logit()) / prior.std[site.name] ** 2
-            mean0 = prior.mean[site.name]
+            column = price.float().reshape((-1, *[1] * (site.mean.ndim - 1)) if price.ndim else ())
+            std0, mean0 = pinned.std[site.name], pinned.mean[site.name]
+            h = optimizer.reach(site.mean) * column * torch.sigmoid(site.logit()) / std0**2
             site.mean.copy_(torch.where(torch.isfinite(h), (site.mean + h * mean0) / (1 + h), mean0))
 
     def enter() -> None:
-        model.eval()  # BatchNorm and dropout are part of what P and Q share: frozen
-        for site in layers.attached(model):
+        trained.eval()  # BatchNorm and dropout are part of what P and Q share: frozen
+        for site in layers.sites(trained):
             site.sampler.train()
 
-    data = split.bound if data is None else data
-    check(model, data, F.cross_entropy)
     known = rows(data)
-    weights.mark_seen(model, known)
+    crew.mark_seen([known])
+    budgets = None if budget is None else spread("budget", budget, count)
     run = Run(
         stage=stage,
         objective=bound,
-        groups=groups(model, config, rest=False),
+        groups=groups(trained, crew.configs, rest=False),
         enter=enter,
-        budget=budget,
+        budgets=budgets,
         validate=None,
         identity={
-            "prior": prior_hash,
+            "prior": hashes,
             "n": n,
             "seen": digest({"data": known, "labels": labels(data)}),
             "delta": delta,
             "objective": objective,
-            "budget": None if budget is None else asdict(budget),
+            "budget": None if budgets is None else [asdict(one) for one in budgets],
         },
+        members=not alone,
         after=pull,
     )
-    history = loop(model, data, config, run, seed=seed, path=checkpoint, every=every, progress=progress)
-    weights.notes(model)["receipt"] = {"prior": prior_hash, "bound": split.bound.hash, "written": str(where)}
+    history = crew.train(data, run, path=checkpoint, every=every, progress=progress)
+    for one, written, where in zip(crew.models, hashes, folders, strict=True):
+        weights.notes(one)["receipt"] = {"prior": written, "bound": split.bound.hash, "written": str(where)}
     return history
+
+
+def stacked(slabs: Sequence[SpikeSlab]) -> SpikeSlab:
+    """Several distributions over the same tensors as one, with a leading dimension; `rest` and `seen` stay behind."""
+    first = slabs[0]
+
+    def over(part: str) -> dict[str, Tensor]:
+        found = {name: torch.stack([getattr(slab, part)[name] for slab in slabs]) for name in getattr(first, part)}
+        # One std per member has to multiply that member's weights.
+        return {n: t.reshape(-1, *[1] * first.mean[n].ndim) if t.ndim == 1 else t for n, t in found.items()}
+
+    return replace(first, keep_prob=over("keep_prob"), mean=over("mean"), std=over("std"), rest={})
 
 
 def refuse_if_touched(seen: Tensor, split: Split, who: str) -> None:
@@ -221,22 +314,6 @@ def flat(slab: SpikeSlab) -> dict[str, Tensor]:
 def bounded_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """-log max(p_y, 1e-4) / log(1e4): cross-entropy in [0, 1], the surrogate of the 0-1 loss under a bound."""
     return F.nll_loss(F.log_softmax(logits.float(), dim=-1).clamp_min(math.log(1e-4)), y) / math.log(1e4)
-
-
-class _KlInverse(torch.autograd.Function):
-    """p = kl_inverse(q, c); implicitly, dp/dc = p(1-p)/(p-q) and dp/dq = dp/dc * log(p(1-q)/(q(1-p)))."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, c: Tensor) -> Tensor:
-        risk = min(max(float(q), 1e-9), 1 - 1e-9)
-        p = min(bounds.kl_inverse(risk, float(c)), 1 - 1e-12)
-        slope = p * (1 - p) / max(p - risk, 1e-12)
-        ctx.slopes = (slope * math.log(p * (1 - risk) / (risk * (1 - p))), slope)
-        return torch.tensor(p, dtype=q.dtype, device=q.device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0] * ctx.slopes[0], gradients[0] * ctx.slopes[1]
 
 
 def check(model: nn.Module, data: Data, loss: Loss) -> str:

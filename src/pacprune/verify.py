@@ -198,13 +198,13 @@ def _slab(tensors: Tensors, whose: str, name: str) -> list[Array]:
 
 
 def _single_draw(p: Slab, q: Slab, draws: Tensors, drawn: Tensors) -> tuple[float, int]:
-    """log dQ/dP(h) and the number of zeros of h, once its weights fit its mask and Q."""
+    """log dQ/dP(h) and the number of zeros of h, once its weights fit its mask and Q: its normals end at 6.7 std."""
     ratio, zeros = 0.0, 0
     for name, (lam, m, s) in q.items():
         (lam0, m0, s0), w = p[name], _take(drawn, name, m.shape)
         bits = np.unpackbits(_take(draws, f"single_draw/{name}", ((w.size + 7) // 8,), kind="u").astype(np.uint8)) == 1
-        keep = bits[: w.size].reshape(w.shape)
-        fits = not bits[w.size :].any() and not w[~keep].any() and ((w != 0)[keep] if s.any() else (w == m)[keep]).all()
+        keep, near = bits[: w.size].reshape(w.shape), (w != 0) & (np.abs(w - m) <= 7 * s + np.abs(w) / 128)
+        fits = not bits[w.size :].any() and not w[~keep].any() and (near if s.any() else w == m)[keep].all()
         _require(fits, f"single draw: the weights of {name} do not fit its mask and Q")
         terms = np.log(np.where(keep, lam / lam0, (1 - lam) / (1 - lam0)))
         if s.any():

@@ -55,7 +55,7 @@ def _refuse_hooks(model: nn.Module) -> None:
 def _refuse_parametrized(model: nn.Module, name: str) -> NoReturn:
     owner, _, tensor = name.rpartition(".")[0].rpartition("parametrizations.")
     kind = type(model.get_submodule(f"{owner}parametrizations.{tensor}.0"))
-    if kind.__module__ == "pacprune.layers":
+    if kind.__module__ == "pacprune.sampler":
         raise ValueError(
             f"{owner}{tensor} has a stochastic mask, since a run was broken off or attached before: "
             "start from a fresh copy, or call pp.harden(model)"

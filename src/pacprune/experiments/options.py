@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pacprune import data, models, scores
+from pacprune.config import SCHEDULES
 from pacprune.issue import FAMILIES
-from pacprune.loop import SCHEDULES
 from pacprune.train import OBJECTIVES
 
 PARTS = ("train", "prior")

@@ -19,6 +19,7 @@ from pacprune import __version__, data, models, pipelines, scores, weights
 from pacprune.batches import rows
 from pacprune.bounds import Ledger
 from pacprune.certificate import Certificate
+from pacprune.config import Config
 from pacprune.data import Part, Split
 from pacprune.evaluate import error, gibbs_error
 from pacprune.experiments import options as opt
@@ -26,7 +27,7 @@ from pacprune.experiments import report, store
 from pacprune.experiments.options import Options, Osp, Pbp, Pft
 from pacprune.issue import certify_held_out, check_declared
 from pacprune.layers import attach, harden, read
-from pacprune.loop import Config, History, Progress
+from pacprune.loop import History, Progress
 from pacprune.masks import top_k
 from pacprune.spikeslab import block_isotropic
 from pacprune.train import fit, fit_posterior

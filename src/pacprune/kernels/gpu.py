@@ -1,0 +1,339 @@
+# pyright: reportMissingImports=false, reportMissingParameterType=false
+# ruff: noqa: SIM108  Triton decides an `if` on constants when it compiles
+"""The sampler in Triton: one launch for the draws of all tensors, one per tensor for the gradients, no host contact.
+
+Counters, shifts and sharpness are read from the device's memory, and the addresses of all tensors from a table that is
+made once and kept while they stay where they are: a launch can be captured in a CUDA graph.
+"""
+
+import collections
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pacprune.kernels import reference
+from pacprune.kernels.parts import CLAMP, GIVEN, HARD, SIGMOID, SOFT, STRAIGHT_THROUGH, Law, Part, layout, shape
+
+NAME = "triton"
+VERSION = triton.__version__
+BLOCK, WARPS = 2048, 8
+"""Weights and warps of one program that draws."""
+BACKWARD_BLOCK, BACKWARD_WARPS = 4096, 8
+"""The same of one that makes gradients."""
+
+_MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD)
+_FIELDS = tl.constexpr(20)
+_LOW, _HIGH = tl.constexpr(1e-5), tl.constexpr(1 - 1e-5)
+_TWO32 = tl.constexpr(2.0**32)
+_ROUND = tl.constexpr(1.5 * 2.0**52)
+_KEPT = 2048
+_TABLES: collections.OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = collections.OrderedDict()
+_CAPTURED: list[tuple[Tensor, Tensor]] = []
+
+
+@triton.jit
+def _words(seed, step, stream: tl.constexpr, block):
+    """The four words of each Philox block; Triton's own Philox4x32-10 is ours, and so is its key."""
+    low = block.to(tl.uint32)
+    zero = low * 0
+    return tl.philox(seed, low, (block >> 32).to(tl.uint32), zero + step, zero + stream)
+
+
+@triton.jit
+def _side_by_side(a, b, c, d, SIZE: tl.constexpr):
+    """a0 b0 c0 d0 a1 b1 ...: a thread that made four neighbours keeps them, and reads and writes them together."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (SIZE,))
+
+
+@triton.jit
+def _pair(one, two):
+    """Two normals from two words, by Box-Muller; sin and cos by reduction to [-pi / 4, pi / 4]."""
+    radius = tl.sqrt(-2.0 * tl.log((one.to(tl.float32) + 1.0) * 2.3283064365386963e-10))
+    angle = two.to(tl.float32) * 1.4629180792671596e-9
+    quarter = (angle * 0.6366197723675814 + 0.5).to(tl.int32)
+    n = quarter.to(tl.float32)
+    r = angle - n * 1.5703125
+    r = r - n * 4.837512969970703e-4
+    r = r - n * 7.549789948768648e-8
+    z = r * r
+    sine = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * r + r
+    cosine = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
+    odd = (quarter & 1) == 1
+    first = tl.where(odd, cosine, sine)
+    second = tl.where(odd, sine, cosine)
+    first = tl.where((quarter & 2) == 2, -first, first)
+    second = tl.where(((quarter + 1) & 2) == 2, -second, second)
+    return radius * second, radius * first
+
+
+@triton.jit
+def _sampler(
+    table,
+    programs,
+    out,
+    given,
+    to_gate,
+    to_std,
+    coupling,
+    sharper,
+    MAPPING: tl.constexpr,
+    MODE: tl.constexpr,
+    STD: tl.constexpr,
+    LOG_STD: tl.constexpr,
+    COUPLED: tl.constexpr,
+    BF16: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    TO_MEAN: tl.constexpr,
+    TO_GATE: tl.constexpr,
+    TO_STD: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """SIZE weights of one row of one tensor: their draws, or with BACKWARD the gradients that are asked for."""
+    pid = tl.program_id(0)
+    entry = table + tl.load(programs + pid).to(tl.int64) * _FIELDS
+    chunk = pid - tl.load(entry + 8)
+    per_row = tl.load(entry + 9)
+    n = tl.load(entry + 10)
+    offset = tl.load(entry + 11)
+    row = chunk // per_row
+    first = (chunk % per_row) * SIZE
+    start_in = row * tl.load(entry + 12)
+    start_out = tl.load(entry + 7) + row * n
+    mean_at = tl.load(entry)
+    gate_at = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        n = tl.multiple_of(n, 4)
+        start_in = tl.multiple_of(start_in, 4)
+        start_out = tl.multiple_of(start_out, 4)
+        gate_at = tl.multiple_of(gate_at, 16)
+        at = first + tl.arange(0, SIZE)
+        inside = at < n
+    else:
+        at = first - (offset & 3) + tl.arange(0, SIZE)
+        inside = (at >= 0) & (at < n)
+    if BF16:
+        mean_from = mean_at.to(tl.pointer_type(tl.bfloat16))
+    else:
+        mean_from = mean_at.to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        mean_from = tl.multiple_of(mean_from, 16)
+    mean = tl.load(mean_from + start_in + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_at + start_in + at, mask=inside, other=0.5)
+    seed = tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.int64)) + row * tl.load(entry + 15))
+    step = tl.load(tl.load(entry + 4).to(tl.pointer_type(tl.int64)) + row * tl.load(entry + 16)).to(tl.uint32)
+    block = (offset >> 2) + first // 4 + tl.arange(0, SIZE // 4)
+    a, b, c, d = _words(seed, step, 0, block)
+    word = _side_by_side(a, b, c, d, SIZE)
+
+    sharpness = 1.0
+    p = gate
+    logit = gate
+    if MAPPING == 0:
+        shift = tl.load(tl.load(entry + 5).to(tl.pointer_type(tl.float32)) + row * tl.load(entry + 17))
+        sharpness = tl.load(tl.load(entry + 6).to(tl.pointer_type(tl.float32)) + row * tl.load(entry + 18))
+        if COUPLED:
+            logit = gate + coupling * tl.log(tl.abs(mean) + 1e-8)
+        logit = sharpness * (logit - shift)
+        # Not minimum and maximum: these would hide a NaN.
+        logit = tl.where(logit < -14.0, -14.0, logit)
+        logit = tl.where(logit > 14.0, 14.0, logit)
+    elif MAPPING == 1:
+        p = tl.where(gate < _LOW, _LOW, gate)
+        p = tl.where(p > _HIGH, _HIGH, p)
+        logit = tl.log(p) - tl.log(1.0 - p)
+
+    soft = gate
+    if MODE == 0 or (TO_GATE and MODE == 1):
+        # u and 1 - u are multiples of 2^-24 and exact, so that one logarithm gives logit(u).
+        u = (word >> 9).to(tl.float32) + 0.5
+        x = (logit + tl.log(u / (8388608.0 - u))) * sharper
+        soft = 1.0 / (1.0 + tl.exp(-x))
+    used = soft
+    if MODE != 0:
+        # A word opens the gate when word >= 2^32 - p 2^32; all these numbers are integers that float64 holds.
+        if MAPPING == 0:
+            chance = (1.0 / (1.0 + tl.exp(-logit.to(tl.float64)))).to(tl.float32).to(tl.float64) * _TWO32
+        else:
+            chance = p.to(tl.float64) * _TWO32
+        if MAPPING == 2:
+            chance = chance.to(tl.int64).to(tl.float64)
+        else:
+            chance = (chance + _ROUND) - _ROUND
+        used = tl.where(word.to(tl.float64) + chance >= _TWO32, 1.0, 0.0)
+
+    slab = mean
+    z = gate
+    std = gate
+    if STD != 0:
+        a, b, c, d = _words(seed, step, 1, block)
+        z0, z1 = _pair(a, b)
+        z2, z3 = _pair(c, d)
+        z = _side_by_side(z0, z1, z2, z3, SIZE)
+        std_at = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
+        std_start = row * tl.load(entry + 13)
+        if STD == 2:
+            if ALIGNED:
+                std_at = tl.multiple_of(std_at, 16)
+                std_start = tl.multiple_of(std_start, 4)
+            std = tl.load(std_at + std_start + at, mask=inside, other=0.0)
+        else:
+            std = tl.load(std_at + std_start) + tl.zeros((SIZE,), dtype=tl.float32)
+        if LOG_STD:
+            std = tl.exp(std)
+        slab = mean + std * z
+
+    if BACKWARD:
+        g = tl.load(given + start_out + at, mask=inside, other=0.0).to(tl.float32)
+        if TO_MEAN:
+            tl.store(out + start_out + at, (g * used).to(out.dtype.element_ty), mask=inside)
+        if TO_STD:
+            each = g * used * z
+            if LOG_STD:
+                each = each * std
+            tl.store(to_std + start_out + at, each, mask=inside)
+        if TO_GATE:
+            if MODE == 2:
+                slope = gate * 0.0
+            else:
+                slope = g * slab * soft * (1.0 - soft) * sharper
+                if MAPPING == 1:
+                    slope = tl.where(p == gate, slope / (p * (1.0 - p)), 0.0)
+                else:
+                    slope = slope * sharpness
+            tl.store(to_gate + start_out + at, slope, mask=inside)
+    else:
+        drawn = used * slab
+        if MODE != 0:
+            drawn = tl.where(used > 0.0, slab, 0.0)
+        tl.store(out + start_out + at, drawn.to(out.dtype.element_ty), mask=inside)
+
+
+class _Ready(NamedTuple):
+    """A part whose tensors are contiguous, with what decides which kernel takes it."""
+
+    part: Part
+    std: Tensor | None
+    numbers: tuple[int, ...]
+    k: int
+    n: int
+    kind: tuple[int, bool, bool]
+    """(0 without std, 1 with one per row, 2 with one per weight; bfloat16 means; aligned to four weights)."""
+
+
+def _ready(part: Part) -> _Ready:
+    part = part._replace(mean=part.mean.contiguous(), gate=part.gate.contiguous())
+    rows, std = layout(part)
+    shift = _constant(0.0, part.mean.device) if part.shift is None else part.shift
+    sharpness = _constant(1.0, part.mean.device) if part.sharpness is None else part.sharpness
+    counters = (part.seed, part.step, shift, sharpness)
+    pointers = [t.data_ptr() for t in (part.mean, part.gate)] + [0 if std is None else std.data_ptr()]
+    aligned = part.offset % 4 == 0 and rows.n % 4 == 0 and all(p % 16 == 0 for p in pointers)
+    steps = [int(t.ndim > 0) for t in counters]
+    numbers = (*pointers, *(t.data_ptr() for t in counters), rows.n, part.offset, rows.row, rows.std_row, *steps)
+    kind = (0 if std is None else 1 + rows.std_column, part.mean.dtype == torch.bfloat16, aligned)
+    return _Ready(part, std, numbers, rows.k, rows.n, kind)
+
+
+_CONSTANTS: dict[tuple[float, torch.device], Tensor] = {}
+
+
+def _constant(value: float, device: torch.device) -> Tensor:
+    return _CONSTANTS.setdefault((value, device), torch.tensor(value, device=device))
+
+
+def _table(found: Sequence[_Ready], starts: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
+    """(addresses and sizes of all parts, the part of each program), on the device; kept, and never freed under a graph.
+
+    Columns: mean, gate, std, seed, step, shift, sharpness, start in the output, first program, programs per row, n,
+    offset, then what one row more adds: to mean and gate, to std, unused, to seed, step, shift, sharpness.
+    """
+    device = found[0].part.mean.device
+    key = (size, device.index, *(n for one, s in zip(found, starts, strict=True) for n in (one.k, s, *one.numbers)))
+    capturing = torch.cuda.is_current_stream_capturing()
+    if key not in _TABLES:
+        if capturing:
+            raise RuntimeError("these weights were never drawn before the CUDA graph; run one step before capturing it")
+        rows, programs = [], []
+        for index, (one, start) in enumerate(zip(found, starts, strict=True)):
+            *pointers, n, offset, row, std_row, s0, s1, s2, s3 = one.numbers
+            per_row = max(1, -(-(n + offset % 4) // size))
+            rows.append([*pointers, start, len(programs), per_row, n, offset, row, std_row, 0, s0, s1, s2, s3, 0])
+            programs += [index] * (per_row * one.k)
+        made = torch.tensor(rows, dtype=torch.int64, device=device)
+        _TABLES[key] = made, torch.tensor(programs, dtype=torch.int32, device=device)
+        if len(_TABLES) > _KEPT:
+            _TABLES.popitem(last=False)
+    _TABLES.move_to_end(key)
+    if capturing and not any(_TABLES[key][0] is kept for kept, _ in _CAPTURED):
+        _CAPTURED.append(_TABLES[key])
+    return _TABLES[key]
+
+
+def _launch(found: Sequence[_Ready], starts: Sequence[int], law: Law, out: Tensor, back: dict[str, Any] | None) -> None:
+    size, warps = (BLOCK, WARPS) if back is None else (BACKWARD_BLOCK, BACKWARD_WARPS)
+    table, programs = _table(found, starts, size)
+    std, bf16, aligned = found[0].kind
+    given, to_mean, to_gate, to_std = (None,) * 4 if back is None else back.values()
+    kernel: Any = _sampler
+    with torch.cuda.device(out.device):
+        kernel[(programs.numel(),)](
+            table,
+            programs,
+            out,
+            out if given is None else given,
+            out if to_gate is None else to_gate,
+            out if to_std is None else to_std,
+            float(law.coupling),
+            1.0 / law.beta,
+            MAPPING=_MAPPINGS.index(law.mapping),
+            MODE=_MODES.index(law.mode),
+            STD=std,
+            LOG_STD=law.log_std,
+            COUPLED=law.coupling != 0,
+            BF16=bf16,
+            ALIGNED=aligned,
+            BACKWARD=back is not None,
+            TO_MEAN=to_mean is not None,
+            TO_GATE=to_gate is not None,
+            TO_STD=to_std is not None,
+            SIZE=size,
+            num_warps=warps,
+        )
+
+
+def draw(parts: Sequence[Part], law: Law) -> list[Tensor]:
+    """`kernels.draw`: one launch for all parts that agree in type, kind of std and alignment, which is mostly all."""
+    groups: dict[Any, list[tuple[int, _Ready]]] = {}
+    for index, part in enumerate(parts):
+        one = _ready(part)
+        groups.setdefault((one.kind, part.dtype or part.mean.dtype), []).append((index, one))
+    results: list[Tensor] = [parts[0].mean] * len(parts)
+    for (_, dtype), members in groups.items():
+        found, starts, end = [one for _, one in members], [], 0
+        for one in found:
+            starts.append(end)
+            end += -(-one.k * one.n // 32) * 32
+        out = torch.empty(end, dtype=dtype, device=parts[0].mean.device)
+        if end:
+            _launch(found, starts, law, out, None)
+        for (index, one), start in zip(members, starts, strict=True):
+            results[index] = out[start : start + one.k * one.n].view(shape(parts[index]))
+    return results
+
+
+def gradients(part: Part, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> reference.Gradients:
+    """`kernels.gradients`."""
+    given = out.contiguous()
+    mean, gate = part.mean, part.gate
+    to_mean = torch.empty(mean.shape, dtype=mean.dtype, device=mean.device) if needs[0] else None
+    to_gate = torch.empty(gate.shape, device=mean.device) if needs[1] else None
+    to_std = torch.empty(mean.shape, device=mean.device) if needs[2] and part.std is not None else None
+    back = {"given": given, "to_mean": to_mean, "to_gate": to_gate, "to_std": to_std}
+    if mean.numel():
+        _launch([_ready(part)], [0], law, given if to_mean is None else to_mean, back)
+    return to_mean, to_gate, None if to_std is None else reference.summed(to_std, part)

@@ -1,0 +1,222 @@
+"""K models of one architecture as one: every tensor gets a leading model dimension, and one call serves all members.
+
+vmap turns the members' layers into batched matrix products and grouped convolutions, and BatchNorm keeps each member's
+own statistics. Random masks are drawn for all members at once, each from its own seed, so a member draws what it would
+draw alone.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pacprune import layers, weights
+from pacprune.batches import device_of
+from pacprune.kernels.convolution import convolution
+from pacprune.sampler import Sampler
+
+_FEW = 64
+"""Channels up to which a strided grouped convolution is cheaper as a product of patches and weights."""
+
+
+def members(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The models of a population, or the only one."""
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
+def spread(name: str, value: Any, count: int) -> list[Any]:
+    """One value per member: those of a list or tuple in order, anything else for all of them."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for {count} models; give one for each, or one for all")
+    return list(value)
+
+
+class Population:
+    """K models with one leading dimension: `stacked` holds their tensors, `models` are the members themselves.
+
+    Train `stacked` like any attached or plain model, with losses from `losses`; `write_back` copies the outcome into
+    the members.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        _check_alike(models)
+        self.models = list(models)
+        self.stacked = _stack(self.models)
+        self._sites = layers.sites(self.stacked)
+        self._plain = _skeleton(self.models[0])
+        rest = [(n, t) for n, t in (*self.stacked.named_parameters(), *self.stacked.named_buffers())]
+        self._rest = {n: t for n, t in rest if ".parametrizations." not in f".{n}"}
+        self._vmap = not any(isinstance(module, nn.RNNBase) for module in self._plain.modules())  # no rule for them
+        self._compiled: Callable[..., Any] | None = None
+        self._modes = [(module, self.stacked.get_submodule(name)) for name, module in self._plain.named_modules()]
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    def compile(self) -> None:
+        """Lets torch.compile fuse the members' layers; batches of every new size are compiled anew."""
+        # Inductor leaves grouped convolutions in the layout they come in unless told that channels-last is faster.
+        self._compiled = torch.compile(self._apply, dynamic=False, options={"force_layout_optimization": True})
+
+    def outputs(self, x: Tensor, *, own: bool) -> Tensor:
+        """All members' outputs [K, n, ...]: of x [n, ...], or, when each has its `own` inputs, of x [K, n, ...]."""
+        return self._call(None, x, None, own)
+
+    def losses(
+        self, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, *, own: bool, fuse: bool = True
+    ) -> Tensor:
+        """The loss of every member on its batch: K numbers, whose sum has every member's own gradient."""
+        return self._call(loss, x, y, own, fuse)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copies what was trained into the members, in place, and leaves them in eval mode."""
+        for (_, kind, name), stacked, own in _tensors(self.stacked, self.models):
+            for member, tensor in zip(own, stacked.detach(), strict=True):
+                own_tensor = getattr(member, kind)[name]
+                own_tensor.copy_(tensor.reshape(own_tensor.shape))
+        for model in self.models:
+            model.eval()
+
+    def _call(self, loss: Any, x: Tensor, y: Tensor | None, own: bool, fuse: bool = True) -> Tensor:
+        for module, own_mode in self._modes:
+            module.training = own_mode.training
+        tensors = {site.name: site.where() for site in self._sites} | self._rest
+        if self._vmap:
+            apply = self._compiled if self._compiled is not None and fuse else self._apply
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="There is a performance drop")
+                    return apply(tensors, x, y, loss, own)
+            except RuntimeError as failure:  # a network that looks at its own numbers
+                if "vmap" not in str(failure):
+                    raise
+                self._vmap = False
+        found = []
+        for k in range(len(self)):
+            out = functional_call(self._plain, {n: t[k] for n, t in tensors.items()}, (x[k] if own else x,))
+            found.append(out if loss is None or y is None else loss(out, y[k] if own else y))
+        return torch.stack(found)
+
+    def _apply(self, tensors: dict[str, Tensor], x: Tensor, y: Tensor | None, loss: Any, own: bool) -> Tensor:
+        def member(tensors: dict[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+            out = functional_call(self._plain, tensors, (x,))
+            return out if loss is None else loss(out, y)
+
+        data = 0 if own else None
+        return torch.vmap(member, in_dims=(0, data, None if y is None else data), randomness="different")(tensors, x, y)
+
+
+def _stack(models: list[nn.Module]) -> nn.Module:
+    """A copy of the first model with every parameter and buffer, and every noted mask, stacked over the members."""
+    stacked = copy.deepcopy(models[0])
+    shared: dict[int, Tensor] = {}  # a tied weight stays tied
+    for (module, kind, name), first, own in _tensors(stacked, models, every=True):
+        if id(first) not in shared:
+            tensor = torch.stack([getattr(member, kind)[name].detach() for member in own])
+            shared[id(first)] = (
+                nn.Parameter(tensor, requires_grad=first.requires_grad) if isinstance(first, nn.Parameter) else tensor
+            )
+        getattr(module, kind)[name] = shared[id(first)]
+    for site in layers.sites(stacked):
+        std = site.sampler.std
+        if std is not None and std.ndim == 1:  # one number per member, which has to multiply that member's weights
+            site.sampler.std = std.reshape(-1, *[1] * (site.mean.ndim - 1))
+    for name, module in stacked.named_modules():
+        masks = [weights.notes(model.get_submodule(name)).get("mask") for model in models]
+        names = {key: keep for mask in masks if mask for key, keep in mask.items()}
+        if names:
+            weights.notes(module)["mask"] = {
+                key: torch.stack([torch.ones_like(like) if not mask else mask[key] for mask in masks])
+                for key, like in names.items()
+            }
+    return stacked
+
+
+def _tensors(
+    stacked: nn.Module, models: list[nn.Module], *, every: bool = False
+) -> Iterator[tuple[tuple[nn.Module, str, str], Tensor, list[nn.Module]]]:
+    """(module, its dictionary, name), the tensor there, and the members' modules; a tied weight once, or `every`."""
+    known: set[int] = set()
+    for path, module in stacked.named_modules():
+        own = [model.get_submodule(path) for model in models]
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in list(getattr(module, kind).items()):
+                if tensor is not None and (every or id(tensor) not in known):
+                    known.add(id(tensor))
+                    yield (module, kind, name), tensor, own
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """The plain form of a model without its numbers, for functional_call."""
+    plain = copy.deepcopy(model)
+    found = layers.sites(plain)
+    if found:
+        layers.harden(plain, {site.name: torch.ones_like(site.gate, dtype=torch.bool) for site in found})
+    if device_of(model).type == "cuda":
+        for module in plain.modules():
+            if type(module) is nn.Conv2d and _as_product(module):
+                module.__class__ = _Product
+    return plain.to("meta")
+
+
+def _as_product(conv: nn.Conv2d) -> bool:
+    plain = conv.dilation == (1, 1) and conv.groups == 1 and not isinstance(conv.padding, str)
+    strided = conv.stride != (1, 1) and conv.in_channels <= _FEW
+    return plain and strided and conv.padding_mode == "zeros"
+
+
+class _Product(nn.Conv2d):
+    """A convolution by `convolution`, which runs that of all members at once."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            kind = torch.get_autocast_dtype(input.device.type)
+            input, weight = input.to(kind), weight.to(kind)
+        padding = [int(width) for width in self.padding]
+        out = convolution(input, weight, stride=list(self.stride), padding=padding)
+        return out if bias is None else out + bias[:, None, None].to(out.dtype)
+
+
+def _check_alike(models: Sequence[nn.Module]) -> None:
+    if not models:
+        raise ValueError("a population needs at least one model, but the list is empty")
+    if len({id(model) for model in models}) < len(models):
+        raise ValueError(
+            "a population trains every member by itself, but one model is in the list twice; copy it first"
+        )
+    first = _form(models[0])
+    for k, model in enumerate(models[1:], start=1):
+        form = _form(model)
+        for (one, other), (name, mine) in zip(first, form, strict=False):
+            if (one, other) != (name, mine):
+                raise ValueError(
+                    f"the members of a population must have one architecture, but model 0 has {one} {other} "
+                    f"where model {k} has {name} {mine}; train them in separate calls"
+                )
+        if len(first) != len(form):
+            raise ValueError(
+                f"the members of a population must have one architecture, but model 0 has {len(first)} modules and "
+                f"tensors and model {k} has {len(form)}; train them in separate calls"
+            )
+
+
+def _form(model: nn.Module) -> list[tuple[str, str]]:
+    """All that members must share: modules, shapes, types, devices, what is trained, and how masks are sampled."""
+    kinds = [
+        (n, f"of type {type(m).__name__}, settings {m.extra_repr()!r}")
+        for n, m in model.named_modules()
+        if n and not isinstance(m, (nn.utils.parametrize.ParametrizationList, Sampler))
+    ]
+    tensors = [
+        (n, f"of shape {tuple(t.shape)}, {t.dtype}, on {t.device}, requires_grad={t.requires_grad}")
+        for n, t in (*model.named_parameters(), *model.named_buffers())
+    ]
+    samplers = [(site.name, site.sampler) for site in layers.sites(model)]
+    return kinds + tensors + [(n, f"with {s.mapping}, {s.coupling}, {s.estimator}, {s.beta}") for n, s in samplers]

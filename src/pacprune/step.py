@@ -1,0 +1,260 @@
+"""One step of training as work on tensors alone: on a GPU the host never waits, and a CUDA graph can replay it."""
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pacprune import budget, estimators, layers, masks, philox, weights
+from pacprune.batches import Data, batches, crop_flip, portions, size, tensors
+from pacprune.budget import Budget
+from pacprune.config import Config
+from pacprune.optim import Group, Optimizer
+
+_WARM = 3
+"""Steps before a capture: libraries choose their algorithms and the optimiser makes its state."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What tells one stage from another in the shared loop. A population's losses have one number per member."""
+
+    stage: str
+    objective: Callable[[Tensor, Tensor], Tensor]
+    groups: list[Group]
+    enter: Callable[[], Any]
+    budgets: Sequence[Budget] | None
+    validate: Callable[[], list[float]] | None
+    identity: dict[str, Any]
+    members: bool = False
+    """Whether the model is a population, also one of a single member."""
+    after: Callable[[Optimizer], None] | None = None
+    """Called after every optimiser step."""
+
+    def plan(self) -> Any:
+        """The budgets as budget.py takes them: one, or one per member."""
+        assert self.budgets is not None
+        return list(self.budgets) if self.members else self.budgets[0]
+
+
+class Step:
+    """One optimiser step of a stage.
+
+    Everything that changes from step to step without being computed lies in `clock`: a row per group with the learning
+    rates, then the budget's density and sharpness; a column per member. An epoch's clocks are made in advance.
+    """
+
+    def __init__(
+        self, model: nn.Module, configs: Sequence[Config], run: Run, seeds: Sequence[int], device: torch.device
+    ) -> None:
+        self.model, self.configs, self.run, self.device = model, configs, run, device
+        self.config, self.sites = configs[0], layers.sites(model)
+        shape = (len(configs),) if run.members else ()
+        self.clock = torch.zeros(len(run.groups) + 2, *shape, device=device)
+        self.value = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.total = torch.zeros_like(self.value)
+        self.own = len(set(seeds)) > 1
+        self.order = list(seeds) if self.own else [seeds[0]]
+        alike = not run.members or len({_rates(config) for config in configs}) == 1
+        for row, group in zip(self.clock, run.groups, strict=False):
+            group.rate = row[0] if alike and run.members else row  # one rate for all: one launch for all parameters
+        self.optimizer = Optimizer(self.config.optimizer, run.groups)
+        self.cold = True
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.left = _WARM if self.config.execution != "eager" and device.type == "cuda" else -1
+        """Steps until the capture; below 0 there is none."""
+
+    def reader(self, data: Data) -> Callable[[int], Iterator[Any]]:
+        """A function of the epoch that gives its batches: indices of tensors on the device, or (x, y) of a loader."""
+        pair = tensors(data)
+        if pair is None:
+            if self.run.members:
+                raise ValueError(
+                    f"a population needs data that all members can read at once, not a {type(data).__name__}; "
+                    "give (x, y) tensors or a Part"
+                )
+            seed, size_ = self.order[0], self.config.batch_size
+            return lambda epoch: batches(data, size_, device=self.device, order=_order(size(data), seed, epoch))
+        self.x, self.y = (t.to(self.device) for t in pair)  # once, whole: an epoch has no copies in it
+        n = len(self.x)
+
+        def read(epoch: int) -> Iterator[Tensor]:
+            order = torch.stack([_order(n, seed, epoch) for seed in self.order]).to(self.device)
+            # `portions` looks at the first dimension; an index is [n], or [K, n] when each member has its own order.
+            for part in portions(order.T, self.config.batch_size):
+                yield part.T if self.own else part[:, 0]
+
+        return read
+
+    def begin(self, epoch: int, per_epoch: int) -> None:
+        """Makes the clocks, and the augmentation's random words, of an epoch."""
+        steps = self.config.epochs * per_epoch
+        shares = [(epoch * per_epoch + number) / steps for number in range(per_epoch)]
+        plain = {_rates(config)[1:]: config for config in self.configs}
+        factors = {key: [config.factor(share) for share in shares] for key, config in plain.items()}
+        ones = [1.0] * per_epoch
+        table = []
+        for group in self.run.groups:
+            of = [factors[_rates(config)[1:]] if group.scheduled else ones for config in self.configs]
+            table.append([[base * f for f in factor] for base, factor in zip(group.base, of, strict=True)])
+        if self.sites and self.run.budgets is not None:
+            here = sum(site.gate.numel() for site in self.sites) // len(self.configs)
+            sizes = {"size": here, "total": layers.total(self.model)}
+            plans = self.run.budgets
+            table.append([[masks.density(1 - b.density(share), **sizes) for share in shares] for b in plans])
+            table.append([[b.sharpness(share) for share in shares] for b in plans])
+        else:
+            table += [[ones] * len(self.configs)] * 2
+        found = torch.tensor(table, dtype=torch.float64).permute(2, 0, 1)  # [steps, rows, members]
+        self.rates = found[:, 0].tolist()
+        """The learning rates of the members' weights at every step of the epoch."""
+        self.table = (found if self.run.members else found[..., 0]).to(self.device, torch.float32).contiguous()
+        self.first = epoch * per_epoch
+        if self.config.augment:
+            steps = torch.arange(self.first, self.first + per_epoch, device=self.device)
+            # A last example may join the batch before it.
+            each = [self._words(seed, steps, self.config.batch_size + 1) for seed in self.order]
+            self.words = torch.stack(each, dim=1) if self.own else each[0]
+
+    def __call__(self, number: int, examples: Any) -> int:
+        """Takes step `number` of the epoch; returns on how many examples."""
+        self.clock.copy_(self.table[number])
+        if not isinstance(examples, Tensor):
+            x, y = examples
+            word = self._words(self.order[0], self.first + number, len(x)) if self.config.augment else None
+            self._take(x, y, word)
+            return len(x)
+        count = examples.shape[-1]
+        word = self.words[number, ..., :count] if self.config.augment else None
+        if self.left >= 0 and count == self.config.batch_size:
+            self._replay(examples, word)
+        else:
+            self._take(self.x[examples], self.y[examples], word)
+        return count
+
+    def _words(self, seed: int, step: Tensor | int, count: int) -> Tensor:
+        return philox.words(count, seed=seed, step=step, stream=philox.AUGMENT, device=self.device)
+
+    def _replay(self, index: Tensor, word: Tensor | None) -> None:
+        """The step by its graph, which is captured after a few plain ones; where it cannot be, plain ones go on."""
+        if self.graph is None and self.left > 0:
+            self.left -= 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._take(self.x[index], self.y[index], word)
+            torch.cuda.current_stream().wait_stream(side)
+            return
+        if self.graph is None:
+            self.index, self.word = index.clone(), None if word is None else word.clone()
+            graph = torch.cuda.CUDAGraph()
+            self.optimizer.zero_grad()
+            try:
+                with torch.cuda.graph(graph):
+                    self._take(self.x[self.index], self.y[self.index], self.word)
+            except RuntimeError as failure:
+                warnings.warn(
+                    f"the step could not be captured as a CUDA graph ({str(failure).partition(chr(10))[0]}); "
+                    "training goes on without one",
+                    stacklevel=2,
+                )
+                self.left = -1
+                self._take(self.x[index], self.y[index], word)
+                return
+            self.graph = graph
+        self.index.copy_(index)
+        if self.word is not None and word is not None:
+            self.word.copy_(word)
+        self.graph.replay()
+
+    def _take(self, x: Tensor, y: Tensor, word: Tensor | None) -> None:
+        """One optimiser step on a batch; leaves its mean loss in `value` and adds to `total`."""
+        model, run, config = self.model, self.run, self.config
+        along = 1 if self.own else 0
+        if word is not None:
+            x = self._augmented(x, word)
+        if config.amp and x.ndim - along == 4:
+            x = _channels_last(x)
+        self.optimizer.zero_grad()
+        if self.sites and run.budgets is not None:
+            # The first step may have far to go; later ones follow the one before without waiting for the device.
+            look = self.device.type == "cpu" or self.cold
+            budget.hold_(model, run.budgets[0].control, self.clock[-2], self.clock[-1], look=look)
+            self.cold = False
+        count, value = x.shape[along], torch.zeros_like(self.value)
+        micro = math.ceil(count / config.accumulate)
+        for part_x, part_y in zip(_cut(x, micro, along), _cut(y, micro, along), strict=True):
+            weight = part_x.shape[along] / count
+            if self.sites:
+                layers.resample_(model)
+
+            def forward(part_x: Tensor = part_x, part_y: Tensor = part_y) -> Tensor:
+                with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=config.amp):
+                    return run.objective(part_x, part_y)
+
+            if self.sites and config.samples:
+                value += estimators.algorithm1_(
+                    model, lambda weight=weight, forward=forward: weight * forward(), samples=config.samples
+                )
+            else:
+                found = forward()
+                (weight * found).sum().backward()
+                value += weight * found.detach()
+        if self.sites and run.budgets is not None and run.budgets[0].control == "lagrangian":
+            budget.penalty(model, run.plan(), self.clock[-2]).sum().backward()
+        if config.clip is not None:
+            self._clip(config.clip)
+        self.optimizer.step()
+        if run.after is not None:
+            run.after(self.optimizer)
+        weights.enforce_mask(model)
+        self.value.copy_(value)
+        self.total.add_(value * count)
+
+    def _augmented(self, x: Tensor, word: Tensor) -> Tensor:
+        if x.ndim != (5 if self.own else 4):
+            shape = tuple(x.shape[1:] if self.own else x.shape)
+            raise ValueError(
+                f"augment=True needs images of shape (n, channels, height, width), but x is {shape}; set augment=False"
+            )
+        return crop_flip(x, word)
+
+    def _clip(self, most: float) -> None:
+        """Scales every member's gradients so that their norm is at most this."""
+        grads = [p.grad for group in self.run.groups for p in group.params if p.grad is not None]
+        apart = 1 if self.run.members else 0
+        norm = torch.stack([g.flatten(apart).float().norm(dim=-1) for g in grads]).norm(dim=0)
+        scale = (most / (norm + 1e-6)).clamp_max(1.0)
+        for g in grads:
+            g.mul_(scale.reshape(-1, *[1] * (g.ndim - 1)) if apart else scale)
+
+
+def _rates(config: Config) -> tuple[Any, ...]:
+    """All that a member's learning rates follow from; what follows the first entry decides the schedule alone."""
+    own = (config.lr, config.gate_lr, config.std_lr, config.momentum, config.weight_decay)
+    return own, config.schedule, config.warmup, config.span
+
+
+def _cut(whole: Tensor, most: int, along: int) -> list[Tensor]:
+    if whole.shape[along] <= most:
+        return [whole]
+    return [part.transpose(0, along) for part in portions(whole.transpose(0, along), most)]
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """Images with their channels innermost, the layout that convolutions in bfloat16 are fastest in."""
+    if x.ndim == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    # A population's convolution sees one image with K times the channels: [n, height, width, K, channels] in memory.
+    return x.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
+
+
+def _order(n: int, seed: int, epoch: int) -> Tensor:
+    """The permutation of an epoch, from (seed, epoch) alone."""
+    mixed = int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:7], "big")
+    return torch.randperm(n, generator=torch.Generator().manual_seed(mixed))

@@ -1,0 +1,252 @@
+"""Every backend against the reference: all modes, mappings, types, odd sizes and offsets, members; noise; the build."""
+
+import itertools
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from scipy import stats
+
+from pacprune import kernels
+from pacprune.kernels import CLAMP, GIVEN, HARD, SIGMOID, SOFT, STRAIGHT_THROUGH, Law, Part, cpu, reference
+
+K = 3
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(kernels.backend("cpu") != "cpu", reason="no C++ compiler"), id="cpu"),
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), id="cuda"),
+]
+LAWS = [
+    Law(SIGMOID, mode=SOFT),
+    Law(SIGMOID, coupling=4.0, mode=SOFT, beta=0.3),
+    Law(SIGMOID, mode=STRAIGHT_THROUGH),
+    Law(SIGMOID, mode=HARD),
+    Law(SIGMOID, coupling=4.0, mode=HARD),
+    Law(CLAMP, mode=SOFT),
+    Law(CLAMP, mode=STRAIGHT_THROUGH),
+    Law(CLAMP, mode=HARD),
+    Law(GIVEN, mode=HARD),
+]
+STDS = [(None, False), ("one", False), ("member", True), ("full", False), ("full", True)]
+TYPES = [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)]
+
+
+def make(
+    law: Law,
+    *,
+    members: str | None,
+    std: str | None,
+    types: tuple[torch.dtype, torch.dtype | None],
+    sizes: tuple[int, ...],
+    offset: int,
+    device: str,
+) -> list[Part]:
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for n in sizes:
+        form = (K, n) if members == "stacked" else (n,)
+        mean = torch.randn(form, generator=generator).to(types[0])
+        gate = torch.rand(form, generator=generator)
+        gate = {SIGMOID: 8 * gate - 4, CLAMP: 1.2 * gate - 0.1, GIVEN: kernels.quantised(gate)}[law.mapping]
+        seed, step = torch.arange(K) * 2**33 + 5, torch.arange(K) + 2**31
+        shift, sharpness = torch.rand(K, generator=generator), 1 + torch.rand(K, generator=generator)
+        counters = [t if members else t[1] for t in (seed, step, shift, sharpness)]
+        width = None
+        if std:
+            width = torch.rand({"one": (), "member": (K,), "full": form}[std], generator=generator)
+            width = width - 3 if law.log_std else width
+        given = [None if t is None else t.to(device) for t in (mean, gate, width, *counters)]
+        parts.append(Part(*given[:5], offset, *given[5:], types[1], members == "shared"))
+        offset += n
+    return parts
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, *, scale: float) -> None:
+    """Within 1e-5 relative and 2e-6 of the largest, or a step of bfloat16."""
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    step = 2.0**-7 if wanted.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found, wanted, rtol=step, atol=2e-6 * max(1.0, scale))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: f"{law.mapping} {law.mode} {law.coupling:.0f}")
+@pytest.mark.parametrize("device", DEVICES)
+def test_draws_and_gradients_are_those_of_the_reference(device: str, law: Law) -> None:
+    flipped = total = 0
+    cases = itertools.product((None, "stacked", "shared"), STDS, TYPES, ((0, (64, 1000, 4)), (2**34 + 3, (1, 5, 1003))))
+    for members, (std, log_std), types, (offset, sizes) in cases:
+        if std == "member" and members != "stacked":
+            continue
+        own = Law(law.mapping, law.coupling, law.mode, law.beta, log_std)
+        parts = make(own, members=members, std=std, types=types, sizes=sizes, offset=offset, device=device)
+        drawn = kernels.draw(parts, own)
+        assert len({w.untyped_storage().data_ptr() for w in drawn}) <= 2  # one buffer; on a GPU one per alignment
+        for part, found in zip(parts, drawn, strict=True):
+            wanted = reference.draw(part, own)
+            same = (found == 0) == (wanted == 0)
+            flipped, total = flipped + int((~same).sum()), total + same.numel()
+            close(torch.where(same, found, 0), torch.where(same, wanted, 0), scale=1.0)
+            if members == "shared":
+                continue
+            out = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(device, found.dtype)
+            needs = (True, True, std is not None)
+            for a, b in zip(
+                kernels.gradients(part, own, out, needs), reference.gradients(part, own, out, needs), strict=True
+            ):
+                assert (a is None) == (b is None)
+                if a is not None and b is not None and (law.coupling == 0 or law.mode == SOFT):
+                    close(a, b, scale=float(b.abs().max()) if b.numel() else 1.0)
+    # The gate is a comparison of integers; only the coupling's logarithm may be rounded otherwise.
+    assert flipped <= (total * 1e-5 if law.coupling else 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_million_hard_gates_are_the_references(device: str) -> None:
+    n = 1_000_000
+    generator = torch.Generator().manual_seed(2)
+    gate = (28 * torch.rand(n, generator=generator) - 14).to(device)
+    counters = torch.tensor(11, device=device), torch.tensor(7, device=device)
+    for law in (Law(mode=HARD), Law(coupling=4.0, mode=HARD)):
+        mean = torch.randn(n, generator=generator).to(device)
+        part = Part(mean, gate, None, *counters, 1)
+        differ = int(((kernels.draw([part], law)[0] != 0) != (reference.draw(part, law) != 0)).sum())
+        assert differ <= (10 if law.coupling else 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, HARD])
+def test_a_member_draws_to_the_bit_what_it_draws_alone_and_a_weight_wherever_it_lies(device: str, mode: str) -> None:
+    law = Law(mode=mode, coupling=2.0)
+    (part,) = make(law, members="stacked", std="member", types=TYPES[0], sizes=(1003,), offset=2, device=device)
+    (together,), out = kernels.draw([part], law), torch.randn(K, 1003, generator=torch.Generator().manual_seed(3))
+    to_mean, to_gate, _ = kernels.gradients(part, law, out.to(device))
+    assert to_mean is not None
+    assert to_gate is not None
+    for k in range(K):
+        for cut in (0, 1, 37):  # a piece that begins elsewhere has the numbers of its indices
+            tensors = [t[k].contiguous() for t in (part.mean, part.gate)]
+            counters = [t[k] for t in (part.seed, part.step, part.shift, part.sharpness)]
+            alone = Part(
+                *[t[cut:].contiguous() for t in tensors], part.std[k], *counters[:2], part.offset + cut, *counters[2:]
+            )
+            assert torch.equal(kernels.draw([alone], law)[0], together[k, cut:])
+            single = kernels.gradients(alone, law, out[k, cut:].to(device))
+            assert torch.equal(single[0], to_mean[k, cut:])
+            assert torch.equal(single[1], to_gate[k, cut:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_transposed_tensors_are_drawn_by_their_logical_order(device: str) -> None:
+    mean, gate = torch.randn(7, 9, device=device), torch.randn(7, 9, device=device)
+    counters = torch.tensor(1, device=device), torch.tensor(2, device=device)
+    plain = Part(mean, gate, None, *counters, 0)
+    turned = Part(mean.t().contiguous().t(), gate.t().contiguous().t(), None, *counters, 0)
+    assert torch.equal(kernels.draw([plain], Law())[0], kernels.draw([turned], Law())[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_noise_is_uniform_and_independent_across_index_step_and_seed(device: str) -> None:
+    n, zero = 200_000, torch.zeros((), device=device)
+
+    def noise(seed: int, step: int, offset: int = 0) -> torch.Tensor:
+        """sigmoid(logit u) = u: the relaxed gate of logit 0 at temperature 1."""
+        where = torch.tensor(seed, device=device), torch.tensor(step, device=device)
+        part = Part(torch.ones(n, device=device), zero.expand(n), None, *where, offset)
+        return kernels.draw([part], Law(beta=1.0))[0].cpu().double()
+
+    base = noise(1, 1)
+    assert stats.kstest(base.numpy(), "uniform").pvalue > 1e-3
+    assert torch.equal(noise(1, 1, 4)[:-4], base[4:])
+    others = [base.roll(1), base.roll(4), base.roll(1024), noise(1, 2), noise(2, 1), noise(2**32 + 1, 1)]
+    for other in others:
+        table = torch.histogramdd(torch.stack([base, other], 1), [8, 8], [0, 1, 0, 1])[0]
+        assert stats.chisquare(table.reshape(-1).numpy()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_slab_is_normal_and_apart_from_the_gate(device: str) -> None:
+    n = 200_000
+    one = torch.ones((), device=device)
+    counters = torch.tensor(5, device=device), torch.tensor(6, device=device)
+    part = Part(torch.zeros(n, device=device), torch.full((n,), 20.0, device=device), one, *counters, 0)
+    kept = kernels.draw([part], Law(mode=HARD))[0].cpu()
+    z = kept[kept != 0].double()
+    assert stats.kstest(z.numpy(), "norm").pvalue > 1e-3
+    soft = Part(torch.ones(n, device=device), torch.zeros(n, device=device), None, *counters, 0)
+    u = kernels.draw([soft], Law(beta=1.0))[0].cpu()[kept != 0].double()
+    table = torch.histogramdd(torch.stack([u, torch.special.ndtr(z)], 1), [8, 8], [0, 1, 0, 1])[0]
+    assert stats.chisquare(table.reshape(-1).numpy()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_nan_is_not_hidden(device: str) -> None:
+    gate = torch.tensor([0.0, float("nan"), 1.0, 2.0], device=device)
+    counters = torch.tensor(1, device=device), torch.tensor(1, device=device)
+    for mapping in (SIGMOID, CLAMP):
+        found = kernels.draw([Part(torch.ones_like(gate), gate, None, *counters, 0)], Law(mapping))[0]
+        assert found.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.skipif(kernels.backend("cpu") != "cpu", reason="no C++ compiler")
+def test_the_number_of_threads_changes_nothing() -> None:
+    law = Law(mode=SOFT)
+    parts = make(law, members=None, std="full", types=TYPES[0], sizes=(40_001, 70_000), offset=1, device="cpu")
+    one = kernels.draw(parts, law)
+    try:
+        torch.set_num_threads(2)
+        two = kernels.draw(parts, law)
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[pytest.MonkeyPatch]:
+    """No library is loaded or in the cache, before and after."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels._found.cache_clear()
+    cpu.library.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    kernels._found.cache_clear()
+    cpu.library.cache_clear()
+
+
+def test_without_a_compiler_the_reference_serves_in_silence(forgotten: pytest.MonkeyPatch) -> None:
+    forgotten.setenv("PATH", "/nowhere")
+    forgotten.delenv("CXX", raising=False)
+    assert kernels.backend("cpu") == "reference"
+    assert "no C++ compiler" in kernels.status("cpu")
+    part = Part(torch.ones(5), torch.zeros(5), None, torch.tensor(1), torch.tensor(1), 0)
+    assert torch.equal(kernels.draw([part], Law())[0], reference.draw(part, Law()))
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/c++", "false"])
+def test_a_broken_compiler_gives_one_sentence_and_the_reference(forgotten: pytest.MonkeyPatch, compiler: str) -> None:
+    forgotten.setenv("CXX", compiler)
+    with pytest.warns(UserWarning, match="plain torch instead of the C\\+\\+ kernels.*set CXX"):
+        assert kernels.backend("cpu") == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.backend("cpu") == "reference"  # said once
+    assert compiler in kernels.status("cpu")
+
+
+@pytest.mark.skipif(kernels.backend("cpu") != "cpu", reason="no C++ compiler")
+def test_a_library_that_draws_something_else_is_refused(forgotten: pytest.MonkeyPatch) -> None:
+    forgotten.setattr(reference, "draw", lambda part, law: torch.zeros(301))
+    with pytest.warns(UserWarning, match="draws other weights"):
+        assert kernels.backend("cpu") == "reference"
+
+
+@pytest.mark.skipif(kernels.backend("cpu") != "cpu", reason="no C++ compiler")
+def test_processes_that_build_at_once_do_not_collide(tmp_path) -> None:
+    code = "from pacprune import kernels; print(kernels.backend('cpu'))"
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-W", "error", "-c", code]
+    running = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [p.communicate(timeout=120)[0] for p in running] == ["cpu\n"] * 2
+    assert len([f for f in tmp_path.rglob("*") if f.is_file()]) == 1

@@ -1,0 +1,299 @@
+"""Drawing a model's weights together: one launch, never a stale weight; stacked models; bfloat16 under autocast."""
+
+import copy
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+import pacprune as pp
+from pacprune import kernels, layers
+from pacprune.kernels import reference
+
+if kernels.backend("cpu") != "cpu":
+    pytest.skip("no C++ compiler: weights are drawn one by one, and nothing is kept", allow_module_level=True)
+
+
+def build(seed: int = 0, *, std: float = 0.05, sparsity: float = 0.4, **options: object) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5, bias=False), nn.Embedding(3, 7))
+    pp.attach(model, pp.isotropic(model, sparsity=sparsity, std=std), seed=seed, **options)  # type: ignore[arg-type]
+    return model.train()
+
+
+def drawn(model: nn.Module) -> list[torch.Tensor]:
+    return [site.where().detach() for site in layers.sites(model)]
+
+
+def right(model: nn.Module) -> bool:
+    """Whether every weight is what its parameters, read now, give."""
+    wanted = []
+    for site in layers.sites(model):
+        part = site.sampler.part()
+        assert part is not None
+        wanted.append(kernels.draw([part], site.sampler.law(part))[0].detach())
+    return all(torch.equal(a, b) for a, b in zip(drawn(model), wanted, strict=True))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many weights each launch drew."""
+    found: list[int] = []
+    plain = kernels.draw
+
+    def counted(parts: list[kernels.Part], law: kernels.Law) -> list[torch.Tensor]:
+        found.append(len(parts))
+        return plain(parts, law)
+
+    monkeypatch.setattr(kernels, "draw", counted)
+    return found
+
+
+def test_one_launch_draws_a_models_weights(launches: list[int]) -> None:
+    model = build()
+    drawn(model)  # the samplers join as they are read
+    launches.clear()
+    pp.resample_(model)
+    first, second = drawn(model), drawn(model)
+    assert launches == [3]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert len({w.untyped_storage().data_ptr() for w in first}) == 1
+    with torch.no_grad():
+        layers.sites(model)[1].gate.add_(1)
+    drawn(model)
+    assert launches == [3, 1]  # what has not changed is not drawn again
+
+
+def sgd(model: nn.Module, kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, **options: bool) -> None:
+    optimizer = kind(model.parameters(), lr=0.5, **options)
+    sum(w.where().square().sum() for w in layers.sites(model)).backward()  # type: ignore[union-attr]
+    optimizer.step()
+
+
+def set_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 2
+        p.data = p.data * 2  # which may lie where the first one lay
+
+
+def half_and_back(model: nn.Module) -> None:
+    model.to(torch.float64)
+    drawn(model)
+    model.to(torch.float32)
+    for p in model.parameters():
+        p.data = p.data + 1e-3
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "resample_": pp.resample_,
+    "SGD": sgd,
+    "SGD foreach": lambda m: sgd(m, foreach=True),
+    "SGD fused": lambda m: sgd(m, fused=True),
+    "eval": lambda m: m.eval(),
+    "one sampler in eval": lambda m: layers.sites(m)[1].sampler.eval(),
+    "Adam fused": lambda m: sgd(m, torch.optim.Adam, fused=True),
+    "in place, resample_": lambda m: [p.data.mul_(1.1) for p in m.parameters()] and pp.resample_(m),
+    "in place, eval, train": lambda m: [p.data.mul_(1.1) for p in m.parameters()] and m.eval().train(),
+    "in place, forget": lambda m: [p.data.mul_(1.1) for p in m.parameters()] and layers.forget(m),
+    "load_state_dict": lambda m: m.load_state_dict(build(7).state_dict()),
+    "load_state_dict assign": lambda m: m.load_state_dict(build(7).state_dict(), assign=True),
+    "data": set_data,
+    "to": half_and_back,
+    "shift": lambda m: [s.sampler.shift.fill_(0.7) for s in layers.sites(m)],
+    "sharpness": lambda m: [s.sampler.sharpness.fill_(3.0) for s in layers.sites(m)],
+    "std": lambda m: [s.sampler.std.mul_(2) for s in layers.sites(m)],  # type: ignore[union-attr]
+    "seed": lambda m: [s.sampler.seed.add_(1) for s in layers.sites(m)],
+    "parameters replaced": lambda m: [
+        s.where._parameters.update(original1=nn.Parameter(s.gate.detach() + 1)) for s in layers.sites(m)
+    ],
+    "buffers replaced": lambda m: [s.sampler._buffers.update(step=s.sampler.step + 5) for s in layers.sites(m)],
+    "the draw itself": lambda m: layers.sites(m)[0].where().detach().zero_(),
+    "harden": lambda m: pp.harden(m),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_change_leaves_a_stale_weight(change: str) -> None:
+    model = build()
+    drawn(model)
+    before = [w.clone() for w in drawn(model)]
+    CHANGES[change](model)
+    assert right(model)
+    if change not in ("the draw itself", "harden"):
+        assert not all(torch.equal(a, b) for a, b in zip(before, drawn(model), strict=True))
+
+
+def test_functional_call_reads_the_tensors_it_is_given() -> None:
+    model = build(std=0.0).eval()
+    x, params = torch.randn(4, 6), dict(model.named_parameters())
+    body = nn.Sequential(model[0], model[1], model[2])
+    inner = {n: p for n, p in params.items() if not n.startswith("3")}
+    plain = body(x)
+    for factor in (2.0, 3.0, 2.0):  # temporaries that may lie where the last ones lay
+        scaled = {n: p * factor if n.endswith("original0") else p for n, p in inner.items()}
+        wanted = F.linear(F.relu(F.linear(x, factor * model[0].weight, model[0].bias)), factor * model[2].weight)
+        torch.testing.assert_close(functional_call(body, scaled, (x,)), wanted)
+        del scaled
+    assert torch.equal(body(x), plain)
+
+
+def test_a_deepcopy_draws_its_own_weights_together(launches: list[int]) -> None:
+    model = build()
+    drawn(model)
+    other = copy.deepcopy(model)
+    assert layers.sites(other)[0].sampler.pool is layers.sites(other)[2].sampler.pool
+    assert layers.sites(other)[0].sampler.pool is not layers.sites(model)[0].sampler.pool
+    assert all(torch.equal(a, b) for a, b in zip(drawn(model), drawn(other), strict=True))
+    with torch.no_grad():
+        for site in layers.sites(other):
+            site.mean.add_(1)
+    launches.clear()
+    assert not any(torch.equal(a, b) for a, b in zip(drawn(model), drawn(other), strict=True))
+    assert launches == [3]  # the copy's alone, and all of them
+    assert right(model)
+    assert right(other)
+    part = copy.deepcopy(model[2])  # a layer alone has nothing of the others
+    assert torch.equal(part.weight, model[2].weight)
+
+
+def test_inference_mode_leaves_nothing_behind() -> None:
+    model = build()
+    with torch.inference_mode():
+        first = drawn(model)
+    layers.sites(model)[0].where().sum().backward()  # a tensor of inference mode could not be saved for this
+    assert all(torch.equal(a, b) for a, b in zip(first, drawn(model), strict=True))
+    with torch.inference_mode():
+        model = build()
+        before = [w.clone() for w in drawn(model)]
+        for p in model.parameters():
+            p.mul_(2)
+        assert not any(torch.equal(a, b) for a, b in zip(before, drawn(model), strict=True))
+
+
+def test_the_old_draw_is_given_back_before_the_new_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    drawn(model)
+    drawn(model)
+    pp.resample_(model)
+    old = weakref.ref(layers.sites(model)[0].sampler.pool._drawn[layers.sites(model)[0].sampler].value)  # type: ignore[union-attr]
+    plain = kernels.draw
+    alive = []
+    monkeypatch.setattr(kernels, "draw", lambda parts, law: alive.append(old()) or plain(parts, law))
+    drawn(model)
+    assert alive == [None]
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"coupling": 2.0}, {"mapping": "clamp"}, {"train_std": True}, {"estimator": "straight-through"}],
+    ids=str,
+)
+def test_stacked_models_draw_and_learn_what_each_does_alone(options: dict[str, object], mode: bool) -> None:
+    models = []
+    for k in range(3):
+        model = build(k, std=0.05 * (k + 1), sparsity=0.3 + 0.1 * k, **options).train(mode)
+        for _ in range(k):
+            pp.resample_(model)
+        for site in layers.sites(model):
+            site.sampler.shift.fill_(0.1 * k)
+            site.sampler.sharpness.fill_(1.0 + k)
+        models.append(model)
+    together = copy.deepcopy(models[0])
+    for sites in zip(layers.sites(together), *(layers.sites(m) for m in models), strict=True):
+        stacked, *alone = sites
+        for name in list(stacked.where._parameters):
+            values = [site.where._parameters[name].detach() for site in alone]  # type: ignore[union-attr]
+            stacked.where._parameters[name] = nn.Parameter(torch.stack(values))
+        for name, buffer in list(stacked.sampler._buffers.items()):
+            if buffer is not None:
+                values = [site.sampler.get_buffer(name) for site in alone]
+                stacked.sampler._buffers[name] = torch.stack(values)
+    pp.resample_(together)
+    for model in models:
+        pp.resample_(model)
+    for i, site in enumerate(layers.sites(together)):
+        drawn, out = site.where(), torch.randn(site.where().shape)
+        drawn.backward(out)
+        logit = site.logit()
+        for k, model in enumerate(models):
+            one = layers.sites(model)[i]
+            assert torch.equal(one.where(), drawn[k])
+            one.where().backward(out[k])
+            assert torch.equal(one.mean.grad, site.mean.grad[k])
+            assert torch.equal(one.gate.grad, site.gate.grad[k])
+            torch.testing.assert_close(one.logit(), logit[k])
+            if one.log_std is not None:
+                assert torch.equal(one.log_std.grad, site.log_std.grad[k])
+
+
+def test_under_autocast_a_linear_weight_is_drawn_in_bfloat16_and_others_are_not() -> None:
+    model = build()
+    full = drawn(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        linear, other, embedding = (site.where() for site in layers.sites(model))
+        assert linear.dtype == other.dtype == torch.bfloat16
+        assert embedding.dtype == torch.float32
+        model[2](torch.randn(4, 8)).float().sum().backward()
+    assert torch.equal(linear, full[0].bfloat16())
+    site = layers.sites(model)[1]
+    assert site.mean.grad.dtype == site.gate.grad.dtype == torch.float32
+    assert torch.equal(layers.sites(model)[0].where(), full[0])
+
+
+def test_a_step_saves_nothing_of_a_weights_size_but_its_inputs_and_the_draw() -> None:
+    model = build()
+    x = torch.randn(2, 6)
+    kept: set[int] = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.untyped_storage().data_ptr()) or t, lambda t: t):
+        model[2](model[1](model[0](x))).sum()
+    allowed = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    allowed |= {layers.sites(model)[i].where().untyped_storage().data_ptr() for i in (0, 1)}
+    extra = kept - allowed - {x.untyped_storage().data_ptr()}
+    assert len(extra) <= 1  # the activation between the layers
+
+
+def test_the_reference_draws_the_same_up_to_rounding() -> None:
+    model = build()
+    for mode in (True, False):
+        for site in layers.sites(model.train(mode)):
+            part = site.sampler.part()
+            assert part is not None
+            law = site.sampler.law(part)
+            torch.testing.assert_close(site.where(), reference.draw(part, law), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_captured_step_learns_what_an_eager_one_does_and_leaves_no_stale_weight() -> None:
+    models = [build().cuda() for _ in range(2)]
+    x = torch.randn(16, 6, device="cuda")
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        pp.resample_(model)
+        optimizer.zero_grad(set_to_none=False)
+        model[2](model[1](model[0](x))).square().mean().backward()  # type: ignore[index,operator]
+        optimizer.step()
+
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    for _ in range(8):
+        step(models[0], optimizers[0])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(models[1], optimizers[1])
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(models[1], optimizers[1])
+    for _ in range(5):
+        graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert right(models[1])
+    graph.replay()
+    assert right(layers.forget(models[1]))
