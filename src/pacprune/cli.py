@@ -16,6 +16,7 @@ from rich.table import Column, Table
 from pacprune import __version__, bounds, fetch, montecarlo, recheck
 from pacprune.certificate import rounded_up
 from pacprune.checkpoint import write_atomically
+from pacprune.experiments import bench as benchmark
 from pacprune.experiments import coverage, plots, report, runs, store
 from pacprune.experiments import options as opt
 from pacprune.experiments.bars import progress_bars
@@ -28,6 +29,7 @@ EXAMPLES = {
     "certify": ["pacprune certify runs/mine", "pacprune certify runs/mine --certified 3 --json"],
     "verify": ["pacprune verify runs/demo", "pacprune verify runs/demo --replay --json"],
     "selftest": ["pacprune selftest coverage --trials 10000"],
+    "bench": ["pacprune bench step", "pacprune bench sample --device cuda --json"],
     "osp": ["pacprune osp --sparsity 0.95", "pacprune osp --data mnist --criterion snip --device cuda"],
     "pft": ["pacprune pft --sparsity 0.95", "pacprune pft --data cifar10 --device cuda --out runs/cifar"],
     "pbp": ["pacprune pbp", "pacprune pbp --data mnist --prior-fraction 0.7 --json"],
@@ -313,6 +315,24 @@ def selftest(
         raise typer.Exit(1)
 
 
+@app.command(epilog=_examples("bench"))
+def bench(
+    subject: Annotated[str, typer.Argument(help=f"{', '.join(benchmark.SUBJECTS)}.")],
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes, which only show that it runs.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="On a CPU: the slow sizes as well.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to write bench-SUBJECT.json to.")] = None,
+    seed: Seed = 0,
+    device: Where = "cpu",
+    json: Json = False,
+) -> None:
+    """Measures speed, as ratios within one run."""
+    with _told():
+        with progress_bars() as progress:
+            found = benchmark.run(subject, device=device, smoke=smoke, full=full, progress=progress)
+        _write(out, f"bench-{subject}.json", found)
+        _print(found, json, *benchmark.shown(found))
+
+
 @app.command(epilog=_examples("data"))
 def data(
     action: Annotated[str, typer.Argument(help="list, fetch or path.")],
@@ -359,13 +379,8 @@ def _state(of: str, data_dir: Path | None) -> dict[str, Any]:
         detail = str(error)
     places = (folder / source.folder, folder)
     present = all(any((p / f).is_file() for p in places for f in (name, f"{name}.gz")) for name in source.contents)
-    return {
-        "name": of,
-        "folder": str(folder / source.folder),
-        "present": present,
-        "usable": not detail,
-        "detail": detail,
-    }
+    where = str(folder / source.folder)
+    return {"name": of, "folder": where, "present": present, "usable": not detail, "detail": detail}
 
 
 @app.command("report", epilog=_examples("report"))

@@ -1,0 +1,91 @@
+"""The benchmark: how fast the library is, as ratios that are measured in one run."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from pacprune.experiments import runs, speed, throughput, timing
+from pacprune.loop import Progress
+
+SUBJECTS = {
+    "sample": speed.sample,
+    "step": speed.step,
+    "population": throughput.population,
+    "certificate": throughput.certificate,
+}
+
+
+def run(
+    subject: str, *, device: str = "cpu", smoke: bool = False, full: bool = False, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Measures one of SUBJECTS; sizes are the device's, tiny ones with `smoke`; `full` adds slow ones on a CPU."""
+    if subject not in SUBJECTS:
+        raise ValueError(f"unknown subject {subject!r}; use one of {', '.join(SUBJECTS)}")
+    if smoke and full:
+        raise ValueError("smoke (tiny sizes) and full (slow ones as well) are both given; give only one of the two")
+    where = runs.check_device(device)
+    if where.type not in timing.SHORTEST:
+        raise ValueError(f"the benchmark runs on {' and '.join(timing.SHORTEST)}, not on {device!r}; use --device cpu")
+    scale = "smoke" if smoke else "full" if full and where.type == "cpu" else where.type
+    rows, notes = [], []
+    on_cuda = where.type == "cuda"
+    # Graphs are recorded on the current device, whichever one was asked for.
+    with (
+        torch.random.fork_rng(devices=[where] if on_cuda else []),
+        torch.cuda.device(where) if on_cuda else nullcontext(),
+    ):
+        for found in SUBJECTS[subject](where, scale=scale):
+            if isinstance(found, str):
+                notes.append(found)
+            else:
+                rows.append(timing.as_dict(found))
+            if progress:
+                progress(f"bench {subject}", len(rows), 0, {})
+    return {
+        "subject": subject,
+        "sizes": scale,
+        "environment": timing.environment(where),
+        "rows": rows,
+        "notes": notes,
+    }
+
+
+def shown(result: dict[str, Any]) -> Iterator[Any]:
+    """What was measured on, the table, and what could not be measured."""
+    here = result["environment"]
+    yield (
+        f"{here['device']}, {here['threads']} threads, torch {here['torch']}, pacprune {here['pacprune']} "
+        f"({here['commit'] or 'no commit'}), {here['dtype']}, TF32 {here['tf32']['matmul']} in matrix products and "
+        f"{here['tf32']['convolution']} in convolutions; weights are sampled by {here['kernels_status']}"
+    )
+    table = Table("Measure", "Value", "Ratio", "Relative to", "Target", "Met")
+    for row in result["rows"]:
+        table.add_row(
+            row["name"],
+            _value(row),
+            _ratio(row),
+            row["relative_to"],
+            _target(row["target"]),
+            {True: "yes", False: "NO", None: ""}[row["met"]],
+        )
+    yield table
+    yield from result["notes"]
+
+
+def _value(row: dict[str, Any]) -> str:
+    if row["value"] is None:
+        return ""
+    return (f"{row['value']:,.0f}" if abs(row["value"]) >= 1000 else f"{row['value']:.3g}") + f" {row['unit']}"
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    if row["ratio"] is None:
+        return ""
+    return f"{row['ratio']:.3g}" + (" [{:.3g}, {:.3g}]".format(*row["spread"]) if row["spread"] else "")
+
+
+def _target(target: dict[str, Any] | None) -> str:
+    return "" if target is None else f"{target['of']} {target['sense']} {target['limit']:g}"

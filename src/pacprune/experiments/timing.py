@@ -1,0 +1,215 @@
+"""Stopwatch of the benchmark: what is compared runs in turn in one process, so that what slows one slows the other."""
+
+import math
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pacprune import kernels
+from pacprune._version import __version__
+
+Thing = Callable[[], Any]
+ROUNDS = (5, 30)
+"""Fewest and most rounds in which everything compared is timed once."""
+SHORTEST = {"cpu": 0.01, "cuda": 0.03}
+"""Seconds of one reading at least: what is quicker is called so often that a reading takes as long."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a number of a row must be: the row's "ratio" or "value", "at most" or "at least" the limit."""
+
+    of: str
+    sense: str
+    limit: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding: `value` in `unit` where an absolute number is worth having, `ratio` to what `relative_to` names.
+
+    `spread` is the range of the middle half of the readings of the ratio, or of the value where there is no ratio.
+    """
+
+    name: str
+    value: float | None = None
+    unit: str = ""
+    ratio: float | None = None
+    spread: tuple[float, float] | None = None
+    relative_to: str = ""
+    target: Target | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None without one."""
+        if self.target is None:
+            return None
+        number = getattr(self, self.target.of)
+        return number <= self.target.limit if self.target.sense == "at most" else number >= self.target.limit
+
+
+def as_dict(row: Row) -> dict[str, Any]:
+    """The row and its verdict."""
+    return asdict(row) | {"met": row.met}
+
+
+Finding = Row | str
+"""A row, or a sentence about what could not be measured."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds per call of each thing, one reading per round."""
+
+    seconds: Mapping[str, np.ndarray]
+    device: torch.device
+
+    def median(self, name: str) -> float:
+        """The middle reading."""
+        return float(np.median(self.seconds[name]))
+
+    def row(
+        self,
+        name: str,
+        of: str,
+        to: str,
+        *,
+        relative_to: str | None = None,
+        factor: float = 1.0,
+        timed: str | None = None,
+        unit: str = "ms",
+        per: float = 1.0,
+        target: Target | None = None,
+    ) -> Row:
+        """factor * time of `of` / time of `to`, the median over rounds; on a GPU also the time of `timed` (or `of`)."""
+        ratios = factor * self.seconds[of] / self.seconds[to]
+        low, ratio, high = (float(q) for q in np.quantile(ratios, (0.25, 0.5, 0.75)))
+        value = self.absolute(timed or of, unit=unit, per=per)
+        return Row(name, value, unit if value is not None else "", ratio, (low, high), relative_to or to, target)
+
+    def absolute(self, name: str, *, unit: str = "ms", per: float = 1.0) -> float | None:
+        """The median time in `unit`; None on a CPU, whose clock other programs share."""
+        scale = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[unit.partition(" ")[0]]
+        return self.median(name) * scale / per if self.device.type == "cuda" else None
+
+
+def wait(device: torch.device) -> None:
+    """Returns when the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clocked(thing: Thing, device: torch.device, calls: int = 1) -> float:
+    """Seconds per call."""
+    wait(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        thing()
+    wait(device)
+    return (time.perf_counter() - start) / calls
+
+
+def alternate(things: Mapping[str, Thing], device: torch.device, *, seconds: float) -> Times:
+    """Times the things in turn, A B A B ..., for about so many seconds in all; each is warmed up first."""
+    calls = {}
+    for name, thing in things.items():
+        clocked(thing, device, 3)
+        quickest = max(clocked(thing, device), 1e-6)
+        calls[name] = min(1000, math.ceil(SHORTEST[device.type] / quickest))
+    found: dict[str, list[float]] = {name: [] for name in things}
+    start = time.perf_counter()
+    fewest, most = ROUNDS
+    for done in range(most):
+        if done >= fewest and time.perf_counter() - start > seconds:
+            break
+        for name, thing in things.items():
+            found[name].append(clocked(thing, device, calls[name]))
+    return Times({name: np.array(readings) for name, readings in found.items()}, device)
+
+
+def linearity(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """(a, b, d): the line a + b n, a >= 0, nearest to the times in relative terms, and its largest deviation d."""
+    n, t = np.array(sizes, dtype=np.float64), np.array(seconds)
+    table = np.stack([1 / t, n / t], axis=1)
+    scale = np.abs(table).max(axis=0)
+    line = np.linalg.lstsq(table / scale, np.ones_like(t), rcond=None)[0] / scale
+    if line[0] < 0:  # no fixed cost: a time that grows faster than the size is not a line with a bonus for the small
+        line = np.array([0.0, table[:, 1].sum() / (table[:, 1] ** 2).sum()])
+    return float(line[0]), float(line[1]), float(np.abs(table @ line - 1).max())
+
+
+def largest_that_fits(
+    sizes: Sequence[int], measure: Callable[[int], Iterator[Finding]], device: torch.device, *, what: str
+) -> Iterator[Finding]:
+    """The findings of the first size that fits into memory, after a sentence for each that does not."""
+    for size, smaller in zip(sizes, (*sizes[1:], None), strict=True):
+        try:
+            found = list(measure(size))
+        except torch.OutOfMemoryError:
+            found = None
+        if found is not None:
+            yield from found
+            return
+        # Only here, outside the handler, has the error let go of the tensors that did fit.
+        yield out_of_memory(f"{size:,} {what}", device, None if smaller is None else f"{smaller:,} {what}")
+
+
+def out_of_memory(what: str, device: torch.device, instead: str | None) -> str:
+    """The sentence about a size that is too large for the device, whose memory is given back."""
+    there = "the memory"
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        there = f"the {free / 2**30:.1f} GiB that are free of {total / 2**30:.1f} GiB on {device_name(device)}"
+    done = f"measured with {instead}" if instead else "not measured"
+    return f"{what} do not fit into {there}; {done}: free the device of other programs, or pass --smoke."
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "CPU"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the numbers depend on."""
+    cudnn: Any = torch.backends.cudnn
+    return {
+        "device": device_name(device),
+        "kind": device.type,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "threads": torch.get_num_threads(),
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "tf32": {"matmul": torch.backends.cuda.matmul.fp32_precision, "convolution": cudnn.conv.fp32_precision},
+        "pacprune": __version__,
+        "commit": _commit(),
+        "kernels": kernels.backend(device),
+        "kernels_status": kernels.status(device),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that the package runs from; None outside one."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, check=True, text=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # an installed package may lie inside somebody else's tree
+        return git("describe", "--always", "--dirty", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,225 @@
+"""The benchmark: its arithmetic, what it compares, and that every subject runs and says what it measured."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from pacprune import cli, kernels, layers, models, weights
+from pacprune.experiments import bench, speed, timing
+from pacprune.experiments.timing import Row, Target, Times
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SUBJECTS = ("sample", "step", "population", "certificate")
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, ["bench", *words], prog_name="pacprune")
+
+
+# --- Arithmetic.
+
+
+def test_things_run_in_turn_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(timing.SHORTEST, "cpu", 1e-9)
+    order: list[str] = []
+    times = timing.alternate({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, seconds=0.0)
+    fewest = timing.ROUNDS[0]
+    # The shortest reading is one call here, so every round is one call of each.
+    assert "".join(order) == "aaaabbbb" + "ab" * fewest
+    assert {name: len(readings) for name, readings in times.seconds.items()} == {"a": fewest, "b": fewest}
+
+
+def test_a_quick_thing_is_called_often_enough_to_be_read() -> None:
+    calls = {"quick": 0}
+
+    def quick() -> None:
+        calls["quick"] += 1
+
+    timing.alternate({"quick": quick}, CPU, seconds=0.0)
+    assert calls["quick"] > 100 * timing.ROUNDS[0]
+
+
+def test_a_ratio_is_the_median_over_rounds_of_readings_taken_side_by_side() -> None:
+    times = Times({"a": np.array([2.0, 4.0, 40.0]), "b": np.array([1.0, 2.0, 10.0])}, CPU)
+    row = times.row("a step", "a", "b", relative_to="b step", target=Target("ratio", "at most", 2.5))
+    assert (row.ratio, row.spread, row.relative_to, row.met) == (2.0, (2.0, 3.0), "b step", True)
+    assert (row.value, row.unit) == (None, ""), "a CPU shows ratios alone"
+
+
+def test_a_gpu_shows_the_time_as_well() -> None:
+    times = Times({"a": np.array([0.002, 0.004, 0.003]), "b": np.array([0.001, 0.001, 0.001])}, CUDA)
+    row = times.row("a", "b", "a", factor=3.0, timed="a", unit="us per model", per=2.0)
+    assert row.value == pytest.approx(1500.0)
+    assert (row.unit, row.ratio) == ("us per model", pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(
+    ("sense", "limit", "met"), [("at most", 1.0, True), ("at most", 0.9, False), ("at least", 1.1, False)]
+)
+def test_a_target_is_met_or_not(sense: str, limit: float, met: bool) -> None:
+    assert Row("x", value=7.0, ratio=1.0, target=Target("ratio", sense, limit)).met is met
+    assert Row("x", value=1.0, ratio=7.0, target=Target("value", sense, limit)).met is met
+    assert Row("x", ratio=1.0).met is None
+
+
+def test_a_straight_line_is_told_from_a_bent_one() -> None:
+    sizes = [10**6, 10**7, 10**8, 10**9]
+    fixed, slope, deviation = timing.linearity(sizes, [2e-5 + 7e-12 * n for n in sizes])
+    assert fixed == pytest.approx(2e-5, rel=1e-6)
+    assert slope == pytest.approx(7e-12, rel=1e-6)
+    assert deviation < 1e-9
+    fixed, _, deviation = timing.linearity(sizes, [1e-13 * n**1.1 for n in sizes])
+    assert fixed == 0
+    assert deviation > 0.15
+
+
+def test_what_does_not_fit_is_said_and_the_next_smaller_size_measured() -> None:
+    def measure(size: int) -> Iterator[timing.Finding]:
+        if size > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        yield Row(f"{size} measured", ratio=1.0)
+
+    first, second, row = timing.largest_that_fits([1000, 100, 10], measure, CPU, what="weights")
+    assert first == (
+        "1,000 weights do not fit into the memory; measured with 100 weights: "
+        "free the device of other programs, or pass --smoke."
+    )
+    assert "measured with 10 weights" in str(second)
+    assert row == Row("10 measured", ratio=1.0)
+    (only,) = timing.largest_that_fits([1000], measure, CPU, what="weights")
+    assert "not measured" in str(only)
+
+
+# --- What is compared.
+
+
+def test_the_literal_mask_has_the_distribution_of_the_fused_one() -> None:
+    part = speed._part(40_000, CPU)._replace(mean=torch.ones(40_000), gate=torch.full((40_000,), -1.0))
+    (fused,) = kernels.draw([part], kernels.Law())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        other = speed.literal(part.mean, part.gate)
+    for one, two in ((fused, other), (fused**2, other**2), ((fused > 0.5).float(), (other > 0.5).float())):
+        error = math.sqrt(float(one.var() + two.var()) / len(one))
+        assert abs(float(one.mean() - two.mean())) < 5 * error
+
+
+def test_the_four_states_of_a_network_are_what_they_are_called() -> None:
+    made = {name: make() for name, make in speed._variants(lambda: models.mlp(20, hidden=(30,))).items()}
+    assert list(made) == ["dense", "PFT", "torch.nn.utils.prune", "literal F.gumbel_softmax"]
+    dense, stochastic, masked, literal = made.values()
+    assert not layers.sites(dense)
+    assert [site.name for site in layers.sites(stochastic)] == list(weights.prunable(dense))
+    zeros = [float((m.weight == 0).float().mean()) for m in masked.modules() if isinstance(m, nn.Linear)]
+    assert zeros == [pytest.approx(0.9, abs=0.01)] * 2
+    extra = sum(p.numel() for p in literal.parameters()) - sum(p.numel() for p in dense.parameters())
+    assert extra == sum(w.numel() for w in weights.prunable(dense).values())
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_step_trains_every_state(amp: bool) -> None:
+    x, y = torch.randn(8, 20, generator=torch.Generator().manual_seed(0)), torch.zeros(8, dtype=torch.int64)
+    for name, make in speed._variants(lambda: models.mlp(20, hidden=(30,))).items():
+        model = make()
+        before = [p.detach().clone() for p in model.parameters()]
+        speed._loop(model, x, y, nn.functional.cross_entropy, amp=amp)()
+        assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)), name
+
+
+# --- Every subject, at its smallest.
+
+
+def check(result: dict[str, Any], subject: str) -> None:
+    assert (result["subject"], result["sizes"], result["notes"]) == (subject, "smoke", [])
+    here = result["environment"]
+    assert here["torch"] == torch.__version__
+    assert here["kernels"] in ("reference", "cpu", "triton")
+    assert here["threads"] == torch.get_num_threads()
+    assert {"device", "dtype", "tf32", "pacprune", "commit"} <= here.keys()
+    names = [row["name"] for row in result["rows"]]
+    assert len(set(names)) == len(names) > 0
+    for row in result["rows"]:
+        assert row.keys() == {"name", "value", "unit", "ratio", "spread", "relative_to", "target", "met"}
+        assert row["value"] is not None or row["ratio"] is not None
+        assert row["ratio"] is None or (row["ratio"] >= 0 and row["relative_to"])
+        assert row["spread"] is None or row["spread"][0] <= row["ratio"] <= row["spread"][1]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_every_subject_runs_on_a_cpu(subject: str) -> None:
+    done = call(subject, "--smoke", "--json")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    check(result, subject)
+    assert all(row["value"] is None or row["unit"] == "networks" for row in result["rows"]), "a CPU shows ratios alone"
+    assert all(row["target"] is None for row in result["rows"]), "a tiny size has no target"
+    found = " ".join(row["name"] + row["relative_to"] for row in result["rows"])
+    words = {
+        "sample": ("copy bandwidth", "coupled", "hard", "std", "bfloat16", "reference", "gumbel", "cost per weight"),
+        "step": ("MLP", "transformer", "torch.nn.utils.prune", "gumbel", "autocast"),
+        "population": ("2 models", "one model", "PFT / dense", "in sequence"),
+        "certificate": ("slack", "one at a time"),
+    }
+    assert [word for word in words[subject] if word not in found] == []
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_every_subject_runs_on_a_gpu(subject: str) -> None:
+    result = bench.run(subject, device="cuda", smoke=True)
+    check(result, subject)
+    assert any(row["unit"].startswith(("ms", "s", "us", "ps")) for row in result["rows"])
+
+
+# --- The command.
+
+
+def test_the_table_says_what_is_met(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        Row("step", 1.5, "ms", 1.1, (1.0, 1.2), "dense", Target("ratio", "at most", 1.25)),
+        Row("other", None, "", 3.0, None, "dense", Target("ratio", "at most", 2.0)),
+    ]
+    result = {
+        "environment": timing.environment(CPU),
+        "rows": [timing.as_dict(row) for row in rows],
+        "notes": ["10 weights do not fit."],
+    }
+    cli._print(result, False, *bench.shown(result))
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("1.5 ms", "1.1 [1, 1.2]", "ratio at most 1.25", "yes", "NO", "10 weights do not fit.", "threads"):
+        assert words in shown
+
+
+def test_the_findings_can_be_kept(tmp_path: Any) -> None:
+    done = call("certificate", "--smoke", "--json", "--out", str(tmp_path))
+    assert json.loads((tmp_path / "bench-certificate.json").read_text()) == json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("speed",), "unknown subject 'speed'; use one of sample, step, population, certificate"),
+        (("step", "--smoke", "--full"), "give only one of the two"),
+        (("step", "--device", "meta"), "use --device cpu"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: tuple[str, ...], part: str) -> None:
+    done = call(*words)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert part in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
+    done = call("step", "--device", "cuda")
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pacprune: error: the device 'cuda' cannot be used here")
