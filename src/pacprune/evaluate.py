@@ -1,8 +1,8 @@
 """What a model is worth on data: error, Gibbs error, mean loss; and BatchNorm statistics for a mask that changed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pacprune import layers, weights
 from pacprune.batches import Data, batches, device_of, forked, rows
+from pacprune.population import Population
 from pacprune.scores import Loss
 
 BATCH = 1000
@@ -43,13 +44,33 @@ def mistakes(logits: Tensor, y: Tensor) -> Tensor:
     return logits.argmax(dim=-1) != y
 
 
-def error(model: nn.Module, data: Data) -> float:
-    """The fraction of wrong predictions (one per label: of every token, too); of an attached model, with its draw."""
+@overload
+def error(model: nn.Module, data: Data) -> float: ...
+@overload
+def error(model: Sequence[nn.Module], data: Data) -> list[float]: ...
+def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[float]:
+    """The fraction of wrong predictions (one per label: of every token, too); of an attached model, with its draw.
+
+    A list of models of one architecture is evaluated as a population: one call for all, and a list of errors.
+    """
+    if not isinstance(model, nn.Module):
+        return _errors(Population(model), data)
     wrong, count, device = 0, 0, device_of(model)
     with evaluating(model), forked(device, data):
         for x, y in batches(data, BATCH, device=device):
             wrong, count = wrong + int(mistakes(model(x), y).sum()), count + y.numel()
     return wrong / count
+
+
+def _errors(population: Population, data: Data) -> list[float]:
+    device = device_of(population.stacked)
+    wrong, count = torch.zeros(len(population), dtype=torch.int64, device=device), 0
+    with evaluating(population.stacked), forked(device, data):
+        for x, y in batches(data, BATCH, device=device):
+            out = population.outputs(x, own=False)
+            wrong += mistakes(out, y.expand(len(population), *y.shape)).flatten(1).sum(1)
+            count += y.numel()
+    return (wrong / count).tolist()
 
 
 def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10) -> float:

@@ -20,6 +20,7 @@ from pacprune.batches import Data
 from pacprune.budget import Budget
 from pacprune.certificate import Certificate
 from pacprune.config import Config
+from pacprune.crew import check
 from pacprune.data import Split
 from pacprune.evaluate import reestimate_batchnorm
 from pacprune.issue import certify, check_declared
@@ -28,7 +29,7 @@ from pacprune.loop import History, Progress, check_rates, in_step
 from pacprune.population import spread
 from pacprune.scores import NAMES, Loss, score
 from pacprune.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone, top_mask
-from pacprune.train import check, fit, fit_posterior
+from pacprune.train import fit, fit_posterior
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -2,10 +2,9 @@
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +12,15 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from pacprune import bounds, layers, numeric, weights
-from pacprune.batches import Data, batches, device_of, forked, labels, rows, tensors
+from pacprune.batches import Data, labels, rows, tensors
 from pacprune.budget import Budget
 from pacprune.checkpoint import digest, write_atomically
 from pacprune.config import Config
+from pacprune.crew import Crew
 from pacprune.data import Part, Split
-from pacprune.evaluate import mean_loss
-from pacprune.loop import History, Progress, check_population, groups, loop
+from pacprune.loop import History, Progress, groups
 from pacprune.optim import Optimizer
-from pacprune.population import Population, members, spread
+from pacprune.population import spread
 from pacprune.scores import Loss, plain_rnn
 from pacprune.spikeslab import SpikeSlab, kl
 from pacprune.step import Run
@@ -56,7 +55,7 @@ def fit(
     budget and seed are then one for all or a list of one each, and every row names its `member`. A member ends as it
     would alone, up to rounding (dropout apart, whose draws differ).
     """
-    crew = _Crew(model, config, seed)
+    crew = Crew(model, config, seed)
     value = crew.check(data, loss)
     if budget is not None and not layers.sites(crew.trained):
         raise ValueError(
@@ -83,82 +82,23 @@ def fit(
         },
         members=crew.population is not None,
     )
-    return crew.train(data, run, path=checkpoint, every=every, progress=progress)
 
+    def halves(some: slice, suffix: str) -> History:
+        return fit(
+            crew.models[some],
+            data,
+            crew.configs[some],
+            loss=loss,
+            budget=None if budgets is None else budgets[some],
+            validation=validation,
+            seed=crew.seeds[some],
+            stage=stage,
+            checkpoint=None if checkpoint is None else f"{checkpoint}{suffix}",
+            every=every,
+            progress=progress,
+        )
 
-class _Crew:
-    """What is trained together: one model, or the members of a population behind one stacked model."""
-
-    def __init__(self, model: nn.Module | Sequence[nn.Module], config: Any, seed: Any) -> None:
-        self.models = members(model)
-        self.configs: list[Config] = spread("config", config, len(self.models))
-        self.seeds: list[int] = spread("seed", seed, len(self.models))
-        self.own = len(set(self.seeds)) > 1
-        """Whether every member has its own order of the data."""
-        self.device = device_of(self.models[0])
-        self.population: Population | None = None
-        self._alone = isinstance(model, nn.Module)
-        if not self._alone:
-            check_population(self.configs)
-
-    def check(self, data: Data, loss: Loss) -> str:
-        """`check` of every model; then the members are stacked, since one may take its shape from the data."""
-        found = [check(model, data, loss) for model in self.models]
-        if not self._alone:
-            self.population = Population(self.models)
-            if self.configs[0].execution == "compiled":
-                self.population.compile()
-        return found[0]
-
-    @property
-    def trained(self) -> nn.Module:
-        """The module whose parameters move."""
-        return self.models[0] if self.population is None else self.population.stacked
-
-    def mark_seen(self, parts: Iterable[Tensor]) -> None:
-        """Notes the examples on every member."""
-        for known in parts:
-            for one in self.models:
-                weights.mark_seen(one, known)
-
-    def objective(self, loss: Loss, look: bool) -> Callable[[Tensor, Tensor], Tensor]:
-        """(x, y) -> the loss of the model, or of every member."""
-        whole = self.configs[0].batch_size
-        if self.population is not None:
-            crew = self.population
-            return lambda x, y: crew.losses(loss, x, y, own=self.own, fuse=y.shape[1 if self.own else 0] == whole)
-        model = self.models[0]
-        compiled = torch.compile(model, dynamic=False) if self.configs[0].execution == "compiled" else model
-
-        def objective(x: Tensor, y: Tensor) -> Tensor:
-            try:
-                out = (compiled if len(x) == whole else model)(x)
-            except ValueError as failure:
-                if len(x) > 1:
-                    raise
-                raise ValueError(
-                    "a batch holds 1 example, of which BatchNorm has no variance; give the DataLoader drop_last=True, "
-                    "or batches of 2 or more"
-                ) from failure
-            if look:
-                _check_labels(y, out)
-            return loss(out, y)
-
-        return objective
-
-    def mean_losses(self, data: Data, loss: Loss) -> list[float]:
-        """The mean loss of every member on other data."""
-        if self.population is not None:
-            self.population.write_back()
-        return [mean_loss(model, data, loss=loss) for model in self.models]
-
-    def train(self, data: Data, run: Run, **options: Any) -> History:
-        """The loop, and what it leaves in the members; rows of a population name their member."""
-        histories = loop(self.trained, data, self.configs, run, seeds=self.seeds, **options)
-        if self.population is None:
-            return histories[0]
-        self.population.write_back()
-        return [{**row, "member": k} for rows in zip(*histories, strict=True) for k, row in enumerate(rows)]
+    return crew.train(data, run, halves, path=checkpoint, every=every, progress=progress)
 
 
 def fit_posterior(
@@ -188,7 +128,7 @@ def fit_posterior(
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
-    crew = _Crew(model, config, seed)
+    crew = Crew(model, config, seed)
     count = len(crew.models)
     priors: list[SpikeSlab] = spread("prior", prior, count)
     for one, p in zip(crew.models, priors, strict=True):
@@ -261,7 +201,26 @@ def fit_posterior(
         members=not alone,
         after=pull,
     )
-    history = crew.train(data, run, path=checkpoint, every=every, progress=progress)
+
+    def halves(some: slice, suffix: str) -> History:
+        return fit_posterior(
+            crew.models[some],
+            priors[some],
+            split,
+            crew.configs[some],
+            delta=delta,
+            objective=objective,
+            budget=None if budgets is None else budgets[some],
+            data=data,
+            out=folders[some],
+            seed=crew.seeds[some],
+            stage=stage,
+            checkpoint=None if checkpoint is None else f"{checkpoint}{suffix}",
+            every=every,
+            progress=progress,
+        )
+
+    history = crew.train(data, run, halves, path=checkpoint, every=every, progress=progress)
     for one, written, where in zip(crew.models, hashes, folders, strict=True):
         weights.notes(one)["receipt"] = {"prior": written, "bound": split.bound.hash, "written": str(where)}
     return history
@@ -314,71 +273,3 @@ def flat(slab: SpikeSlab) -> dict[str, Tensor]:
 def bounded_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """-log max(p_y, 1e-4) / log(1e4): cross-entropy in [0, 1], the surrogate of the 0-1 loss under a bound."""
     return F.nll_loss(F.log_softmax(logits.float(), dim=-1).clamp_min(math.log(1e-4)), y) / math.log(1e4)
-
-
-def check(model: nn.Module, data: Data, loss: Loss) -> str:
-    """One forward pass before anything is changed: shapes, labels and weights are told apart from bad luck later.
-
-    Returns the value of a loss of the user's own on that batch, to the bit: a name does not tell two losses apart.
-    """
-    pair, device = tensors(data), device_of(model)
-    for name, p in model.named_parameters():
-        if not torch.isfinite(p).all():
-            raise ValueError(f"{name} holds NaN or infinite values before training; start from other weights")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("every parameter has requires_grad=False, so nothing would be trained; unfreeze some")
-    with weights.modes_kept(model), forked(device, data, seed=0):
-        model.eval()
-        x, y = next(batches(data, 2, device=device, limit=2))
-        with torch.no_grad():
-            out = _outputs(model, x)
-        if loss is F.cross_entropy:
-            _check_labels(y if pair is None else pair[1], out)
-            return ""
-        try:
-            return float(loss(out, y)).hex()
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as failure:
-            shape = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            reason = str(failure).partition("\n")[0]
-            raise ValueError(
-                f"the loss gave no number for outputs of shape {shape} and labels of shape {tuple(y.shape)} "
-                f"({y.dtype}): {reason}"
-            ) from failure
-
-
-def _outputs(model: nn.Module, x: Tensor) -> Any:
-    try:
-        return model(x)
-    except RuntimeError as failure:
-        own = {p.dtype for p in model.parameters() if p.is_floating_point()}
-        if not x.is_floating_point() or x.dtype in own:
-            raise
-        raise ValueError(
-            f"x is {x.dtype} but the model's parameters are {', '.join(sorted(map(str, own)))}; "
-            "cast the data or the model"
-        ) from failure
-
-
-def _check_labels(y: Tensor, out: Any) -> None:
-    """What F.cross_entropy takes: class numbers, or probabilities of the classes."""
-    if not isinstance(out, Tensor):
-        raise ValueError(f"the model returns a {type(out).__name__}; make it return its outputs alone, or give a loss=")
-    expected = (len(y), *out.shape[2:])
-    if y.is_floating_point():
-        if y.shape[1:] != out.shape[1:] or out.ndim < 2:
-            raise ValueError(
-                f"labels are {y.dtype} of shape {tuple(y.shape)} and outputs {tuple(out.shape)}; for classes use "
-                "y.long(), for regression give loss=torch.nn.functional.mse_loss"
-            )
-        return
-    if y.shape != expected or out.ndim < 2 or y.dtype not in (torch.int64, torch.uint8):
-        raise ValueError(
-            f"labels are {y.dtype} of shape {tuple(y.shape)}, but cross_entropy on outputs {tuple(out.shape)} takes "
-            f"int64 of shape {expected}; use y.long(), y.squeeze(1), or your own loss="
-        )
-    low, high = int(y.min()), int(y.max())
-    if low < 0 or high >= out.shape[1]:
-        raise ValueError(
-            f"labels run from {low} to {high}, but the model has {out.shape[1]} outputs "
-            f"(labels 0 to {out.shape[1] - 1}); change the labels or the last layer"
-        )

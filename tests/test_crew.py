@@ -1,0 +1,81 @@
+"""A population that does not fit into memory is trained in halves; one model that does not fit says what to do."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pacprune as pp
+from pacprune.population import Population
+
+X = torch.randn(64, 20, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] > 0).long()
+CONFIG = pp.Config(epochs=2, batch_size=32)
+
+
+def nets(count: int) -> list[nn.Module]:
+    return [pp.models.mlp(20, 2, hidden=(8,), seed=seed) for seed in range(count)]
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that holds two models."""
+    losses = Population.losses
+
+    def limited(self: Population, *args, **options) -> torch.Tensor:
+        if len(self) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return losses(self, *args, **options)
+
+    monkeypatch.setattr(Population, "losses", limited)
+
+
+@pytest.mark.usefixtures("small_memory")
+def test_members_that_do_not_fit_are_trained_in_halves_with_the_same_outcome(tmp_path) -> None:
+    models = nets(5)
+    alone = copy.deepcopy(models)
+    with pytest.warns(UserWarning, match=r"do not fit into the memory of cpu; they are trained \d at a time"):
+        rows = pp.fit(models, (X, Y), CONFIG, seed=list(range(5)), checkpoint=tmp_path / "fit.pt")
+    assert sorted(row["member"] for row in rows) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    for seed, (model, other) in enumerate(zip(models, alone, strict=True)):
+        last = pp.fit(other, (X, Y), CONFIG, seed=seed)[-1]
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+        own = [row for row in rows if row["member"] == seed]
+        assert own[-1]["loss"] == pytest.approx(last["loss"], rel=1e-5)
+
+
+@pytest.mark.usefixtures("small_memory")
+def test_posteriors_that_do_not_fit_are_trained_in_halves(tmp_path) -> None:
+    split = pp.data.split(X, Y, prior_fraction=0.5, seed=0)
+    models = nets(3)
+    for model in models:
+        pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.01))
+    priors, folders = [pp.read(model) for model in models], [tmp_path / str(k) for k in range(3)]
+    with pytest.warns(UserWarning, match="do not fit"):
+        rows = pp.fit_posterior(models, priors, split, CONFIG, out=folders)
+    assert {row["member"] for row in rows} == {0, 1, 2}
+    assert all((folder / "prior.safetensors").exists() for folder in folders)
+
+
+def test_one_model_that_does_not_fit_says_what_to_do() -> None:
+    class Greedy(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            if len(input) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(input)
+
+    with pytest.raises(ValueError, match="a batch of 32 does not fit into the memory of cpu; use accumulate=2"):
+        pp.fit(Greedy(20, 2), (X, Y), CONFIG)
+    with pytest.raises(ValueError, match="at least one model"):
+        pp.fit([], (X, Y), CONFIG)
+
+
+def test_errors_of_a_population_are_those_of_its_members() -> None:
+    models = nets(3)
+    pp.fit(models, (X, Y), CONFIG)
+    assert pp.error(models, (X, Y)) == pytest.approx([pp.error(model, (X, Y)) for model in models])
+    pp.attach(models[0], pp.isotropic(models[0], sparsity=0.5), seed=3)
+    pp.attach(models[1], pp.isotropic(models[1], sparsity=0.5), seed=4)
+    assert pp.error(models[:2], (X, Y)) == pytest.approx([pp.error(model, (X, Y)) for model in models[:2]])
