@@ -61,6 +61,8 @@ def test_the_schedule_is_fixed_or_cubic():
         ({"sparsity": 0.9, "ramp": 1.5}, r"ramp 1\.5 must lie in \(0, 1\]"),
         ({"sparsity": 0.9, "sharpen": 0.5}, r"sharpen 0\.5 be at least 1"),
         ({"sparsity": 0.9, "strength": 0.0}, r"strength 0\.0 positive"),
+        ({"sparsity": 0.9, "patience": 0.0}, r"positive, like patience 0\.0"),
+        ({"sparsity": 0.9, "every": 0}, "every is 0; it is the number of steps"),
     ],
 )
 def test_a_wrong_budget_is_refused(arguments, message):
@@ -181,6 +183,116 @@ def test_the_penalty_is_the_augmented_lagrangian():
     gradient = torch.autograd.grad(second, [site.gate for site in layers.sites(model)])
     assert all((g >= 0).all() for g in gradient)
     assert all((g > 0).any() for g in gradient)
+
+
+def test_a_patient_multiplier_learns_more_slowly():
+    excess, found = 0.0, {}
+    for patience in (10.0, 1000.0):
+        model = attached()
+        excess = density(model) - 0.1
+        budget.penalty(model, Budget(0.9, control="lagrangian", strength=10.0, patience=patience), torch.tensor(0.1))
+        found[patience] = float(layers.sites(model)[0].sampler.multiplier)
+    assert found == pytest.approx({10.0: excess, 1000.0: excess / 100}, rel=1e-5)
+
+
+# --- Masks of plain networks
+
+
+def plain(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5))
+    return pp.apply_mask(model, {n: torch.ones_like(w, dtype=torch.bool) for n, w in pp.prunable(model).items()})
+
+
+def moved(model: nn.Module) -> torch.Tensor:
+    return torch.cat([keep.reshape(-1) for _, keep in weights.masked(model)])
+
+
+@pytest.mark.parametrize("control", ["magnitude", "feedback"])
+def test_masks_move_to_the_largest_weights_at_the_density_of_the_moment(control):
+    model = plain()
+    before = {n: w.detach().clone() for n, w in pp.prunable(model).items()}
+    plan = Budget(0.9, control=control, schedule="cubic", every=10)
+    for step in (0, 5, 10, 50, 80, 95):
+        held = moved(model).clone()
+        budget.move_masks_(model, plan, step, 100)
+        if step % 10:
+            assert torch.equal(moved(model), held)
+            continue
+        wanted = pp.top_k({n: w.abs() for n, w in before.items()}, sparsity=1 - plan.density(step / 100))
+        assert torch.equal(moved(model), torch.cat([m.reshape(-1) for m in wanted.values()]))
+        assert int(moved(model).sum()) == round(plan.density(step / 100) * 1400)
+        for name, w in pp.prunable(model).items():
+            assert torch.equal(w, before[name] * wanted[name] if control == "magnitude" else before[name])
+
+
+def test_members_masks_move_as_if_each_were_alone():
+    models = [plain(seed) for seed in range(3)]
+    plans = [
+        Budget(0.5, control="magnitude"),
+        Budget(0.9, control="magnitude", schedule="cubic", every=7),
+        Budget(0.97, control="magnitude", min_per_layer=15),
+    ]
+    stacked = Population(models).stacked
+    for step in (0, 7, 14, 16, 32):
+        budget.move_masks_(stacked, plans, step, 40)
+        for model, plan in zip(models, plans, strict=True):
+            budget.move_masks_(model, plan, step, 40)
+    for k, model in enumerate(models):
+        for (w, keep), (own, alone) in zip(weights.masked(stacked), weights.masked(model), strict=True):
+            assert torch.equal(keep[k], alone)
+            assert torch.equal(w[k], own)
+    assert int(weights.masked(models[2])[1][1].sum()) >= 15
+
+
+def test_a_step_of_feedback_is_the_dense_gradient_of_the_masked_network():
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(32, 30, generator=generator), torch.arange(32) % 5
+    model, twin = plain(), plain()
+    config = pp.Config(epochs=1, lr=0.1, batch_size=32, accumulate=2)
+    pp.fit(model, (x, y), config, budget=Budget(0.5, control="feedback"))
+    dense = {n: w.detach().clone() for n, w in twin.named_parameters()}
+    mask = pp.top_k({n: dense[n].abs() for n in pp.prunable(twin)}, sparsity=0.5)
+    F.cross_entropy(pp.apply_mask(twin, mask)(x), y).backward()
+    for name, w in model.named_parameters():
+        assert torch.allclose(w, dense[name] - 0.1 * twin.get_parameter(name).grad, atol=1e-6)
+    assert torch.equal(moved(model), moved(twin))
+
+
+def test_a_population_leaves_its_masks_in_the_members():
+    models, x = [plain(seed) for seed in range(2)], torch.randn(32, 30)
+    plans = [Budget(s, control="magnitude") for s in (0.5, 0.9)]
+    pp.fit(models, (x, torch.arange(32) % 5), pp.Config(epochs=2, lr=0.1, batch_size=8), budget=plans)
+    for model, plan in zip(models, plans, strict=True):
+        assert int(moved(model).sum()) == round((1 - plan.sparsity) * 1400)
+        assert torch.equal(moved(model), torch.cat([(w != 0).reshape(-1) for w in pp.prunable(model).values()]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("control", ["magnitude", "feedback"])
+def test_a_captured_step_goes_on_with_masks_that_move(control):
+    x, y = torch.randn(64, 30), torch.arange(64) % 5
+    plans = [Budget(s, control=control, schedule="cubic", every=3) for s in (0.5, 0.9)]
+    found = {}
+    for execution in ("eager", "graph"):
+        models = [plain(seed).cuda() for seed in range(2)]
+        config = pp.Config(epochs=5, lr=0.1, batch_size=8, execution=execution)
+        pp.fit(models, (x, y), config, budget=plans)
+        found[execution] = torch.stack([moved(model) for model in models])
+    assert torch.equal(found["eager"], found["graph"])
+
+
+def test_a_budget_must_suit_what_the_model_is_made_of():
+    bare = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"'magnitude' moves the mask of a plain network, but this one has none"):
+        pp.fit(bare, (torch.zeros(4, 3), torch.zeros(4).long()), pp.Config(epochs=1), budget=Budget(0.5, "magnitude"))
+    with pytest.raises(ValueError, match=r"'feedback' moves the mask of a plain network, but this one has gates"):
+        budget.check_budgets(attached(), [Budget(0.5, "feedback")])
+    with pytest.raises(ValueError, match=r"keep probabilities of stochastic masks; call pp\.attach"):
+        budget.check_budgets(plain(), [Budget(0.5)])
+    with pytest.raises(ValueError, match="have the controls feedback and magnitude, but all are held in one pass"):
+        budget.check_budgets(plain(), [Budget(0.5, "magnitude"), Budget(0.5, "feedback")])
 
 
 # --- Populations

@@ -16,7 +16,9 @@ from pacprune.experiments import options as opt
 from pacprune.experiments import runs
 from pacprune.experiments.bars import progress_bars
 
-COMMANDS = ("demo", "osp", "pft", "pbp", "bound", "certify", "verify", "selftest", "data", "report", "bench")
+COMMANDS = (
+    *("demo", "osp", "pft", "pbp", "bound", "certify", "verify", "selftest", "data", "report", "bench", "reproduce"),
+)
 SHORT = ("--dense-epochs", "2", "--epochs", "2")
 
 

@@ -37,6 +37,9 @@ def run_command(line: str, folder: Path) -> None:
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
+    for needed in re.findall(r"^<!-- needs (.*) -->$", text, re.MULTILINE):
+        for package in needed.split():
+            pytest.importorskip(package)
     namespace: dict[str, object] = {"__name__": "__page__"}
     for block in FENCE.finditer(text):
         kind, body = block["kind"].strip(), block["body"]

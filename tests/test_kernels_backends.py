@@ -12,7 +12,20 @@ import torch
 from scipy import stats
 
 from pacprune import kernels
-from pacprune.kernels import CLAMP, GIVEN, HARD, SIGMOID, SOFT, STRAIGHT_THROUGH, Law, Part, cpu, reference
+from pacprune.kernels import (
+    CLAMP,
+    GIVEN,
+    HARD,
+    SIGMOID,
+    SOFT,
+    STILL,
+    STRAIGHT_THROUGH,
+    STRETCHED,
+    Law,
+    Part,
+    cpu,
+    reference,
+)
 
 K = 3
 DEVICES = [
@@ -29,6 +42,12 @@ LAWS = [
     Law(CLAMP, mode=STRAIGHT_THROUGH),
     Law(CLAMP, mode=HARD),
     Law(GIVEN, mode=HARD),
+    Law(SIGMOID, mode=STRETCHED, beta=2 / 3),
+    Law(SIGMOID, coupling=4.0, mode=STRETCHED),
+    Law(CLAMP, mode=STRETCHED, beta=2 / 3),
+    Law(SIGMOID, mode=STILL),
+    Law(SIGMOID, coupling=4.0, mode=STILL, beta=0.3),
+    Law(CLAMP, mode=STILL),
 ]
 STDS = [(None, False), ("one", False), ("member", True), ("full", False), ("full", True)]
 TYPES = [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)]
@@ -117,7 +136,7 @@ def test_a_million_hard_gates_are_the_references(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, HARD])
+@pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, STILL])
 def test_a_member_draws_to_the_bit_what_it_draws_alone_and_a_weight_wherever_it_lies(device: str, mode: str) -> None:
     law = Law(mode=mode, coupling=2.0)
     (part,) = make(law, members="stacked", std="member", types=TYPES[0], sizes=(1003,), offset=2, device=device)

@@ -95,6 +95,18 @@ def test_keep_prob_at_the_ends_and_zero_weights_are_ordinary_values():
     assert not linear.keep_prob_gradient(p, 0 * w, torch.rand(5)).any()
 
 
+@pytest.mark.parametrize(("n", "size"), SIZES)
+def test_gradients_at_the_ends_of_keep_prob_and_at_zero_weights_are_those_of_the_enumeration(n: int, size: int):
+    psi, y, w, lam = example(n, size)
+    p = linear.problem(psi, y)
+    ends = [(w, torch.zeros(size).double()), (w, torch.ones(size).double()), (w, lam.round()), (0 * w, lam)]
+    for weights, at in ends:
+        leaves = weights.clone().requires_grad_(), at.clone().requires_grad_()
+        d_w, d_lam = torch.autograd.grad(enumerated(psi, y, *leaves), leaves)
+        torch.testing.assert_close(linear.weight_gradient(p, weights, at), d_w, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(linear.keep_prob_gradient(p, weights, at), d_lam, rtol=1e-9, atol=1e-9)
+
+
 def test_a_batch_is_its_members_one_by_one():
     members = [example(20, 5, seed=s) for s in range(3)]
     psi, y, w, lam = (torch.stack(x) for x in zip(*members, strict=True))
@@ -123,6 +135,16 @@ def test_least_squares_is_the_minimiser_of_least_norm(n: int, size: int):
     psi, y, _, _ = example(n, size)
     p = linear.problem(psi, y)
     torch.testing.assert_close(linear.least_squares(p), torch.linalg.pinv(psi) @ y, rtol=1e-6, atol=1e-9)
+
+
+def test_fewer_examples_than_weights_are_fitted_exactly():
+    psi, y, _, _ = example(4, 7)
+    p = linear.problem(psi, y)
+    w = linear.least_squares(p)
+    assert abs(float(linear.risk(p, w))) < 1e-9
+    assert linear.best_mask(p, w).mask.all()
+    path = linear.flow(lambda lam: linear.keep_prob_gradient(p, w, lam), torch.full((7,), 0.5), lr=0.01, steps=50)
+    assert (linear.gibbs_risk(p, w, path).diff() <= 1e-12).all()
 
 
 def test_a_repeated_feature_shares_its_weight():
@@ -220,6 +242,20 @@ def test_flow_with_a_budget_holds_it_and_ranks_uncorrelated_features_by_normalis
     kept = masks.top_k({"w": path[-1]}, sparsity=0.75)["w"]
     assert torch.equal(kept, masks.top_k({"w": score}, sparsity=0.75)["w"])
     assert torch.equal(kept, linear.best_mask(p, w, kept=2).mask)
+
+
+def test_one_weight_and_zero_weights_are_no_special_case_of_the_flow():
+    psi, y, _, _ = example(9, 1)
+    p = linear.problem(psi, y)
+    w = linear.least_squares(p)
+    one = torch.full((1,), 0.5)
+    slope = lambda lam: linear.keep_prob_gradient(p, w, lam)  # noqa: E731
+    assert linear.flow(slope, one, lr=100.0, steps=50)[-1].tolist() == [1.0]
+    assert linear.flow(slope, one, lr=100.0, steps=50, sparsity=0.5)[-1].tolist() == pytest.approx([0.5], abs=1e-9)
+    still = linear.flow(lambda lam: linear.keep_prob_gradient(p, 0 * w, lam), one, lr=100.0, steps=5)
+    assert still.unique().tolist() == [0.5]
+    assert not linear.best_mask(p, 0 * w).mask.any()  # of equal masks the first
+    assert linear.fixed_point(one, linear.drift(p, 0 * w), kappa=0.1).keep_prob.tolist() == [0.5]
 
 
 # --- The PAC-Bayes objective

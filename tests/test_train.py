@@ -362,3 +362,10 @@ def test_other_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"call pp\.attach"):
         pp.fit_posterior(net(), prior, SPLIT, CONFIG, out=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prior_with_gradients_is_refused() -> None:
+    """It is made for the KL alone and does not carry the examples it has seen."""
+    model, _ = with_prior()
+    with pytest.raises(ValueError, match=r"the prior carries gradients .*; take it by pp\.read\(model\)"):
+        pp.fit_posterior(model, pp.read(model, detach=False), SPLIT, pp.Config(epochs=1))

@@ -171,3 +171,32 @@ def test_a_wrapper_forgets_neither_the_mask_nor_what_was_seen() -> None:
         pp.fit(wrap(inner), (x, y), pp.Config(epochs=2, lr=0.1))
         assert pp.sparsity(inner) == 0.5
         assert len(weights.seen(inner)) == 32
+
+
+def test_a_noted_mask_is_the_models_own_and_can_be_moved() -> None:
+    model = nn.Linear(2, 1)
+    mask = {"weight": torch.tensor([[True, False]])}
+    pp.apply_mask(model, mask)
+    ((weight, keep),) = weights.masked(model)
+    assert weight is model.weight
+    keep.fill_(False)
+    weights.enforce_mask(model)
+    assert pp.sparsity(model) == 1
+    assert mask["weight"].tolist() == [[True, False]]
+    assert weights.masked(pp.apply_mask(model, None)) == []
+
+
+def test_weights_are_pruned_for_a_while_and_then_what_they_were_even_after_an_error() -> None:
+    model = nn.Linear(2, 1)
+    pp.apply_mask(model, {"weight": torch.tensor([[True, False]])})
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 4.0]]))
+
+    def interrupted() -> None:
+        with weights.pruned(model):
+            assert model.weight.tolist() == [[3.0, 0.0]]
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        interrupted()
+    assert model.weight.tolist() == [[3.0, 4.0]]

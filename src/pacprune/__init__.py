@@ -7,6 +7,7 @@ The nouns are scores, masks, SpikeSlab, Split, Config and Certificate; the rest 
 
 from pacprune import bounds, data, linear, models, scores
 from pacprune._version import __version__ as __version__
+from pacprune.baselines import gmp, imp, l0
 from pacprune.budget import Budget
 from pacprune.certificate import Certificate
 from pacprune.config import Config
@@ -39,9 +40,12 @@ __all__ = [
     "fit",
     "fit_posterior",
     "gibbs_error",
+    "gmp",
     "harden",
+    "imp",
     "isotropic",
     "kl",
+    "l0",
     "linear",
     "models",
     "osp",

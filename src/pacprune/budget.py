@@ -1,4 +1,4 @@
-"""Sparsity controllers: how the mean keep probability is held to its budget while gates are trained."""
+"""Sparsity controllers: how keep probabilities, or the masks of plain networks, are held to a budget in training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,21 +6,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pacprune import layers, masks
+from pacprune import layers, masks, weights
 from pacprune.spikeslab import ETA
 
 CONTROLS = ("none", "shift", "projection", "lagrangian")
+"""Of stochastic masks: they hold the mean keep_prob."""
+PLAIN_CONTROLS = ("magnitude", "feedback")
+"""Of plain networks: they move the mask that `weights.apply_mask` noted."""
 SCHEDULES = ("fixed", "cubic")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What the mean keep_prob must be at each moment, and how it is held there.
+    """What the density must be at each moment, and how it is held there: the mean keep_prob, or the share kept.
 
     control: "none" (the paper: nothing holds it), "shift" (one offset tau of all logits, so that the mean is exact),
     "projection" (Euclidean projection of keep_prob onto the capped simplex), "lagrangian" (a multiplier learned by
-    dual ascent). schedule: "fixed", or "cubic": density d(t) = 1 - s (1 - (1 - r)^3), r = min(1, t / ramp), from dense
-    to 1 - s. sharpen: the logits are multiplied by sharpen^t, which hardens the gates towards the end (t in [0, 1]).
+    dual ascent: in `patience` steps it learns what the quadratic term of this `strength` does at once). Of a network
+    without gates: "magnitude" (gradual magnitude pruning, Zhu & Gupta 2017: every so many steps the mask becomes the
+    largest weights, at least `min_per_layer` of each tensor, and the others are zero for good) or "feedback" (DPF, Lin
+    et al. 2020: the others are zero in the network alone, its gradient trains them on, and they can come back; the
+    weights are left as trained). schedule: "fixed", or "cubic": density d(t) = 1 - s (1 - (1 - r)^3),
+    r = min(1, t / ramp), from dense to 1 - s. sharpen: the logits are multiplied by sharpen^t, which hardens the gates
+    towards the end (t in [0, 1]).
     """
 
     sparsity: float
@@ -29,18 +37,23 @@ class Budget:
     ramp: float = 0.8
     sharpen: float = 1.0
     strength: float = 10.0
+    patience: float = 10.0
+    every: int = 16
+    min_per_layer: int = 0
 
     def __post_init__(self) -> None:
         masks.check_sparsity(self.sparsity)
-        if self.control not in CONTROLS:
-            raise ValueError(f"control {self.control!r} is unknown; use one of {', '.join(CONTROLS)}")
+        if self.control not in CONTROLS + PLAIN_CONTROLS:
+            raise ValueError(f"control {self.control!r} is unknown; use one of {', '.join(CONTROLS + PLAIN_CONTROLS)}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
-        if not 0 < self.ramp <= 1 or self.sharpen < 1 or self.strength <= 0:
+        if not 0 < self.ramp <= 1 or self.sharpen < 1 or self.strength <= 0 or self.patience <= 0:
             raise ValueError(
-                f"ramp {self.ramp} must lie in (0, 1], sharpen {self.sharpen} be at least 1 "
-                f"and strength {self.strength} positive"
+                f"ramp {self.ramp} must lie in (0, 1], sharpen {self.sharpen} be at least 1, "
+                f"and strength {self.strength} positive, like patience {self.patience}"
             )
+        if self.every < 1:
+            raise ValueError(f"every is {self.every}; it is the number of steps from mask to mask, at least 1")
 
     def density(self, progress: float) -> float:
         """d(t), the mean keep_prob asked for when a share `progress` of the stage is done."""
@@ -52,6 +65,51 @@ class Budget:
     def sharpness(self, progress: float) -> float:
         """gamma(t) = sharpen^t."""
         return self.sharpen**progress
+
+
+def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
+    """Refuses budgets that cannot be held by what the model is made of, or not in one pass."""
+    if not budgets:
+        return
+    control, gates = _one_control(budgets), bool(layers.sites(model))
+    if control in CONTROLS and not gates:
+        raise ValueError(
+            "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
+        )
+    if control in PLAIN_CONTROLS and (gates or not weights.masked(model)):
+        what = "has gates instead" if gates else "has none"
+        raise ValueError(
+            f"control {control!r} moves the mask of a plain network, but this one {what}; "
+            "call pp.apply_mask(model, mask) on a plain one first, with a mask of ones to begin dense"
+        )
+
+
+@torch.no_grad()
+def move_masks_(model: nn.Module, budget: Budget | Sequence[Budget], step: int, steps: int) -> None:
+    """Before step number `step` of `steps`: the noted masks keep the largest weights at the density of this moment.
+
+    Every member of a population by its own budget, and only when its `every` is due. Waits for the device, and writes
+    in place, so that a captured step goes on with the new masks.
+    """
+    plans = [budget] if isinstance(budget, Budget) else budget
+    pairs = weights.masked(model)
+    for k, plan in enumerate(plans):
+        if step % plan.every:
+            continue
+        own = pairs if isinstance(budget, Budget) else [(weight[k], keep[k]) for weight, keep in pairs]
+        sizes, flat = [keep.numel() for _, keep in own], torch.cat([weight.reshape(-1) for weight, _ in own]).abs()
+        # Tensors apart only where they have to be: every one more is looked at.
+        parts = [flat] if plan.min_per_layer == 0 else list(flat.split(sizes))
+        found = masks.top_k(
+            {str(i): part for i, part in enumerate(parts)},
+            sparsity=1 - plan.density(step / steps),
+            min_per_layer=plan.min_per_layer,
+            total=layers.total(model),
+        )
+        for (weight, keep), new in zip(own, torch.cat(list(found.values())).split(sizes), strict=True):
+            keep.copy_(new.reshape(keep.shape))
+            if plan.control == "magnitude":
+                weight.masked_fill_(~keep, 0)
 
 
 @torch.no_grad()
@@ -109,7 +167,7 @@ def hold_(model: nn.Module, control: str, density: Tensor, sharpness: Tensor, *,
 
 
 def penalty(model: nn.Module, budget: Budget | Sequence[Budget], density: Tensor) -> Tensor:
-    """Augmented Lagrangian m e + strength e^2 / 2 with e = mean(keep_prob) - density; then m += strength e / 10.
+    """Augmented Lagrangian m e + strength e^2 / 2, e = mean(keep_prob) - density; then m += strength e / patience.
 
     One number per member of a population; density as `densities` gives it, on the device.
     """
@@ -120,11 +178,14 @@ def penalty(model: nn.Module, budget: Budget | Sequence[Budget], density: Tensor
     each = [torch.sigmoid(site.logit()).reshape(multiplier.numel(), -1).sum(axes) for site in sites]
     excess = torch.stack(each).sum(0) / size - density
     # Filled on the device, since a tensor of Python numbers would be copied there, for which the host waits.
-    strength = torch.stack([torch.full((), plan.strength, device=excess.device) for plan in plans])
-    strength = strength.reshape(multiplier.shape)
+    numbers = [[plan.strength for plan in plans], [plan.strength / plan.patience for plan in plans]]
+    strength, ascent = (
+        torch.stack([torch.full((), n, device=excess.device) for n in each]).reshape(multiplier.shape)
+        for each in numbers
+    )
     value = multiplier.clone() * excess + 0.5 * strength * excess**2
     for site in sites:
-        site.sampler.multiplier.add_(strength * excess.detach() / 10)
+        site.sampler.multiplier.add_(ascent * excess.detach())
     return value
 
 
@@ -139,10 +200,17 @@ def _per_member(sites: list[layers.Site], budget: Budget | Sequence[Budget]) -> 
     plans = [budget] * members if isinstance(budget, Budget) else list(budget)
     if len(plans) != members:
         raise ValueError(f"there are {len(plans)} budgets for {members} models; give one for each, or one for all")
+    _one_control(plans)
+    return plans
+
+
+def _one_control(plans: Sequence[Budget]) -> str:
+    if any(plan is None for plan in plans):
+        raise ValueError("budget is None for some members; give every member a budget (control='none' holds nothing)")
     controls = sorted({plan.control for plan in plans})
     if len(controls) > 1:
         raise ValueError(
             f"the budgets of one population have the controls {' and '.join(controls)}, but all are held in one pass; "
             "train one population for each control"
         )
-    return plans
+    return controls[0]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pacprune import layers
+from pacprune import layers, weights
 from pacprune.batches import Data, generators
 
 
@@ -65,10 +65,11 @@ def load(path: Path, identity: str) -> dict[str, Any] | None:
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Everything of the model that training changes, the draw counters of its samplers included."""
+    """Everything of the model that training changes, with the draw counters of its samplers and the noted masks."""
     return {
         "state": {n: t.detach().clone() for n, t in model.state_dict().items()},
         "steps": [site.sampler.step.clone() for site in layers.sites(model)],
+        "masks": [keep.clone() for _, keep in weights.masked(model)],
     }
 
 
@@ -77,6 +78,8 @@ def load_model_state(model: nn.Module, content: dict[str, Any]) -> None:
     model.load_state_dict(content["state"])
     for site, step in zip(layers.sites(model), content["steps"], strict=True):
         site.sampler.step.copy_(step)
+    for (_, keep), saved in zip(weights.masked(model), content["masks"], strict=True):
+        keep.copy_(saved)
 
 
 def random_state(device: torch.device, data: Data) -> dict[str, Any]:

@@ -13,15 +13,13 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from pacprune import __version__, bounds, fetch, montecarlo, recheck
-from pacprune.certificate import rounded_up
+from pacprune import __version__, fetch, recheck
 from pacprune.checkpoint import write_atomically
 from pacprune.experiments import bench as benchmark
-from pacprune.experiments import coverage, plots, report, runs, store
+from pacprune.experiments import calculator, coverage, figures, plots, recipes, report, runs, store
 from pacprune.experiments import options as opt
 from pacprune.experiments.bars import progress_bars
 from pacprune.experiments.demo import demo
-from pacprune.numeric import check_count
 
 WORK: dict[str, runs.Work] = {"demo": demo, "osp": runs.single, "pft": runs.single, "pbp": runs.single}
 EXAMPLES = {
@@ -29,6 +27,7 @@ EXAMPLES = {
     "certify": ["pacprune certify runs/mine", "pacprune certify runs/mine --certified 3 --json"],
     "verify": ["pacprune verify runs/demo", "pacprune verify runs/demo --replay --json"],
     "selftest": ["pacprune selftest coverage --trials 10000"],
+    "reproduce": ["pacprune reproduce linear-model", "pacprune reproduce linear-model --scale smoke --json"],
     "bench": ["pacprune bench step", "pacprune bench sample --device cuda --json"],
     "osp": ["pacprune osp --sparsity 0.95", "pacprune osp --data mnist --criterion snip --device cuda"],
     "pft": ["pacprune pft --sparsity 0.95", "pacprune pft --data cifar10 --device cuda --out runs/cifar"],
@@ -185,45 +184,10 @@ def bound(
 ) -> None:
     """A calculator of bounds on the error on new data."""
     with _told():
-        if risk is not None and errors is not None:
-            raise ValueError(f"--risk is {risk} and --errors is {errors}; give only one of the two")
-        if risk is None:
-            risk = _risk(errors, n, draws)
-        upper, left = risk, delta
-        if draws is not None:
-            ledger = bounds.Ledger.split(delta)
-            upper, left = montecarlo.chernoff(risk, draws=draws, delta=ledger.monte_carlo), ledger.pac_bayes
-        found = {
-            "risk": risk,
-            "risk_upper": upper,
-            "n": n,
-            "kl": kl,
-            "delta": delta,
-            "seeger": bounds.seeger(upper, n=n, kl=kl, delta=left),
-            "paper": bounds.paper(upper, n=n, kl=kl, delta=left),
-            "catoni": bounds.catoni(upper, n=n, kl=kl, delta=left),
-            "held_out": bounds.clopper_pearson(round(risk * n), n=n, delta=delta),
-        }
+        fraction = calculator.risk_of(risk, errors, n=n, draws=draws)
+        found = calculator.calculate(fraction, n=n, kl=kl, delta=delta, draws=draws)
         _write(out, "bound.json", found)
-        table = Table("Bound", "Error rate on new data, at most", "What it needs")
-        if draws is not None:
-            table.add_row("risk_upper", rounded_up(upper), f"{draws} drawn networks, each on all n (Chernoff)")
-        table.add_row("seeger", rounded_up(found["seeger"]), "a prior that did not see the n examples")
-        table.add_row("paper", rounded_up(found["paper"]), "the same; never below seeger")
-        table.add_row("catoni", rounded_up(found["catoni"]), "the same; best of 20 fixed constants")
-        table.add_row("held_out", rounded_up(found["held_out"]), "one fixed network with round(risk n) errors; no KL")
-        _print(found, json, table)
-
-
-def _risk(errors: int | None, n: int, draws: int | None) -> float:
-    """The fraction that so many errors are of all answers."""
-    if errors is None:
-        raise ValueError("neither --risk nor --errors is given; give the fraction of wrong answers, or their number")
-    answers = check_count("n", n) * check_count("draws", 1 if draws is None else draws)
-    if not 0 <= errors <= answers:
-        given = f"{n} examples" if draws is None else f"{draws} networks on {n} examples"
-        raise ValueError(f"--errors is {errors}, but {given} give from 0 to {answers} errors; check both numbers")
-    return errors / answers
+        _print(found, json, calculator.table(found, draws))
 
 
 @app.command(epilog=_examples("certify"))
@@ -331,6 +295,27 @@ def bench(
             found = benchmark.run(subject, device=device, smoke=smoke, full=full, progress=progress)
         _write(out, f"bench-{subject}.json", found)
         _print(found, json, *benchmark.shown(found))
+
+
+@app.command(epilog=_examples("reproduce"))
+def reproduce(
+    name: Annotated[str, typer.Argument(help=f"{', '.join(recipes.RECIPES)}.")],
+    scale: Annotated[str, typer.Option(help=f"How much is computed: {', '.join(figures.SCALES)}.")] = "reduced",
+    out: Annotated[Path | None, typer.Option(help="Folder of the figures and their CSVs [runs/NAME-SCALE].")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the data files [$PACPRUNE_DATA, or a cache].")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything; each is a fresh set of repetitions.")] = 0,
+    device: Where = "cpu",
+    json: Json = False,
+) -> None:
+    """Makes figures of the paper, each with its CSV."""
+    with _told():
+        with progress_bars() as progress:
+            found = recipes.run(
+                name, scale=scale, out=out, seed=seed, device=device, data_dir=data_dir, progress=progress
+            )
+        _print(found, json, *recipes.shown(found))
 
 
 @app.command(epilog=_examples("data"))

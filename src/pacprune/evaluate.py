@@ -70,7 +70,7 @@ def _errors(population: Population, data: Data) -> list[float]:
             out = population.outputs(x, own=False)
             wrong += mistakes(out, y.expand(len(population), *y.shape)).flatten(1).sum(1)
             count += y.numel()
-    return (wrong / count).tolist()
+    return (wrong.double() / count).tolist()
 
 
 def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10) -> float:

@@ -17,7 +17,7 @@ from pacprune.spikeslab import ETA, SpikeSlab, top_mask
 
 MAPPINGS = (kernels.SIGMOID, kernels.CLAMP)
 _ORDER = "_pacprune_parameter_order"
-ESTIMATORS = (kernels.SOFT, kernels.STRAIGHT_THROUGH)
+ESTIMATORS = (kernels.SOFT, kernels.STRAIGHT_THROUGH, kernels.STRETCHED, kernels.STILL)
 
 
 class Site:
@@ -107,8 +107,9 @@ def attach(
     """Makes the weights of `model` draws of `slab`, in place; `model.parameters()` then yields means and gates.
 
     mapping "sigmoid" or "clamp"; coupling > 0 adds coupling * log|weight| to every gate's logit, so that a weight that
-    grows is kept more surely; estimator "concrete" or "straight-through"; beta is the relaxation's temperature. Every
-    owner of a tied weight gets the same sampler. Draw number t is a function of (seed, t); nothing random is consumed.
+    grows is kept more surely; estimator "concrete", "straight-through", "hard-concrete" or "deterministic" (gates
+    without noise in training; see `kernels.Law`); beta is the relaxation's temperature. Every owner of a tied weight
+    gets the same sampler. Draw number t is a function of (seed, t); nothing random is consumed.
     """
     if mapping not in MAPPINGS:
         raise ValueError(f"mapping {mapping!r} is unknown; use one of {', '.join(MAPPINGS)}")
@@ -201,7 +202,10 @@ def _check_fits(plain: dict[str, nn.Parameter], slab: SpikeSlab) -> None:
 
 
 def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
-    """The model's present distribution as a value. With detach=False, keep_prob, mean and std carry gradients."""
+    """The model's present distribution as a value.
+
+    With detach=False, keep_prob, mean and std carry gradients, for `kl`; `rest` and `seen` are then left out.
+    """
     found = attached(model)
     keep_prob, mean, std = {}, {}, {}
     for site in found:
@@ -218,7 +222,7 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
         std=std,
         rest={n: t.detach().clone() for n, t in _rest(model)} if detach else {},
         total=total(model),
-        seen=weights.seen(model),
+        seen=weights.seen(model) if detach else torch.empty(0, dtype=torch.int64),
     )
 
 

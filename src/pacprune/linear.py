@@ -198,11 +198,12 @@ def flow(
     def onto(lam: Tensor) -> Tensor:
         if density is None:
             return lam.clamp(eta, 1 - eta)
-        return torch.stack([masks.project([row], density, eta=eta)[0] for row in lam.reshape(-1, lam.shape[-1])])
+        rows = lam.reshape(-1, lam.shape[-1])
+        return masks.project([rows], density, eta=eta, members=True)[0].reshape(lam.shape)
 
-    path = [onto(keep_prob.double()).reshape(keep_prob.shape)]
+    path = [onto(keep_prob.double())]
     for _ in range(steps):
-        path.append(onto(path[-1] - lr * gradient(path[-1])).reshape(keep_prob.shape))
+        path.append(onto(path[-1] - lr * gradient(path[-1])))
     return torch.stack(path)
 
 

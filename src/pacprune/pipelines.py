@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import masks, weights
+from pacprune import kernels, masks, weights
 from pacprune.batches import Data
 from pacprune.budget import Budget
 from pacprune.certificate import Certificate
@@ -26,8 +26,8 @@ from pacprune.evaluate import reestimate_batchnorm
 from pacprune.issue import certify, check_declared
 from pacprune.layers import attach, harden, read, sites
 from pacprune.loop import History, Progress, check_rates, in_step
-from pacprune.population import spread
-from pacprune.scores import NAMES, Loss, score
+from pacprune.population import alike, spread
+from pacprune.scores import NAMES, Loss, magnitude, score
 from pacprune.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone, top_mask
 from pacprune.train import fit, fit_posterior
 
@@ -97,19 +97,24 @@ class _Stage:
             history = fit_posterior(one[0], priors, self.data, one[1], out=out, checkpoint=path, **more, **self.options)
         if not others:
             return [history]
-        return [[row for row in history if row["member"] == k] for k in range(len(every))]
+        found: list[History] = [[] for _ in every]
+        for row in history:
+            found[row.pop("member")].append(row)
+        return found
 
     def like(self, other: "_Stage") -> bool:
         """Whether the two can be trained as one population."""
         given = [(a is None) == (b is None) for a, b in ((getattr(self, n), getattr(other, n)) for n in _OPTIONAL)]
         same = self.data is other.data and self.options == other.options and all(given)
-        return same and in_step(self.config, other.config)
+        if self.budget is not None and other.budget is not None:
+            same = same and self.budget.control == other.budget.control  # all are held in one pass
+        return same and in_step(self.config, other.config) and alike(self.model, other.model)
 
 
-_Pipeline = Generator[_Stage, History, _R]
+Pipeline = Generator[_Stage, History, _R]
 
 
-def _drive(pipelines: list[_Pipeline[_R]]) -> list[_R]:
+def _drive(pipelines: list[Pipeline[_R]]) -> list[_R]:
     """Runs pipelines side by side to their ends: the first one's stage, and all that wait for one like it, go next."""
     results: dict[int, _R] = {}
     waiting: dict[int, _Stage] = {}
@@ -124,14 +129,14 @@ def _drive(pipelines: list[_Pipeline[_R]]) -> list[_R]:
         go_on(k, None)
     while waiting:
         first = min(waiting)
-        alike = [first, *(k for k in waiting if k != first and waiting[first].like(waiting[k]))]
-        stages = [waiting.pop(k) for k in alike]
-        for k, history in zip(alike, stages[0].train_with(stages[1:]), strict=True):
+        group = [first, *(k for k in waiting if k != first and waiting[first].like(waiting[k]))]
+        stages = [waiting.pop(k) for k in group]
+        for k, history in zip(group, stages[0].train_with(stages[1:]), strict=True):
             go_on(k, history)
     return [results[k] for k in range(len(pipelines))]
 
 
-def _pipeline(steps: Callable[_P, _Pipeline[_R]]) -> Callable[_P, _R]:
+def pipeline(steps: Callable[_P, Pipeline[_R]]) -> Callable[_P, _R]:
     """The function that runs one pipeline alone."""
 
     @functools.wraps(steps)
@@ -142,10 +147,11 @@ def _pipeline(steps: Callable[_P, _Pipeline[_R]]) -> Callable[_P, _R]:
 
 
 def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[_R]:
-    """osp, pft or pbp for K models at once: stages that are alike are trained as one population.
+    """Any of the pipelines for K models at once: stages that are alike are trained as one population.
 
     Every argument is one for all, or a list with one entry per model; each result is what the verb alone would give, up
-    to rounding. A population's checkpoints lie in its first member's `folder`.
+    to rounding. One `folder` gets a folder for every model, 0, 1, ...; a population's checkpoints lie in that of its
+    first member.
 
         pp.together(pp.pft, models, (x, y), pp.Config(epochs=20), sparsity=[.9, .95, .98], seed=0)
     """
@@ -155,11 +161,18 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
         name: spread(name, value, len(models)) if isinstance(value, list) else [value] * len(models)
         for name, value in given.items()
     }
-    steps = verb.__wrapped__  # type: ignore[attr-defined]
+    if len(models) > 1 and isinstance(given.get("folder"), (str, Path)):
+        each["folder"] = [Path(given["folder"]) / str(k) for k in range(len(models))]
+    steps = getattr(verb, "__wrapped__", None)
+    if steps is None:
+        raise ValueError(
+            f"{getattr(verb, '__name__', verb)} is not a pipeline such as pp.osp, pp.pft or pp.pbp; "
+            "pp.fit and pp.fit_posterior take a list of models themselves"
+        )
     return _drive([steps(model, **{n: v[k] for n, v in each.items()}) for k, model in enumerate(models)])
 
 
-@_pipeline
+@pipeline
 def osp(
     model: nn.Module,
     data: Data,
@@ -175,18 +188,19 @@ def osp(
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress | None = None,
-) -> _Pipeline[Pruned]:
+) -> Pipeline[Pruned]:
     """One-shot pruning, in place: [dense training] -> scores -> top-k -> sparse fine-tuning with `config`."""
-    _check(model, sparsity, criterion)
-    stage = _stages(model, data, loss, seed, folder, progress)
+    check_request(model, sparsity, criterion)
+    stage = stages(model, data, loss, seed, folder, progress)
+    largest(model, sparsity, prunable, min_per_layer)  # refuses what no mask can be
     history = (yield stage("dense", dense)) if dense else []
     found = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
     mask = masks.top_k(found, sparsity=sparsity, scope=scope, min_per_layer=min_per_layer, total=weights.total(model))
     weights.apply_mask(model, mask)
-    return Pruned(model, mask, history + (yield from _tune(model, data, config, stage)))
+    return Pruned(model, mask, history + (yield from tune(model, data, config, stage)))
 
 
-@_pipeline
+@pipeline
 def pft(
     model: nn.Module,
     data: Data,
@@ -197,6 +211,7 @@ def pft(
     recipe: str = "coupled",
     mask_share: float = 0.5,
     eps: float = 1e-2,
+    noise: bool = True,
     dense: Config | None = None,
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
@@ -204,7 +219,7 @@ def pft(
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress | None = None,
-) -> _Pipeline[Pruned]:
+) -> Pipeline[Pruned]:
     """Probabilistic fine-tuning, in place: [dense] -> train weights and keep_prob -> top-k -> sparse fine-tuning.
 
     `config` is the whole budget after dense training: its first `mask_share` trains the masks, the rest fine-tunes, on
@@ -212,39 +227,35 @@ def pft(
     ties each gate to its weight's magnitude, holds the mean keep_prob to a budget that falls from dense to
     1 - sparsity, and hardens the gates; "paper" is the paper's: block-isotropic start with `eps`, clamped
     probabilities, no budget. An untrained model gives PFT at initialisation; lr = 0 with mask_share = 1 and a gate_lr
-    (say 20 for "coupled", 0.5 for "paper") gives strong lottery tickets.
+    (say 20 for "coupled", 0.5 for "paper") gives strong lottery tickets. Without `noise` the relaxed gates are not
+    sampled but sigmoid(logit / beta), to see what sampling is worth.
     """
-    _check(model, sparsity, criterion)
-    if not 0 < mask_share <= 1:
-        raise ValueError(
-            f"mask_share is {mask_share}; it must lie in (0, 1]: the share of the epochs that trains the masks"
-        )
+    check_request(model, sparsity, criterion)
     if recipe not in ("coupled", "paper"):
         raise ValueError(f"recipe {recipe!r} is unknown; use 'coupled' or 'paper'")
     check_rates(config)
-    stage = _stages(model, data, loss, seed, folder, progress)
+    first, second = shares(config, mask_share)
+    stage = stages(model, data, loss, seed, folder, progress)
+    largest(model, sparsity, prunable, min_per_layer)  # refuses what no mask can be
     history = (yield stage("dense", dense)) if dense else []
     found = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
-    epochs = max(1, round(config.epochs * mask_share)) if config.epochs else 0
-    share = epochs / config.epochs if config.epochs else 1.0
-    cut = min(config.span[1], config.span[0] + (config.span[1] - config.span[0]) * share)  # rounding may go beyond
-    first = replace(config, epochs=epochs, span=(config.span[0], cut))
-    second = replace(config, epochs=config.epochs - epochs, span=(cut, config.span[1]), warmup=0.0)
+    estimator = kernels.SOFT if noise else kernels.STILL
     if recipe == "coupled":
-        attach(model, score_monotone(model, found, sparsity=sparsity), coupling=COUPLING, seed=seed)
+        slab = score_monotone(model, found, sparsity=sparsity)
+        attach(model, slab, coupling=COUPLING, estimator=estimator, seed=seed)
         _start_gates_(model, found)
         budget = Budget(sparsity, schedule="cubic", sharpen=4.0)
     else:
         start = masks.top_k(found, sparsity=sparsity, total=weights.total(model))
-        attach(model, block_isotropic(model, start, eps=eps), mapping="clamp", seed=seed)
+        attach(model, block_isotropic(model, start, eps=eps), mapping="clamp", estimator=estimator, seed=seed)
         budget = None
     history += yield stage("masks", first, budget)
     mask = top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
     harden(model, mask)
-    return Pruned(model, mask, history + (yield from _tune(model, data, second, stage)))
+    return Pruned(model, mask, history + (yield from tune(model, data, second, stage)))
 
 
-@_pipeline
+@pipeline
 def pbp(
     model: nn.Module,
     split: Split,
@@ -268,14 +279,14 @@ def pbp(
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress | None = None,
-) -> _Pipeline[Certified]:
+) -> Pipeline[Certified]:
     """PAC-Bayes pruning, in place: [dense] and `config` train the prior on S_P, `posterior` trains Q on the bound.
 
     P is the block-isotropic spike and slab around the criterion's mask, trained on split.prior with its mean keep_prob
     held at 1 - sparsity, and written down before split.bound is read. The certificate holds with probability 1 - delta;
     `family` is the bound that it claims, `grid` the number of priors, fixed in advance, of which this is one.
     """
-    _check(model, sparsity, criterion)
+    check_request(model, sparsity, criterion)
     check_declared(family, method)
     if split.classes == 0 or split.prior.y.ndim > 1:
         raise ValueError(
@@ -284,7 +295,7 @@ def pbp(
         )
     for one in (config, config if posterior is None else posterior):
         check_rates(one)
-    stage = _stages(model, split.prior, F.cross_entropy, seed, folder, progress)
+    stage = stages(model, split.prior, F.cross_entropy, seed, folder, progress)
     history = (yield stage("dense", dense)) if dense else []
     found = score(criterion, model, split.prior, seed=seed)
     mask = masks.top_k(found, sparsity=sparsity)
@@ -320,7 +331,26 @@ def _start_gates_(model: nn.Module, found: Mapping[str, Tensor]) -> None:
         site.gate.add_(COUPLING * start[site.name] - site.sampler.raw(site.mean, site.gate))
 
 
-def _check(model: nn.Module, sparsity: float, criterion: str) -> None:
+def largest(model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int) -> dict[str, Tensor]:
+    """The mask of the largest weights."""
+    found = magnitude(model, prunable=prunable)
+    return masks.top_k(found, sparsity=sparsity, min_per_layer=min_per_layer, total=weights.total(model))
+
+
+def shares(config: Config, mask_share: float) -> tuple[Config, Config]:
+    """One budget as two stages on one learning-rate schedule: the masks' share of the epochs, and what is left."""
+    if not 0 < mask_share <= 1:
+        raise ValueError(
+            f"mask_share is {mask_share}; it must lie in (0, 1]: the share of the epochs that trains the masks"
+        )
+    epochs = max(1, round(config.epochs * mask_share)) if config.epochs else 0
+    share = epochs / config.epochs if config.epochs else 1.0
+    cut = min(config.span[1], config.span[0] + (config.span[1] - config.span[0]) * share)  # rounding may go beyond
+    first = replace(config, epochs=epochs, span=(config.span[0], cut))
+    return first, replace(config, epochs=config.epochs - epochs, span=(cut, config.span[1]), warmup=0.0)
+
+
+def check_request(model: nn.Module, sparsity: float, criterion: str = NAMES[0]) -> None:
     """Refuses before anything is trained what would be refused after it."""
     weights.prunable(model)
     masks.check_sparsity(sparsity)
@@ -328,7 +358,7 @@ def _check(model: nn.Module, sparsity: float, criterion: str) -> None:
         raise ValueError(f"criterion {criterion!r} is unknown; use one of {', '.join(NAMES)}")
 
 
-def _stages(
+def stages(
     model: nn.Module, data: Data, loss: Loss, seed: int, folder: str | Path | None, progress: Progress | None
 ) -> Callable[..., _Stage]:
     """A maker of stages with everything bound that those of one pipeline share; each has its own checkpoint."""
@@ -341,7 +371,7 @@ def _stages(
     return stage
 
 
-def _tune(model: nn.Module, data: Data, config: Config, stage: Callable[..., _Stage]) -> _Pipeline[History]:
+def tune(model: nn.Module, data: Data, config: Config, stage: Callable[..., _Stage]) -> Pipeline[History]:
     """Sparse fine-tuning; without epochs, BatchNorm at least learns the statistics of the pruned network."""
     if config.epochs:
         return (yield stage("tune", config))

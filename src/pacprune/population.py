@@ -19,8 +19,8 @@ from pacprune.batches import device_of
 from pacprune.kernels.convolution import convolution
 from pacprune.sampler import Sampler
 
-_FEW = 64
-"""Channels up to which a strided grouped convolution is cheaper as a product of patches and weights."""
+_FEW, _FEW_STRIDED = 32, 64
+"""Channels up to which cuDNN's grouped convolutions are slower than those of `kernels.grouped`."""
 
 
 def members(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -53,6 +53,7 @@ class Population:
         rest = [(n, t) for n, t in (*self.stacked.named_parameters(), *self.stacked.named_buffers())]
         self._rest = {n: t for n, t in rest if ".parametrizations." not in f".{n}"}
         self._vmap = not any(isinstance(module, nn.RNNBase) for module in self._plain.modules())  # no rule for them
+        self._tried = False
         self._compiled: Callable[..., Any] | None = None
         self._modes = [(module, self.stacked.get_submodule(name)) for name, module in self._plain.named_modules()]
 
@@ -81,6 +82,10 @@ class Population:
             for member, tensor in zip(own, stacked.detach(), strict=True):
                 own_tensor = getattr(member, kind)[name]
                 own_tensor.copy_(tensor.reshape(own_tensor.shape))
+        for path, module in self.stacked.named_modules():
+            for name, keep in weights.notes(module).get("mask", {}).items():
+                for k, model in enumerate(self.models):
+                    weights.notes(model.get_submodule(path)).setdefault("mask", {})[name] = keep[k].clone()
         for model in self.models:
             model.eval()
 
@@ -88,16 +93,23 @@ class Population:
         for module, own_mode in self._modes:
             module.training = own_mode.training
         tensors = {site.name: site.where() for site in self._sites} | self._rest
-        if self._vmap:
+        # On a CPU autocast does not reach into vmap: convolutions and BatchNorm would meet two types.
+        if self._vmap and not (x.device.type == "cpu" and torch.is_autocast_enabled("cpu")):
+            before = {} if self._tried else {n: t.clone() for n, t in self._rest.items() if not t.requires_grad}
             apply = self._compiled if self._compiled is not None and fuse else self._apply
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="There is a performance drop")
-                    return apply(tensors, x, y, loss, own)
+                    found = apply(tensors, x, y, loss, own)
+                self._tried = True
+                return found
             except RuntimeError as failure:  # a network that looks at its own numbers
                 if "vmap" not in str(failure):
                     raise
                 self._vmap = False
+                with torch.no_grad():  # BatchNorm may have counted this batch already
+                    for name, value in before.items():
+                        self._rest[name].copy_(value)
         found = []
         for k in range(len(self)):
             out = functional_call(self._plain, {n: t[k] for n, t in tensors.items()}, (x[k] if own else x,))
@@ -133,7 +145,7 @@ def _stack(models: list[nn.Module]) -> nn.Module:
         names = {key: keep for mask in masks if mask for key, keep in mask.items()}
         if names:
             weights.notes(module)["mask"] = {
-                key: torch.stack([torch.ones_like(like) if not mask else mask[key] for mask in masks])
+                key: torch.stack([(mask or {}).get(key, torch.ones_like(like)) for mask in masks])
                 for key, like in names.items()
             }
     return stacked
@@ -161,18 +173,29 @@ def _skeleton(model: nn.Module) -> nn.Module:
         layers.harden(plain, {site.name: torch.ones_like(site.gate, dtype=torch.bool) for site in found})
     if device_of(model).type == "cuda":
         for module in plain.modules():
-            if type(module) is nn.Conv2d and _as_product(module):
-                module.__class__ = _Product
-    return plain.to("meta")
+            if type(module) is nn.Conv2d and _has_few_channels(module):
+                module.__class__ = _Grouped
+    empty: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in plain.modules():  # .to("meta") would make two parameters of a tied one
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in getattr(module, kind).items():
+                if tensor is not None:
+                    getattr(module, kind)[name] = empty.setdefault(id(tensor), (tensor, _meta(tensor)))[1]
+    return plain
 
 
-def _as_product(conv: nn.Conv2d) -> bool:
-    plain = conv.dilation == (1, 1) and conv.groups == 1 and not isinstance(conv.padding, str)
-    strided = conv.stride != (1, 1) and conv.in_channels <= _FEW
-    return plain and strided and conv.padding_mode == "zeros"
+def _meta(tensor: Tensor) -> Tensor:
+    made = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-class _Product(nn.Conv2d):
+def _has_few_channels(conv: nn.Conv2d) -> bool:
+    plain = conv.dilation == (1, 1) and conv.groups == 1 and conv.padding_mode == "zeros"
+    few = _FEW if conv.stride == (1, 1) else _FEW_STRIDED
+    return plain and not isinstance(conv.padding, str) and max(conv.in_channels, conv.out_channels) <= few
+
+
+class _Grouped(nn.Conv2d):
     """A convolution by `convolution`, which runs that of all members at once."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -205,6 +228,11 @@ def _check_alike(models: Sequence[nn.Module]) -> None:
                 f"the members of a population must have one architecture, but model 0 has {len(first)} modules and "
                 f"tensors and model {k} has {len(form)}; train them in separate calls"
             )
+
+
+def alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two models can be members of one population."""
+    return _form(one) == _form(other)
 
 
 def _form(model: nn.Module) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,7 @@ class Step:
         for row, group in zip(self.clock, run.groups, strict=False):
             group.rate = row[0] if alike and run.members else row  # one rate for all: one launch for all parameters
         self.optimizer = Optimizer(self.config.optimizer, run.groups)
+        self.control = "none" if run.budgets is None else run.budgets[0].control
         self.cold = True
         self.graph: torch.cuda.CUDAGraph | None = None
         self.left = _WARM if self.config.execution != "eager" and device.type == "cuda" else -1
@@ -93,8 +95,8 @@ class Step:
 
     def begin(self, epoch: int, per_epoch: int) -> None:
         """Makes the clocks, and the augmentation's random words, of an epoch."""
-        steps = self.config.epochs * per_epoch
-        shares = [(epoch * per_epoch + number) / steps for number in range(per_epoch)]
+        self.steps = self.config.epochs * per_epoch
+        shares = [(epoch * per_epoch + number) / self.steps for number in range(per_epoch)]
         plain = {_rates(config)[1:]: config for config in self.configs}
         factors = {key: [config.factor(share) for share in shares] for key, config in plain.items()}
         ones = [1.0] * per_epoch
@@ -124,6 +126,8 @@ class Step:
     def __call__(self, number: int, examples: Any) -> int:
         """Takes step `number` of the epoch; returns on how many examples."""
         self.clock.copy_(self.table[number])
+        if self.control in budget.PLAIN_CONTROLS:
+            budget.move_masks_(self.model, self.run.plan(), self.first + number, self.steps)
         if not isinstance(examples, Tensor):
             x, y = examples
             word = self._words(self.order[0], self.first + number, len(x)) if self.config.augment else None
@@ -184,8 +188,26 @@ class Step:
         if self.sites and run.budgets is not None:
             # The first step may have far to go; later ones follow the one before without waiting for the device.
             look = self.device.type == "cpu" or self.cold
-            budget.hold_(model, run.budgets[0].control, self.clock[-2], self.clock[-1], look=look)
+            budget.hold_(model, self.control, self.clock[-2], self.clock[-1], look=look)
             self.cold = False
+        # With feedback, masked weights get the gradient that they have at zero, and keep what they learn from it.
+        with weights.pruned(model) if self.control == "feedback" else nullcontext():
+            value = self._gradients(x, y, along)
+        if self.sites and run.budgets is not None and self.control == "lagrangian":
+            budget.penalty(model, run.plan(), self.clock[-2]).sum().backward()
+        if config.clip is not None:
+            self._clip(config.clip)
+        self.optimizer.step()
+        if run.after is not None:
+            run.after(self.optimizer)
+        if self.control != "feedback":
+            weights.enforce_mask(model)
+        self.value.copy_(value)
+        self.total.add_(value * x.shape[along])
+
+    def _gradients(self, x: Tensor, y: Tensor, along: int) -> Tensor:
+        """Adds the gradients of a batch, one micro-batch after another; returns its mean loss."""
+        model, run, config = self.model, self.run, self.config
         count, value = x.shape[along], torch.zeros_like(self.value)
         micro = math.ceil(count / config.accumulate)
         for part_x, part_y in zip(_cut(x, micro, along), _cut(y, micro, along), strict=True):
@@ -205,16 +227,7 @@ class Step:
                 found = forward()
                 (weight * found).sum().backward()
                 value += weight * found.detach()
-        if self.sites and run.budgets is not None and run.budgets[0].control == "lagrangian":
-            budget.penalty(model, run.plan(), self.clock[-2]).sum().backward()
-        if config.clip is not None:
-            self._clip(config.clip)
-        self.optimizer.step()
-        if run.after is not None:
-            run.after(self.optimizer)
-        weights.enforce_mask(model)
-        self.value.copy_(value)
-        self.total.add_(value * count)
+        return value
 
     def _augmented(self, x: Tensor, word: Tensor) -> Tensor:
         if x.ndim != (5 if self.own else 4):
@@ -228,7 +241,7 @@ class Step:
         """Scales every member's gradients so that their norm is at most this."""
         grads = [p.grad for group in self.run.groups for p in group.params if p.grad is not None]
         apart = 1 if self.run.members else 0
-        norm = torch.stack([g.flatten(apart).float().norm(dim=-1) for g in grads]).norm(dim=0)
+        norm = torch.stack([g.reshape(*g.shape[:apart], -1).float().norm(dim=-1) for g in grads]).norm(dim=0)
         scale = (most / (norm + 1e-6)).clamp_max(1.0)
         for g in grads:
             g.mul_(scale.reshape(-1, *[1] * (g.ndim - 1)) if apart else scale)

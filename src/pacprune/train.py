@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pacprune import bounds, layers, numeric, weights
 from pacprune.batches import Data, labels, rows, tensors
-from pacprune.budget import Budget
+from pacprune.budget import Budget, check_budgets
 from pacprune.checkpoint import digest, write_atomically
 from pacprune.config import Config
 from pacprune.crew import Crew
@@ -57,13 +57,10 @@ def fit(
     """
     crew = Crew(model, config, seed)
     value = crew.check(data, loss)
-    if budget is not None and not layers.sites(crew.trained):
-        raise ValueError(
-            "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
-        )
+    budgets = None if budget is None else spread("budget", budget, len(crew.models))
+    check_budgets(crew.trained, budgets or [])
     seen = {"data": rows(data), **({} if validation is None else {"validation": rows(validation)})}
     crew.mark_seen(seen.values())
-    budgets = None if budget is None else spread("budget", budget, len(crew.models))
     # `check` saw the labels of tensors only; on an accelerator, looking at every batch would cost a stop.
     look = loss is F.cross_entropy and tensors(data) is None and crew.device.type == "cpu"
     run = Run(
@@ -133,8 +130,12 @@ def fit_posterior(
     priors: list[SpikeSlab] = spread("prior", prior, count)
     for one, p in zip(crew.models, priors, strict=True):
         layers.attached(one)
+        if any(t.requires_grad for t in p.keep_prob.values()):
+            raise ValueError("the prior carries gradients and forgot what it has seen; take it by pp.read(model)")
         refuse_if_touched(p.seen, split, "the prior")
     ledger = bounds.Ledger.split(delta)
+    if count > 1 and isinstance(out, (str, Path)):
+        raise ValueError(f"out is the one folder {str(out)!r} for {count} priors; give a list of one for each")
     folders = [Path(tempfile.mkdtemp(prefix="pacprune-") if o is None else o) for o in spread("out", out, count)]
     hashes = [write_prior(p, where / "prior.safetensors") for p, where in zip(priors, folders, strict=True)]
     data = split.bound if data is None else data
@@ -183,6 +184,7 @@ def fit_posterior(
     known = rows(data)
     crew.mark_seen([known])
     budgets = None if budget is None else spread("budget", budget, count)
+    check_budgets(trained, budgets or [])
     run = Run(
         stage=stage,
         objective=bound,

@@ -128,15 +128,38 @@ def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module
             raise ValueError(
                 f"the mask of {name} has shape {tuple(keep.shape)}, its weight {tuple(weights[name].shape)}"
             )
-    notes(model)["mask"] = {name: keep.bool().to(weights[name].device) for name, keep in mask.items()}
+    notes(model)["mask"] = {n: keep.to(weights[n].device, torch.bool, copy=True) for n, keep in mask.items()}
+    notes(model)["total"] = total(model)
     enforce_mask(model)
     return model
+
+
+def masked(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """Every weight with a noted mask, and the mask itself: what is written into it holds from then on."""
+    found = []
+    for module, mask in noted(model, "mask"):
+        weights = dict(module.named_parameters())
+        for name, keep in mask.items():
+            mask[name] = keep.to(weights[name].device)  # the model may have been moved
+            found.append((weights[name], mask[name]))
+    return found
 
 
 @torch.no_grad()
 def enforce_mask(model: nn.Module) -> None:
     """Puts the zeros of all noted masks back, whatever an optimiser did to them."""
-    for module, mask in noted(model, "mask"):
-        weights = dict(module.named_parameters())
-        for name, keep in mask.items():
-            weights[name].masked_fill_(~keep.to(weights[name].device), 0)
+    for weight, keep in masked(model):
+        weight.masked_fill_(~keep, 0)
+
+
+@contextmanager
+def pruned(model: nn.Module) -> Iterator[None]:
+    """Zeros by the noted masks, for as long as this lasts; then every weight is what it was."""
+    found = [weight for weight, _ in masked(model)]
+    before = [weight.detach().clone() for weight in found]
+    enforce_mask(model)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(found, before)  # type: ignore[attr-defined]

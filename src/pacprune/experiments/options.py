@@ -47,34 +47,86 @@ class Options:
 
 
 _GATE_LR = "Learning rate of the keep probabilities; 100 times --lr unless given."
-_TRAIN_ON = "train: all training data; prior: S_P alone, so that `pacprune certify` can use the rest."
+_MASK_SHARE = "Share of --epochs that trains the {}; the rest fine-tunes."
+_FLOOR = "Weights that every layer keeps at least."
 
 
 @dataclass(frozen=True)
-class Osp(Options):
+class Pruning(Options):
+    """What every method shares that leaves a plain sparse network."""
+
+    train_on: str = _option(
+        "train", "train: all training data; prior: S_P alone, so that `pacprune certify` can use the rest."
+    )
+
+
+@dataclass(frozen=True)
+class Osp(Pruning):
     """One-shot pruning: rank the weights once.
 
     Dense training, the top k of the criterion's scores, sparse fine-tuning.
     """
 
-    train_on: str = _option("train", _TRAIN_ON)
     scope: str = _option("global", "One ranking (global), the same sparsity in each layer (layer), or erk budgets.")
-    min_per_layer: int = _option(0, "Weights that every layer keeps at least.")
+    min_per_layer: int = _option(0, _FLOOR)
 
 
 @dataclass(frozen=True)
-class Pft(Options):
+class Pft(Pruning):
     """Probabilistic fine-tuning: learn which weights to keep.
 
     Dense training, weights and keep probabilities trained together, the top k of the latter, sparse fine-tuning.
     """
 
-    train_on: str = _option("train", _TRAIN_ON)
     gate_lr: float | None = _option(None, _GATE_LR)
     recipe: str = _option("coupled", "coupled (gates follow the weights, exact falling budget) or paper.")
-    mask_share: float = _option(0.5, "Share of --epochs that trains the keep probabilities; the rest fine-tunes.")
+    mask_share: float = _option(0.5, _MASK_SHARE.format("keep probabilities"))
     eps: float = _option(1e-2, "Starting keep probability of the lower block; recipe paper only.")
-    min_per_layer: int = _option(0, "Weights that every layer keeps at least.")
+    noise: bool = _option(True, "Sample the gates in training; without, they are sigmoid(logit / beta).")
+    min_per_layer: int = _option(0, _FLOOR)
+
+
+@dataclass(frozen=True)
+class Gmp(Pruning):
+    """Gradual magnitude pruning: prune while training.
+
+    Dense training, the smallest weights set to zero a few at a time, sparse fine-tuning.
+    """
+
+    mask_share: float = _option(0.5, _MASK_SHARE.format("masks"))
+    every: int = _option(16, "Steps from one mask to the next.")
+    min_per_layer: int = _option(0, _FLOOR)
+
+
+@dataclass(frozen=True)
+class Dpf(Gmp):
+    """Gradual pruning with feedback: pruned weights can come back.
+
+    Like gmp, but pruned weights are still trained, by the sparse network's gradient, until the masks are final.
+    """
+
+
+@dataclass(frozen=True)
+class Imp(Pruning):
+    """Iterative magnitude pruning with learning-rate rewinding.
+
+    Dense training, then rounds of pruning the smallest weights and training with the whole schedule again.
+    """
+
+    rounds: int = _option(3, "Rounds into which --epochs are cut.")
+    min_per_layer: int = _option(0, _FLOOR)
+
+
+@dataclass(frozen=True)
+class L0(Pruning):
+    """L0 regularisation: hard-concrete gates at a price.
+
+    Dense training, weights and gates trained together, the most open gates, sparse fine-tuning.
+    """
+
+    gate_lr: float | None = _option(None, _GATE_LR)
+    mask_share: float = _option(0.5, _MASK_SHARE.format("gates"))
+    min_per_layer: int = _option(0, _FLOOR)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from pacprune import __version__, data, models, pipelines, scores, weights
+from pacprune import __version__, baselines, data, models, pipelines, scores, weights
 from pacprune.batches import rows
 from pacprune.bounds import Ledger
 from pacprune.certificate import Certificate
@@ -24,7 +24,7 @@ from pacprune.data import Part, Split
 from pacprune.evaluate import error, gibbs_error
 from pacprune.experiments import options as opt
 from pacprune.experiments import report, store
-from pacprune.experiments.options import Options, Osp, Pbp, Pft
+from pacprune.experiments.options import L0, Dpf, Gmp, Imp, Options, Osp, Pbp, Pft, Pruning
 from pacprune.issue import certify_held_out, check_declared
 from pacprune.layers import attach, harden, read
 from pacprune.loop import History, Progress
@@ -36,6 +36,7 @@ FEW = 64
 """Examples that a rehearsal looks at."""
 TEST_DRAWS = 20
 """Networks drawn from Q to estimate its Gibbs error on the test part."""
+_BOUND = ("eps", "std", "delta", "objective", "family", "grid", "draws", "tolerance")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,10 +130,10 @@ def certified(folder: Path, certificate: Certificate) -> dict[str, Any]:
 
 
 def certify(folder: Path, *, delta: float, certified: int, device: str, out: Path | None) -> Certificate:
-    """The held-out certificate of the network that a finished run of osp or pft left, saved; its report tells of it."""
+    """The held-out certificate of the sparse network that a finished run left, saved; its report tells of it."""
     command, options = store.recorded(folder)
     result = store.result(folder)
-    if not isinstance(options, (Osp, Pft)):
+    if not isinstance(options, Pruning):
         where = folder / store.CERTIFICATE
         raise ValueError(f"{folder} is a run of {command}, which has its certificate in {where}; verify that one")
     if options.train_on != "prior":
@@ -223,7 +224,7 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
 
 def stage(options: Options, *, epochs: int) -> Config:
     """How dense training (or what follows it) is done."""
-    gate_lr = options.gate_lr if isinstance(options, (Pft, Pbp)) else None  # osp has no gates
+    gate_lr = options.gate_lr if isinstance(options, (Pft, L0, Pbp)) else None  # the others have no gates
     return Config(
         epochs=epochs,
         lr=options.lr,
@@ -243,21 +244,34 @@ def posterior(options: Pbp) -> Config:
 
 def procedure(options: Options) -> Callable[..., Any]:
     """The pipeline of these options, with everything given but model, data, config, folder and progress."""
-    common = {"sparsity": options.sparsity, "criterion": options.criterion, "seed": options.seed}
-    if isinstance(options, Osp):
-        return partial(pipelines.osp, **common, scope=options.scope, min_per_layer=options.min_per_layer)
-    if isinstance(options, Pft):
-        own = {name: getattr(options, name) for name in ("recipe", "mask_share", "eps", "min_per_layer")}
-        return partial(pipelines.pft, **common, **own)
-    assert isinstance(options, Pbp)
-    names = ("eps", "std", "delta", "objective", "family", "grid", "draws", "tolerance")
-    own = {name: getattr(options, name) for name in names}
-    return partial(pipelines.pbp, **common, **own, posterior=posterior(options), name=options.model)
+    verb, names, more = {
+        Osp: (pipelines.osp, ("criterion", "scope", "min_per_layer"), {}),
+        Pft: (pipelines.pft, ("criterion", "recipe", "mask_share", "eps", "noise", "min_per_layer"), {}),
+        Pbp: (pipelines.pbp, ("criterion", *_BOUND), {"name": options.model}),
+        Gmp: (baselines.gmp, ("mask_share", "every", "min_per_layer"), {}),
+        Dpf: (baselines.gmp, ("mask_share", "every", "min_per_layer"), {"feedback": True}),
+        Imp: (baselines.imp, ("rounds", "min_per_layer"), {}),
+        L0: (baselines.l0, ("mask_share", "min_per_layer"), {}),
+    }[type(options)]
+    if "criterion" not in names and options.criterion != "magnitude":
+        raise ValueError(
+            f"criterion is {options.criterion!r}, but {method(options)} finds its weights without one; leave it out, "
+            "or use osp or pft"
+        )
+    if isinstance(options, Pbp):
+        more = more | {"posterior": posterior(options)}
+    own = {name: getattr(options, name) for name in ("sparsity", "seed", *names)}
+    return partial(verb, **own, **more)
+
+
+def method(options: Options) -> str:
+    """The name of a method in tables."""
+    return type(options).__name__.lower()
 
 
 def training(options: Options, split: Split) -> Part:
-    """What dense networks are trained on: S_P for pbp, whose prior may see nothing else; S or S_P for osp and pft."""
-    if not isinstance(options, (Osp, Pft)):
+    """What dense networks are trained on: S_P for pbp, whose prior may see nothing else; S or S_P for the others."""
+    if not isinstance(options, Pruning):
         return split.prior
     if options.train_on not in opt.PARTS:
         raise ValueError(f"train_on is {options.train_on!r}; use one of {', '.join(opt.PARTS)}")
@@ -278,8 +292,7 @@ def prune(options: Options, model: nn.Module, split: Split, folder: Path, progre
     run, config = partial(procedure(options), folder=folder, progress=progress), stage(options, epochs=options.epochs)
     if not isinstance(options, Pbp):
         found = run(model, training(options, split), config)
-        method = "osp" if isinstance(options, Osp) else "pft"
-        return Outcome(method, found.sparsity, error(found.model, split.test), found.model, found.history)
+        return Outcome(method(options), found.sparsity, error(found.model, split.test), found.model, found.history)
     # A run that was broken off after it certified makes the same certificate again: that is one certificate, not two.
     (folder / "certify-calls.json").unlink(missing_ok=True)
     found = run(model, split, config)

@@ -20,9 +20,10 @@ constexpr int PAD = CHUNK + 40;  // a chunk may begin and end inside a Philox bl
 constexpr int64_t TASK = 16 * CHUNK;
 constexpr uint32_t GATE = 0, SLAB = 1;
 constexpr float LOW = (float)1e-5, HIGH = (float)(1.0 - 1e-5);
+constexpr float GAMMA = -0.1f, SPAN = 1.2f, ODDS = 2.3978953f;  // hard concrete: from -0.1 to 1.1, and log(1.1 / 0.1)
 
 enum Mapping { SIGMOID, CLAMP, GIVEN };
-enum Mode { SOFT, STRAIGHT_THROUGH, HARD };
+enum Mode { SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, STILL };
 
 struct Law {
   int32_t mapping, mode, log_std;
@@ -250,7 +251,7 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
   const int lead = (int)(index & 3), blocks = (lead + n + 3) / 4;
   const uint64_t seed = (uint64_t)job.seed[row * job.seed_row];
   const uint32_t step = (uint32_t)job.step[row * job.step_row];
-  philox(seed, step, GATE, (uint64_t)index >> 2, blocks, c.word);
+  if (law.mode != STILL) philox(seed, step, GATE, (uint64_t)index >> 2, blocks, c.word);
   c.w = c.word + lead;
   c.mean = load(job.mean, job.mean_bf16, start, n, c.room[0]);
 
@@ -274,20 +275,23 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
   if (soft) {
     // u and 1 - u are multiples of 2^-24 and exact, so that one logarithm gives logit(u), and none at beta = 1/2.
     const float sharper = 1.0f / law.beta;
-    if (sharper == 2.0f) {
+    if (law.mode == STILL) {
+      for (int i = 0; i < n; ++i) c.soft[i] = 1.0f / (1.0f + exp_(-c.logit[i] * sharper));
+    } else if (sharper == 2.0f && law.mode != STRETCHED) {
       for (int i = 0; i < n; ++i) {
         float u = (float)(c.w[i] >> 9) + 0.5f, odds = (8388608.0f - u) / u;
         c.soft[i] = 1.0f / (1.0f + exp_(-2.0f * c.logit[i]) * (odds * odds));
       }
     } else {
+      const float less = law.mode == STRETCHED ? ODDS : 0.0f;
       for (int i = 0; i < n; ++i) {
-        float u = (float)(c.w[i] >> 9) + 0.5f;
-        float x = (c.logit[i] + log_(u / (8388608.0f - u))) * sharper;
+        float u = (float)(c.w[i] >> 9) + 0.5f, x = (c.logit[i] + log_(u / (8388608.0f - u))) * sharper - less;
         c.soft[i] = 1.0f / (1.0f + exp_(-x));
       }
     }
+    for (int i = 0; law.mode == STRETCHED && i < n; ++i) c.hard[i] = held(GAMMA + SPAN * c.soft[i], 0.0f, 1.0f);
   }
-  if (law.mode != SOFT) {
+  if (law.mode == STRAIGHT_THROUGH || law.mode == HARD) {
     // A word opens the gate when word >= 2^32 - p 2^32; all these numbers are integers that double holds.
     if (law.mapping == SIGMOID) {
       for (int i = 0; i < n; ++i) {
@@ -295,16 +299,15 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
         c.hard[i] = (double)c.w[i] + p >= 0x1p32 ? 1.0f : 0.0f;
       }
     } else if (law.mapping == CLAMP) {
-      for (int i = 0; i < n; ++i) {
-        double p = __builtin_rint((double)held(gate[i], LOW, HIGH) * 0x1p32);
-        c.hard[i] = (double)c.w[i] + p >= 0x1p32 ? 1.0f : 0.0f;
-      }
+      for (int i = 0; i < n; ++i)
+        c.hard[i] = (double)c.w[i] + __builtin_rint((double)held(gate[i], LOW, HIGH) * 0x1p32) >= 0x1p32 ? 1.0f : 0.0f;
     } else {
       for (int i = 0; i < n; ++i)
         c.hard[i] = (double)c.w[i] + __builtin_trunc((double)gate[i] * 0x1p32) >= 0x1p32 ? 1.0f : 0.0f;
     }
   }
 
+  c.slab = c.mean;
   if (job.std) {
     philox(seed, step, SLAB, (uint64_t)index >> 2, blocks, c.word);
     normals(c.word, 2 * blocks, c.normal);
@@ -315,26 +318,22 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
     float *slab = c.room[1];
     for (int i = 0; i < n; ++i) slab[i] = c.mean[i] + c.std[i] * c.z[i];
     c.slab = slab;
-  } else {
-    c.slab = c.mean;
   }
-  return law.mode == SOFT ? c.soft : c.hard;
+  return law.mode == SOFT || law.mode == STILL ? c.soft : c.hard;
 }
 
 void forward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Chunk &c) {
-  const float *gate = prepare(job, law, row, at, n, law.mode == SOFT, c), *slab = c.slab;
+  const bool hard = law.mode == HARD || law.mode == STRAIGHT_THROUGH;
+  const float *gate = prepare(job, law, row, at, n, !hard, c), *slab = c.slab;
   const int64_t start = row * job.n + at;
   float *to = place(job.out, job.draw_bf16, start, c.room[2]);
-  if (law.mode == SOFT) {
-    for (int i = 0; i < n; ++i) to[i] = gate[i] * slab[i];
-  } else {
-    for (int i = 0; i < n; ++i) to[i] = gate[i] > 0.0f ? slab[i] : 0.0f;
-  }
+  for (int i = 0; hard && i < n; ++i) to[i] = gate[i] > 0.0f ? slab[i] : 0.0f;
+  for (int i = 0; !hard && i < n; ++i) to[i] = gate[i] * slab[i];
   store(to, job.draw_bf16, start, n, job.out);
 }
 
 void backward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Chunk &c) {
-  const bool soft = law.mode == SOFT || (job.to_gate && law.mode == STRAIGHT_THROUGH);
+  const bool soft = law.mode == STRAIGHT_THROUGH ? job.to_gate != nullptr : law.mode != HARD;
   const float *gate = prepare(job, law, row, at, n, soft, c), *slab = c.slab;
   const int64_t start = row * job.n + at;
   const float *given = load(job.given, job.draw_bf16, start, n, c.room[2]);
@@ -355,6 +354,7 @@ void backward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Ch
   }
   const float sharper = 1.0f / law.beta;
   for (int i = 0; i < n; ++i) to[i] = given[i] * slab[i] * c.soft[i] * (1.0f - c.soft[i]) * sharper;
+  for (int i = 0; law.mode == STRETCHED && i < n; ++i) to[i] *= gate[i] > 0.0f && gate[i] < 1.0f ? SPAN : 0.0f;
   if (law.mapping == CLAMP) {
     const float *g = job.gate + start;
     for (int i = 0; i < n; ++i) to[i] = g[i] >= LOW && g[i] <= HIGH ? to[i] * (1.0f / (g[i] * (1.0f - g[i]))) : 0.0f;

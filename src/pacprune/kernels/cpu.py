@@ -21,14 +21,27 @@ import torch
 from torch import Tensor
 
 from pacprune.kernels import reference
-from pacprune.kernels.parts import CLAMP, GIVEN, HARD, SIGMOID, SOFT, STRAIGHT_THROUGH, Law, Part, layout, shape
+from pacprune.kernels.parts import (
+    CLAMP,
+    GIVEN,
+    HARD,
+    SIGMOID,
+    SOFT,
+    STILL,
+    STRAIGHT_THROUGH,
+    STRETCHED,
+    Law,
+    Part,
+    layout,
+    shape,
+)
 
 NAME = "cpu"
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 # Contraction would round differently in a vector and in its remainder; the other two let loops be vectorised.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off")
 _FLAGS += ("-fno-math-errno", "-fno-trapping-math")
-_MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD)
+_MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, STILL)
 _ALIGNED = 64
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 

@@ -16,7 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from pacprune.kernels import reference
-from pacprune.kernels.parts import CLAMP, GIVEN, HARD, SIGMOID, SOFT, STRAIGHT_THROUGH, Law, Part, layout, shape
+from pacprune.kernels.parts import (
+    CLAMP,
+    GIVEN,
+    HARD,
+    SIGMOID,
+    SOFT,
+    STILL,
+    STRAIGHT_THROUGH,
+    STRETCHED,
+    Law,
+    Part,
+    layout,
+    shape,
+)
 
 NAME = "triton"
 VERSION = triton.__version__
@@ -25,11 +38,12 @@ BLOCK, WARPS = 2048, 8
 BACKWARD_BLOCK, BACKWARD_WARPS = 4096, 8
 """The same of one that makes gradients."""
 
-_MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD)
+_MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, STILL)
 _FIELDS = tl.constexpr(20)
 _LOW, _HIGH = tl.constexpr(1e-5), tl.constexpr(1 - 1e-5)
 _TWO32 = tl.constexpr(2.0**32)
 _ROUND = tl.constexpr(1.5 * 2.0**52)
+_WIDE, _ODDS = tl.constexpr(1.2), tl.constexpr(2.3978952727983707)
 _KEPT = 2048
 _TABLES: collections.OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = collections.OrderedDict()
 _CAPTURED: list[tuple[Tensor, Tensor]] = []
@@ -148,13 +162,21 @@ def _sampler(
         logit = tl.log(p) - tl.log(1.0 - p)
 
     soft = gate
-    if MODE == 0 or (TO_GATE and MODE == 1):
+    if MODE == 4:
+        soft = 1.0 / (1.0 + tl.exp(-logit * sharper))
+    elif (MODE == 0 or MODE == 3) or (TO_GATE and MODE == 1):  # not in a chain, which Triton may refuse
         # u and 1 - u are multiples of 2^-24 and exact, so that one logarithm gives logit(u).
         u = (word >> 9).to(tl.float32) + 0.5
         x = (logit + tl.log(u / (8388608.0 - u))) * sharper
+        if MODE == 3:
+            x = x - _ODDS
         soft = 1.0 / (1.0 + tl.exp(-x))
     used = soft
-    if MODE != 0:
+    if MODE == 3:
+        used = _WIDE * soft - 0.1
+        used = tl.where(used < 0.0, 0.0, used)
+        used = tl.where(used > 1.0, 1.0, used)
+    elif MODE == 1 or MODE == 2:
         # A word opens the gate when word >= 2^32 - p 2^32; all these numbers are integers that float64 holds.
         if MAPPING == 0:
             chance = (1.0 / (1.0 + tl.exp(-logit.to(tl.float64)))).to(tl.float32).to(tl.float64) * _TWO32
@@ -201,6 +223,8 @@ def _sampler(
                 slope = gate * 0.0
             else:
                 slope = g * slab * soft * (1.0 - soft) * sharper
+                if MODE == 3:
+                    slope = tl.where((used > 0.0) & (used < 1.0), _WIDE * slope, 0.0)
                 if MAPPING == 1:
                     slope = tl.where(p == gate, slope / (p * (1.0 - p)), 0.0)
                 else:
@@ -208,7 +232,7 @@ def _sampler(
             tl.store(to_gate + start_out + at, slope, mask=inside)
     else:
         drawn = used * slab
-        if MODE != 0:
+        if MODE == 1 or MODE == 2:
             drawn = tl.where(used > 0.0, slab, 0.0)
         tl.store(out + start_out + at, drawn.to(out.dtype.element_ty), mask=inside)
 

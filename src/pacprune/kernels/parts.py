@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 SOFT, STRAIGHT_THROUGH, HARD = "concrete", "straight-through", "hard"
+STRETCHED, STILL = "hard-concrete", "deterministic"
 SIGMOID, CLAMP, GIVEN = "sigmoid", "clamp", "given"
 
 ETA = 1e-5
 """Keep probabilities under the clamp mapping live in [ETA, 1 - ETA]: a prior at 0 or 1 makes the KL infinite."""
+GAMMA, ZETA = -0.1, 1.1
+"""The interval that the hard-concrete gate is stretched to before it is clamped (Louizos et al. 2018)."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,17 @@ class Law:
 
     mapping "sigmoid": logit = sharpness * (gate + coupling * log(|mean| + 1e-8) - shift), held to [-14, 14];
     "clamp": keep_prob = gate held to [ETA, 1 - ETA]; "given": the gate is a `quantised` keep_prob and the mode is hard.
-    With `log_std`, std is given by its logarithm.
+    With u the weight's uniform number, the gate that multiplies the slab is, by mode,
+
+        concrete          s = sigmoid((logit + logit u) / beta)
+        straight-through  1[u > 1 - keep_prob], with the gradient of s
+        hard              1[u > 1 - keep_prob]
+        hard-concrete     clamp(GAMMA + (ZETA - GAMMA) sigmoid((logit + logit u) / beta - log(-ZETA / GAMMA)), 0, 1)
+        deterministic     sigmoid(logit / beta): s at u = 1/2, the same in every draw
+
+    The hard-concrete gate of Louizos et al. 2018 has log alpha = logit - beta log(-ZETA / GAMMA) here, so that it is
+    above 0 exactly where the hard gate is open, with probability keep_prob. With `log_std`, std is given by its
+    logarithm.
     """
 
     mapping: str = SIGMOID

@@ -1,12 +1,27 @@
 """The sampler in plain torch: the truth that the faster backends are held to, and what every transform can trace."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pacprune import masks, philox
-from pacprune.kernels.parts import CLAMP, ETA, GIVEN, HARD, SOFT, Law, Part, members, shape
+from pacprune.kernels.parts import (
+    CLAMP,
+    ETA,
+    GAMMA,
+    GIVEN,
+    HARD,
+    STILL,
+    STRAIGHT_THROUGH,
+    STRETCHED,
+    ZETA,
+    Law,
+    Part,
+    members,
+    shape,
+)
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -84,18 +99,25 @@ def _inputs(part: Part) -> tuple[Tensor, Tensor]:
 
 
 def _gates(part: Part, law: Law) -> tuple[Tensor, Tensor]:
-    """(gate used for the weight, relaxed gate)."""
+    """(gate used for the weight, the sigmoid that it is made of)."""
     mean, gate = _inputs(part)
-    word = philox.words(_size(part), stream=philox.GATE, **_noise(part)).reshape(shape(part))
     given = (law, mean, gate, part.shift, part.sharpness)
+    if law.mode == STILL:
+        soft = torch.sigmoid(logit(*given).detach() / law.beta).expand(shape(part))
+        return soft, soft
+    word = philox.words(_size(part), stream=philox.GATE, **_noise(part)).reshape(shape(part))
     if law.mode == HARD:
         hard = _opened(probability(*given), word).to(torch.float32)
         return hard, hard
     u = philox.uniform(word)
-    soft = torch.sigmoid((logit(*given).detach() + (torch.log(u) - torch.log1p(-u))) / law.beta)
-    if law.mode == SOFT:
-        return soft, soft
-    return _opened(probability(*given), word).to(torch.float32), soft
+    x = (logit(*given).detach() + (torch.log(u) - torch.log1p(-u))) / law.beta
+    if law.mode == STRETCHED:
+        soft = torch.sigmoid(x - math.log(-ZETA / GAMMA))
+        return (GAMMA + (ZETA - GAMMA) * soft).clamp(0, 1), soft
+    soft = torch.sigmoid(x)
+    if law.mode == STRAIGHT_THROUGH:
+        return _opened(probability(*given), word).to(torch.float32), soft
+    return soft, soft
 
 
 def _wide(part: Part) -> Tensor:
@@ -123,14 +145,15 @@ def draw(part: Part, law: Law) -> Tensor:
     gate, _ = _gates(part, law)
     mean, _ = _inputs(part)
     slab = mean if part.std is None else mean.float() + _std(part, law) * _normals(part)
-    drawn = gate * slab if law.mode == SOFT else torch.where(gate > 0, slab, 0.0)
+    drawn = torch.where(gate > 0, slab, 0.0) if law.mode in (HARD, STRAIGHT_THROUGH) else gate * slab
     return drawn.to(part.dtype or part.mean.dtype)
 
 
 def gradients(part: Part, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
     """d/dmean = gate; d/dgate = slab * soft (1 - soft) / beta * dlogit/dgate; d/dstd = gate * z; None if not needed.
 
-    In straight-through mode the gate is hard in d/dmean and d/dstd, soft in d/dgate; in hard mode d/dgate is zero.
+    In straight-through mode the gate is hard in d/dmean and d/dstd, soft in d/dgate; in hard mode d/dgate is zero, and
+    in hard-concrete mode wherever the gate is clamped, and elsewhere ZETA - GAMMA times as much.
     """
     given = out.float()
     gate, soft = _gates(part, law)
@@ -145,7 +168,10 @@ def gradients(part: Part, law: Law, out: Tensor, needs: tuple[bool, bool, bool])
         return to_mean, None, to_std
     if law.mode == HARD:
         return to_mean, torch.zeros_like(part.gate), to_std
-    return to_mean, given * slab * soft * (1 - soft) / law.beta * _slope(part, law), to_std
+    to_gate = given * slab * soft * (1 - soft) / law.beta * _slope(part, law)
+    if law.mode == STRETCHED:
+        to_gate = torch.where((gate > 0) & (gate < 1), (ZETA - GAMMA) * to_gate, 0.0)
+    return to_mean, to_gate, to_std
 
 
 def _slope(part: Part, law: Law) -> Tensor | float:

@@ -1,0 +1,243 @@
+"""Pruning methods on equal terms: the same dense networks, epochs, schedules, data order and effort in tuning.
+
+Every method starts from the same dense networks and has the same epochs after them. Its learning rate is chosen on a
+tenth of the training set that it does not train on, from one grid that is declared beforehand and the same for all; the
+test set is looked at once, by the networks that are reported. Networks of one method are trained as a population.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from pacprune import data, models, philox, weights
+from pacprune.baselines import gmp, imp, l0
+from pacprune.checkpoint import write_atomically
+from pacprune.config import Config
+from pacprune.data import Split
+from pacprune.evaluate import error
+from pacprune.experiments import store
+from pacprune.experiments.figures import Job
+from pacprune.pipelines import Pruned, osp, pft, together
+from pacprune.train import fit
+
+_Any = TypeVar("_Any")
+
+METHODS: dict[str, tuple[Callable[..., Pruned], dict[str, Any]]] = {
+    "osp": (osp, {}),
+    "pft": (pft, {}),
+    "pft-paper": (pft, {"recipe": "paper"}),
+    "gmp": (gmp, {}),
+    "dpf": (gmp, {"feedback": True}),
+    "imp": (imp, {}),
+    "l0": (l0, {}),
+}
+FROM_A_CRITERION = ("osp", "pft", "pft-paper")
+"""Methods that begin with a criterion's scores; the others rank by magnitude, or learn their own."""
+VALIDATION = 0.1
+AT_ONCE = {"cpu": 8, "cuda": 96}
+"""Networks in one population; where they do not fit into memory, `fit` trains them in halves."""
+COLUMNS = ("dataset", "model", "method", "criterion", "sparsity", "seed", "epochs", "kept", "total", "test_error")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A data set and a network, and what every method is given on them; `after` has its lr from the grid `rates`."""
+
+    data: str
+    model: str
+    sparsities: tuple[float, ...]
+    criteria: tuple[str, ...]
+    methods: tuple[str, ...]
+    seeds: int
+    dense: Config
+    after: Config
+    rates: tuple[float, ...]
+    tuned_at: float
+    """The sparsity at which the learning rates are chosen."""
+
+    @property
+    def name(self) -> str:
+        """How the files of this setting begin."""
+        return f"{self.data}-{self.model}"
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """All (method, criterion); a method without a criterion of its own ranks by magnitude."""
+        found = []
+        for method in self.methods:
+            own = self.criteria if method in FROM_A_CRITERION else ("magnitude",)
+            found += [(method, criterion) for criterion in own]
+        return found
+
+
+class Entry(NamedTuple):
+    """One network to be pruned."""
+
+    method: str
+    criterion: str
+    sparsity: float
+    seed: int
+    lr: float
+
+
+def run(setting: Setting, job: Job) -> list[dict[str, Any]]:
+    """One row per network, in COLUMNS, the dense ones first; what a broken run has finished is kept."""
+    split = data.load(setting.data, seed=0, data_dir=job.data_dir)
+    chosen = tune(setting, split, job)
+    seeds = job.seeds(setting.seeds)
+    x, y = (t.to(job.device) for t in (split.train.x, split.train.y))
+    dense = dense_networks(setting, split, (x, y), seeds, job, "dense")
+    entries = [
+        Entry(method, criterion, sparsity, seed, chosen[method, criterion])
+        for method, criterion in setting.pairs()
+        for sparsity in setting.sparsities
+        for seed in seeds
+    ]
+    test = split.test.x.to(job.device), split.test.y.to(job.device)
+    found = _pruned(setting, entries, dense, (x, y), test, job, f"{setting.name}.jsonl")
+    rows = [
+        {
+            "dataset": setting.data,
+            "model": setting.model,
+            "method": "dense",
+            "criterion": "",
+            "sparsity": 0.0,
+            "seed": seed,
+            "epochs": setting.dense.epochs,
+            "kept": weights.total(dense[seed]),
+            "total": weights.total(dense[seed]),
+            "test_error": wrong,
+        }
+        for seed, wrong in zip(seeds, error([dense[seed] for seed in seeds], test), strict=True)
+    ]
+    for entry, row in found:
+        row = row | entry._asdict() | {"dataset": setting.data, "model": setting.model, "test_error": row["error"]}
+        rows.append({name: (row | {"epochs": setting.after.epochs})[name] for name in COLUMNS})
+    return rows
+
+
+def on_device(setting: Setting, job: Job) -> Setting:
+    """The same setting by the fastest means of the device: what is asked stays the same."""
+    if job.device.type != "cuda":
+        return setting
+    means = {"execution": "compiled", "amp": True} if setting.model == "resnet20" else {"execution": "graph"}
+    return replace(setting, dense=replace(setting.dense, **means), after=replace(setting.after, **means))
+
+
+def chunks(entries: Sequence[_Any], job: Job) -> Iterator[list[_Any]]:
+    """Entries in portions of one population each."""
+    most = AT_ONCE.get(job.device.type, AT_ONCE["cpu"])
+    for start in range(0, len(entries), most):
+        yield list(entries[start : start + most])
+
+
+def tune(setting: Setting, split: Split, job: Job) -> dict[tuple[str, str], float]:
+    """The learning rate of every (method, criterion): the best on validation data, the smaller one of equals."""
+    pairs = setting.pairs()
+    if len(setting.rates) == 1:
+        return dict.fromkeys(pairs, setting.rates[0])
+    order = philox.permutation(len(split.train), seed=job.seed)
+    cut = round(len(order) * VALIDATION)
+    held, used = order[:cut], order[cut:]
+    x, y = (t.to(job.device) for t in (split.train.x, split.train.y))
+    seeds = job.seeds(1)
+    dense = dense_networks(setting, split, (x[used], y[used]), seeds, job, "tuning")
+    entries = [Entry(m, c, setting.tuned_at, seeds[0], lr) for m, c in pairs for lr in setting.rates]
+    found = _pruned(
+        setting, entries, dense, (x[used], y[used]), (x[held], y[held]), job, f"{setting.name}-tuning.jsonl"
+    )
+    best: dict[tuple[str, str], tuple[float, float]] = {}
+    for entry, row in found:
+        key = entry.method, entry.criterion
+        best[key] = min(best.get(key, (2.0, 0.0)), (row["error"], entry.lr))
+    return {key: lr for key, (_, lr) in best.items()}
+
+
+def dense_networks(
+    setting: Setting, split: Split, on: tuple[Tensor, Tensor], seeds: Sequence[int], job: Job, what: str
+) -> dict[int, nn.Module]:
+    """The dense networks that all methods start from, by seed; trained once, as one population."""
+    nets = {seed: models.build(setting.model, split, seed=seed).to(job.device) for seed in seeds}
+    if not setting.dense.epochs:
+        return nets
+    folder = job.out / "dense"
+    paths = {seed: folder / f"{setting.name}-{what}-{seed}.safetensors" for seed in seeds}
+    missing = [seed for seed in seeds if not paths[seed].is_file()]
+    if missing:
+        fit([nets[seed] for seed in missing], on, setting.dense, seed=missing, stage=what, progress=job.progress)
+        for seed in missing:
+            store.write_model(paths[seed], nets[seed])
+    for seed, net in nets.items():
+        net.load_state_dict(load_file(paths[seed]))
+        net.eval()
+    return nets
+
+
+def _pruned(
+    setting: Setting,
+    entries: list[Entry],
+    dense: dict[int, nn.Module],
+    on: tuple[Tensor, Tensor],
+    judged: tuple[Tensor, Tensor],
+    job: Job,
+    file: str,
+) -> list[tuple[Entry, dict[str, Any]]]:
+    """Prunes every entry, method by method in populations, and judges it; one line of `file` per network."""
+    path = job.out / file
+    known: dict[Entry, dict[str, Any]] = {}
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            known[Entry(*(row.pop(name) for name in Entry._fields))] = row
+    for method in dict.fromkeys(entry.method for entry in entries):
+        waiting = [entry for entry in entries if entry.method == method and entry not in known]
+        for part in chunks(waiting, job):
+            known |= zip(part, _contest(setting, part, dense, on, judged, job), strict=True)
+            lines = [json.dumps(entry._asdict() | row) for entry, row in known.items()]
+            write_atomically(path, ("\n".join(lines) + "\n").encode())
+    return [(entry, known[entry]) for entry in entries]
+
+
+def _contest(
+    setting: Setting,
+    entries: list[Entry],
+    dense: dict[int, nn.Module],
+    on: tuple[Tensor, Tensor],
+    judged: tuple[Tensor, Tensor],
+    job: Job,
+) -> list[dict[str, Any]]:
+    """Prunes entries of one method as a population; one that diverges has error 1, the others go on without it."""
+    verb, options = METHODS[entries[0].method]
+    if entries[0].method in FROM_A_CRITERION:
+        options = options | {"criterion": [entry.criterion for entry in entries]}
+    nets = [copy.deepcopy(dense[entry.seed]) for entry in entries]
+    total = weights.total(nets[0])
+    try:
+        results = together(
+            verb,
+            nets,
+            on,
+            [replace(setting.after, lr=entry.lr) for entry in entries],
+            sparsity=[entry.sparsity for entry in entries],
+            seed=[entry.seed for entry in entries],
+            progress=job.progress,
+            **options,
+        )
+    except ValueError as failure:
+        if not re.match("the loss .*became", str(failure)):
+            raise
+        if len(entries) == 1:
+            return [{"kept": 0, "total": total, "error": 1.0}]
+        half = len(entries) // 2
+        rest = [_contest(setting, part, dense, on, judged, job) for part in (entries[:half], entries[half:])]
+        return rest[0] + rest[1]
+    errors = error([result.model for result in results], judged)
+    return [
+        {"kept": total - round(weights.sparsity(result.model) * total), "total": total, "error": wrong}
+        for result, wrong in zip(results, errors, strict=True)
+    ]

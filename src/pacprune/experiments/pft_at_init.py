@@ -1,0 +1,50 @@
+"""PFT at initialisation: masks are learned on weights that were never trained, and beside it one-shot pruning there.
+
+The paper's figure of MNIST, Fashion-MNIST (MLP 1000x3) and CIFAR-10 (ResNet20) without a dense network to start from.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from pacprune.config import Config
+from pacprune.experiments import contest, figures, pft_vs_osp
+from pacprune.experiments.contest import Setting
+from pacprune.experiments.figures import Drawn, Job
+
+
+def _at_init(setting: Setting) -> Setting:
+    """The same contest without dense training, whose epochs are added to what comes after."""
+    epochs = setting.dense.epochs + setting.after.epochs
+    criteria = tuple(criterion for criterion in setting.criteria if criterion in ("magnitude", "snip", "random"))
+    return replace(
+        setting,
+        criteria=criteria,
+        methods=("osp", "pft"),
+        dense=Config(epochs=0),
+        after=replace(setting.after, epochs=epochs),
+    )
+
+
+SETTINGS = {
+    scale: tuple(_at_init(one) for one in found if one.model != "lenet5")
+    for scale, found in pft_vs_osp.SETTINGS.items()
+}
+
+
+def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
+    """A figure and a CSV per data set, and how far PFT is below one-shot pruning from the same criterion."""
+    drawn, numbers = [], {}
+    for setting in SETTINGS[job.scale]:
+        setting = contest.on_device(setting, job)
+        caption = (
+            f"{setting.data}, {setting.model}: test error of networks pruned at initialisation, "
+            f"{setting.after.epochs} epochs in all; mean and 95 % interval over {setting.seeds} seeds (weights, data "
+            "order and masks are random)"
+        )
+        name = f"pft-at-init-{setting.name}"
+        found = figures.draw(
+            job, name, caption, lambda setting=setting: contest.run(setting, job), pft_vs_osp.paint_criteria
+        )
+        drawn.append(found)
+        numbers |= pft_vs_osp.margins(setting, found.rows)
+    return drawn, numbers

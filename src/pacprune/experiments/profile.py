@@ -1,0 +1,215 @@
+"""The network of a finished run: written to a file, and its size, work and latency on a CPU measured in every form."""
+
+import copy
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from pacprune import export as formats
+from pacprune import models, slim, weights
+from pacprune.experiments import store, timing
+from pacprune.loop import Progress
+
+SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+"""Shape of an example, so that a network can be exported where its data are not."""
+FILES = {"safetensors": "packed.safetensors", "onnx": "model.onnx", "dense": "dense.safetensors", "slim": "slim.pt2"}
+BATCHES = (1, 256)
+BLOCK = 4
+"""Side of the blocks of the BSR form, where the layer can be divided by it."""
+CPU = torch.device("cpu")
+
+Network = Callable[[Tensor], Any]
+
+
+def network(folder: Path) -> tuple[nn.Module, Tensor]:
+    """The network that a finished run of osp, pft or pbp left, in eval mode, and a batch of noise as its input."""
+    _, options = store.recorded(folder)
+    store.result(folder)
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {path.name}: name the folder of one finished run of osp, pft or pbp")
+    x = torch.randn(max(BATCHES), *SHAPES[options.data], generator=torch.Generator().manual_seed(0))
+    like: Any = SimpleNamespace(train=SimpleNamespace(x=x, y=torch.zeros(1)), classes=10)
+    model = models.build(options.model, like)
+    model.load_state_dict(load_file(path))
+    return model.eval(), x
+
+
+def export(run: Path, *, format: str, out: Path | None = None) -> dict[str, Any]:
+    """Writes the network of a finished run to `out`, or into its folder, in one of the formats of `pacprune.export`."""
+    if format not in formats.FORMATS:
+        raise ValueError(f"format {format!r} is unknown; use one of {', '.join(formats.FORMATS)}")
+    model, x = network(run)
+    path = run / FILES[format] if out is None else out
+    said = formats.write(path, model, format=format, example=x)
+    return {"run": str(run), "format": format, "file": str(path), "bytes": path.stat().st_size, "said": said}
+
+
+def profile(run: Path, *, seconds: float = 5.0, progress: Progress | None = None) -> dict[str, Any]:
+    """Bytes, FLOPs per example and CPU latency of every form, next to the dense one's; `seconds` per batch size.
+
+    A latency ratio is the median over rounds in which all forms are timed in turn, its spread their middle half.
+    """
+    model, x = network(run)
+    rows, notes, forms = _forms(model, x)
+    with torch.inference_mode():
+        expected = model(x)
+        for name, form in forms.items():
+            rows[name]["difference"] = float((torch.as_tensor(form(x)) - expected).abs().max())
+        for number, batch in enumerate(BATCHES):
+            if progress:
+                progress("profile", number, len(BATCHES), {})
+            things = {name: _call(form, x[:batch]) for name, form in forms.items()}
+            times = timing.alternate(things, CPU, seconds=seconds)
+            for name in forms:
+                low, ratio, high = np.quantile(times.seconds[name] / times.seconds["dense"], (0.25, 0.5, 0.75)).tolist()
+                found = {"batch": batch, "ms": times.median(name) * 1e3, "ratio": ratio, "spread": [low, high]}
+                rows[name]["latency"].append(found | {"gain": high < 1})
+    if progress:
+        progress("profile", len(BATCHES), len(BATCHES), {})
+    return {
+        "run": str(run),
+        "sparsity": weights.sparsity(model),
+        "weights": weights.total(model),
+        "environment": timing.environment(CPU),
+        "rows": list(rows.values()),
+        "notes": notes,
+    }
+
+
+def shown(result: dict[str, Any]) -> Iterator[Any]:
+    """What was measured on, the table, and what there is to say about it."""
+    here = result["environment"]
+    yield (
+        f"{result['weights']:,} weights, sparsity {result['sparsity']:.4f}; {here['device']}, "
+        f"{here['threads']} threads, torch {here['torch']}; "
+        "latency: median, and ratio to dense [middle half of the rounds]"
+    )
+    dense = result["rows"][0]
+    table = Table("Form", "Bytes on disk", "FLOPs", *(f"Latency, batch {batch}" for batch in BATCHES))
+    for row in result["rows"]:
+        times = [_latency(found, row is dense) for found in row["latency"]]
+        table.add_row(
+            row["form"],
+            _number(row["bytes"], dense["bytes"], row is dense),
+            _number(row["flops"], dense["flops"], row is dense),
+            *(times or ["" for _ in BATCHES]),
+        )
+    yield table
+    yield from result["notes"]
+
+
+def _number(value: int | None, dense: int, is_dense: bool) -> str:
+    if value is None or is_dense:
+        return "" if value is None else f"{value:,}"
+    return f"{value:,}, " + (f"{value / dense:.1%}" if value < dense else "no gain")
+
+
+def _latency(found: dict[str, Any], is_dense: bool) -> str:
+    if is_dense:
+        return f"{found['ms']:.3g} ms"
+    said = f"{found['ms']:.3g} ms, {found['ratio']:.2f} [{found['spread'][0]:.2f}, {found['spread'][1]:.2f}]"
+    return said if found["gain"] else f"{said}, no gain"
+
+
+def _call(form: Network, x: Tensor) -> timing.Thing:
+    return lambda: form(x)
+
+
+def _forms(model: nn.Module, x: Tensor) -> tuple[dict[str, dict[str, Any]], list[str], dict[str, Network]]:
+    """Rows without latencies, notes, and what can be run, dense first."""
+    forms: dict[str, Network] = {"dense": model}
+    rows, notes = {}, []
+    work = slim.flops(model, x[:1])
+    thin = slim.slim(model, x)
+    notes.append(f"slim: {thin}.")
+
+    def row(form: str, size: int | None, flops: int | None) -> None:
+        rows[form] = {"form": form, "bytes": size, "flops": flops, "latency": []}
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        formats.save_dense(path, model)
+        row("dense", path.stat().st_size, work)
+        formats.save(path, model)
+        row("packed", path.stat().st_size, None)
+        for name, convert in (("CSR", _csr), ("BSR", _bsr)):
+            try:
+                forms[name] = sparse = _sparse(model, convert)
+                sparse(x[:2])
+                row(name, None, work - _spared(sparse))
+            except (RuntimeError, NotImplementedError) as error:
+                forms.pop(name, None)
+                notes.append(f"{name}: not here, since torch says: {str(error).splitlines()[0]}")
+        formats.save_program(path, thin.model, x)
+        row("slim", path.stat().st_size, thin.flops[1])
+        forms["slim"] = thin.model
+        try:
+            for name, form in (("ONNX", model), ("slim ONNX", thin.model)):
+                formats.save_onnx(path, form, x)
+                forms[name] = _session(path)
+                row(name, path.stat().st_size, None)
+        except ValueError as error:
+            notes.append(f"ONNX: not measured: {error}")
+    if any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
+        notes.append("CSR and BSR: in Linear layers alone; torch has no sparse convolution, so these stay dense.")
+    return rows, notes, forms
+
+
+def _session(path: Path) -> Network:
+    """onnxruntime on as many threads as torch has."""
+    runtime = formats.extra("onnxruntime", "export")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = runtime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+    return lambda x: session.run(["output"], {"input": x.numpy()})[0]
+
+
+class _SparseLinear(nn.Module):
+    """y = x W^T + b with a sparse W, as W x^T: torch multiplies sparse by dense, not dense by sparse."""
+
+    def __init__(self, layer: nn.Linear, convert: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.bias = convert(layer.weight.detach()), layer.bias
+        stored = self.weight.values().numel()
+        self.spared = 2 * (layer.weight.numel() - stored)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.weight @ x.T).T
+        return y if self.bias is None else y + self.bias
+
+
+def _csr(weight: Tensor) -> Tensor:
+    return weight.to_sparse_csr()
+
+
+def _bsr(weight: Tensor) -> Tensor:
+    side = math.gcd(BLOCK, *weight.shape)
+    return weight.to_sparse_bsr((side, side))
+
+
+def _sparse(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy in which every Linear layer has a sparse weight."""
+    found = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that sparse tensors are in beta state
+        for name, layer in list(found.named_modules()):
+            if isinstance(layer, nn.Linear):
+                owner, _, attribute = name.rpartition(".")
+                setattr(found.get_submodule(owner), attribute, _SparseLinear(layer, convert))
+    return found
+
+
+def _spared(model: nn.Module) -> int:
+    """FLOPs per example that are not done for zeros."""
+    return sum(module.spared for module in model.modules() if isinstance(module, _SparseLinear))

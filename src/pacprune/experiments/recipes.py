@@ -1,0 +1,94 @@
+"""`pacprune reproduce`: a table from names to recipes, each of which leaves figures with the CSV behind each."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from pacprune import __version__
+from pacprune.checkpoint import write_atomically
+from pacprune.experiments import linear_model, plots, runs, store
+from pacprune.experiments.figures import SCALES, STRIDE, Drawn, Job
+from pacprune.loop import Progress
+
+Recipe = Callable[[Job], tuple[list[Drawn], dict[str, Any]]]
+"""Draws its figures into job.out and returns them with the main numbers."""
+
+RECIPES: dict[str, Recipe] = {"linear-model": linear_model.reproduce}
+
+SETTINGS = "recipe.json"
+
+
+def run(
+    name: str,
+    *,
+    scale: str = "reduced",
+    out: Path | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    data_dir: Path | None = None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Runs a recipe in its folder: returns at once when it is finished there, keeps the figures that are there."""
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; use one of {', '.join(RECIPES)}")
+    if scale not in SCALES:
+        raise ValueError(f"scale is {scale!r}; use one of {', '.join(SCALES)}")
+    most = 2**32 // STRIDE - 1
+    if not 0 <= seed <= most:
+        raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {most}")
+    where = runs.check_device(device)
+    if data_dir is not None:
+        store.check_folder(data_dir, "the data files")
+    folder = Path("runs") / f"{name}-{scale}" if out is None else out
+    asked = {"recipe": name, "scale": scale, "seed": seed}
+    if _claimed(folder, asked):
+        return store.result(folder)
+    figures, numbers = RECIPES[name](Job(scale, folder, seed, where, data_dir, progress))
+    found = asked | {
+        "folder": str(folder),
+        "version": __version__,
+        "numbers": numbers,
+        "figures": [
+            {"name": one.name, "csv": one.csv.name, "png": one.png and one.png.name, "caption": one.caption}
+            for one in figures
+        ],
+    }
+    store.finish(folder, found)
+    return found
+
+
+def _claimed(folder: Path, asked: dict[str, Any]) -> bool:
+    """Whether this very recipe is finished in `folder`; when nothing is there yet, writes down that it is begun."""
+    path = folder / SETTINGS
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, not a folder; choose another --out")
+    if not path.is_file():
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(
+                f"{folder} is not empty and holds no {SETTINGS}, so it is no recipe's; choose another --out"
+            )
+        write_atomically(path, (json.dumps(asked) + "\n").encode())
+        return False
+    there = json.loads(path.read_text())
+    for name, value in asked.items():
+        if there.get(name) != value:
+            raise ValueError(
+                f"{folder} belongs to another run: {name} is {there.get(name)!r} there and {value!r} here; "
+                "choose another --out"
+            )
+    return (folder / "result.json").is_file()
+
+
+def shown(result: dict[str, Any]) -> Iterator[Any]:
+    """The main numbers, and where the figures lie."""
+    table = Table("Number", "Value")
+    for name, value in result["numbers"].items():
+        table.add_row(name, f"{value:.4g}")
+    yield table
+    for figure in result["figures"]:
+        yield f"{Path(result['folder']) / (figure['png'] or figure['csv'])}: {figure['caption']}"
+    if not all(figure["png"] for figure in result["figures"]):
+        yield plots.HINT

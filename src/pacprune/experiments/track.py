@@ -1,0 +1,165 @@
+"""TensorBoard event files of a run: one scalar per number of an epoch, histograms of keep_prob, the figures."""
+
+import io
+import json
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pacprune import kernels
+from pacprune.experiments import options as opt
+from pacprune.experiments import plots, store
+from pacprune.experiments.options import Pft
+from pacprune.export import extra
+from pacprune.kernels import Law
+from pacprune.loop import Progress
+from pacprune.pipelines import COUPLING
+
+EVENTS = "events"
+"""Where the event files of a run lie in its folder: tensorboard --logdir RUN."""
+_EDGES = np.linspace(0.0, 1.0, 51)
+
+
+def write(folder: Path, *, out: Path | None = None) -> Path:
+    """Writes the events of a run, finished or still going, to `out` or RUN/events; returns that folder.
+
+    The gates of pft are in its checkpoints, which a finished run does not keep: to see those, follow it with --track.
+    """
+    command, options = store.recorded(folder)
+    place = folder / EVENTS if out is None else out
+    if place.is_dir() and any(place.iterdir()):
+        raise ValueError(f"{place} already holds {len(list(place.iterdir()))} files; give another --out, or delete it")
+    with _writer(place) as writer:
+        finished = (folder / "result.json").exists()
+        for row in store.metrics(folder) if finished else _going(folder):
+            _scalars(writer, "/".join(row[key] for key in ("method", "stage") if key in row), row)
+        for path in _checkpoints(folder):
+            _gates(writer, path.stem, path, _options(command, options, path))
+        if finished:
+            _outcome(writer, folder)
+    return place
+
+
+@contextmanager
+def following(folder: Path, command: str, options: Any, progress: Progress) -> Iterator[Progress]:
+    """A `progress` that also writes the events of the run in `folder` as it goes, and its figures at the end."""
+    done: set[tuple[str, int]] = set()
+    with _writer(folder / EVENTS) as writer:
+
+        def update(stage: str, steps: int, total: int, row: dict[str, Any]) -> None:
+            progress(stage, steps, total, row)
+            if "epoch" not in row or (stage, row["epoch"]) in done:
+                return
+            # The row of an epoch comes first with the checkpoint of that epoch behind it.
+            done.add((stage, row["epoch"]))
+            _scalars(writer, stage.replace(": ", "/"), row)
+            if steps == total:
+                method, _, name = stage.rpartition(": ")
+                path = folder / store.CHECKPOINTS / method / f"{name}.pt"
+                if path.is_file():
+                    _gates(writer, stage.replace(": ", "/"), path, _options(command, options, path))
+
+        yield update
+        if done and (folder / "result.json").exists():
+            _outcome(writer, folder)
+
+
+@contextmanager
+def _writer(place: Path) -> Iterator[Any]:
+    """A SummaryWriter that makes its folder at the first event: a refused run leaves nothing behind."""
+    extra("tensorboard", "track")
+    from torch.utils.tensorboard import SummaryWriter
+
+    class Late:
+        made: SummaryWriter | None = None
+
+        def __getattr__(self, name: str) -> Any:
+            self.made = self.made or SummaryWriter(str(place))
+            return getattr(self.made, name)
+
+    late = Late()
+    try:
+        yield late
+    finally:
+        if late.made is not None:
+            late.made.close()
+
+
+def _scalars(writer: Any, tag: str, row: dict[str, Any]) -> None:
+    for key, value in row.items():
+        if isinstance(value, int | float) and key not in ("epoch", "member"):
+            writer.add_scalar(f"{tag}/{key}", value, row["epoch"])
+
+
+def _going(folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows that the checkpoints of an unfinished run hold."""
+    for path in _checkpoints(folder):
+        where = path.parent.relative_to(folder / store.CHECKPOINTS)
+        method = {} if where == Path() else {"method": str(where)}
+        for history in json.loads(_content(path)["history"]):
+            yield from ({**method, **row} for row in history)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted((folder / store.CHECKPOINTS).rglob("*.pt"))
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, behind its hash."""
+    return torch.load(io.BytesIO(path.read_bytes()[32:]), weights_only=True, map_location="cpu")
+
+
+def _options(command: str, options: Any, path: Path) -> Any:
+    """The options of the procedure that wrote a checkpoint: the demo's lie in a folder by its name."""
+    return options if command != "demo" else opt.COMMANDS.get(path.parent.name, Pft)()
+
+
+def _gates(writer: Any, tag: str, path: Path, options: Any) -> None:
+    """Histograms of keep_prob, all weights and per layer, of the gates in a checkpoint; nothing where it has none."""
+    content = _content(path)
+    state = content["model"]["state"]
+    coupled = isinstance(options, Pft) and options.recipe == "coupled"
+    clamped = isinstance(options, Pft) and not coupled
+    law = Law(kernels.CLAMP if clamped else kernels.SIGMOID, COUPLING if coupled else 0.0)
+    found: dict[str, Tensor] = {}
+    for name in [name.removesuffix(".original1") for name in state if name.endswith(".original1")]:
+        mean, gate, shift, sharpness = (
+            state[f"{name}.{part}"] for part in ("original0", "original1", "0.shift", "0.sharpness")
+        )
+        found[name.replace("parametrizations.", "")] = kernels.probability(law, mean, gate, shift, sharpness)
+    _histograms(writer, tag, found, content["epoch"])
+
+
+def _histograms(writer: Any, tag: str, found: dict[str, Tensor], step: int) -> None:
+    if found:
+        every = {"all": torch.cat([p.reshape(-1) for p in found.values()]), **found}
+        for name, probabilities in every.items():
+            writer.add_histogram(f"{tag}/keep_prob/{name}", probabilities.float().numpy(), step, bins=_EDGES)
+
+
+def _outcome(writer: Any, folder: Path) -> None:
+    """What a finished run shows: P and Q where there are any, the result's numbers and the figures."""
+    proved = plots.proved(folder)
+    tensors = proved.tensors.get("distributions.safetensors", {}) if proved else {}
+    for part in ("prior", "posterior"):
+        head = f"{part}/keep_prob/"
+        found = {name.removeprefix(head): t for name, t in tensors.items() if name.startswith(head)}
+        _histograms(writer, f"certificate/{part}", found, 0)
+    for row in store.result(folder)["rows"]:
+        for key, value in row.items():
+            if isinstance(value, int | float):
+                writer.add_scalar(f"result/{row['method']}/{key}", value, 0)
+    proto = extra("tensorboard.compat.proto.summary_pb2", "track")
+    for path in sorted(folder.glob("figures/*.png")):
+        png = path.read_bytes()
+        width, height = struct.unpack(">II", png[16:24])
+        # The file as it is: add_image would decode and encode it again, by yet another package.
+        image = proto.Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+        value = proto.Summary.Value(tag=f"figures/{path.stem}", image=image)
+        writer._get_file_writer().add_summary(proto.Summary(value=[value]), 0)

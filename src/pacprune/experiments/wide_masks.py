@@ -1,0 +1,152 @@
+"""A figure of linear-model: which weights stochastic masks keep in wide networks, and what linear models foretell."""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pacprune import data, linear, masks, models, wide
+from pacprune.budget import Budget
+from pacprune.config import Config
+from pacprune.experiments.figures import Job, agreement, interval, lines
+from pacprune.experiments.plots import BLUE, GREEN, GREY, ORANGE, Table, _title
+from pacprune.layers import attach, read
+from pacprune.masks import Mask
+from pacprune.pipelines import pft
+from pacprune.spikeslab import isotropic, top_mask
+from pacprune.train import fit
+from pacprune.weights import prunable
+
+CAPTION = (
+    "Masks at initialisation, digits: how well the linearised network foretells which weights are kept. Above, gates "
+    "alone are trained, with the loss, start, step and number of steps of the flow; below, PFT as it is. Grey: how far "
+    "two runs agree that differ in their draws and data order alone. Bands: 95 % intervals over seeds."
+)
+
+
+class Sizes(NamedTuple):
+    """Networks 64-width-10, repetitions, examples, epochs."""
+
+    widths: tuple[int, ...]
+    seeds: int
+    examples: int
+    epochs: int
+
+
+SIZES = {
+    "smoke": Sizes((8, 16), 2, 100, 2),
+    "reduced": Sizes((16, 64, 256, 1024), 5, 1000, 20),
+    "paper": Sizes((16, 64, 256, 1024, 4096), 10, 1400, 20),
+}
+SPARSITIES = (0.1, 0.5, 0.9)
+BATCHES = 8
+"""Steps per epoch: the noise of a mini-batch is small beside that of the masks."""
+TRUTHS = {"gates": "gates alone", "pft": "PFT, weights too"}
+FORETOLD = {
+    "again": ("the same, drawn again", GREY, "v"),
+    "flow": ("linearised: budgeted flow", ORANGE, "o"),
+    "slope": ("linearised: slope at the start", BLUE, "s"),
+    "magnitude": ("magnitude", GREEN, "^"),
+}
+
+
+def rows(job: Job) -> Table:
+    """Per width, sparsity and seed: agreement beyond chance of every prediction with what was really kept."""
+    size, found = SIZES[job.scale], []
+    for number, seed in enumerate(job.seeds(size.seeds)):
+        split = data.digits(seed=seed)
+        x, y = (part[: size.examples].to(job.device) for part in (split.train.x, split.train.y))
+        for width in size.widths:
+            model = models.mlp(64, 10, hidden=(width,), seed=seed).to(job.device)
+            found += [{"width": width, "seed": seed} | row for row in compare(model, x, y, size, seed=seed)]
+        job.progress("wide networks", number + 1, size.seeds, {})
+    return found
+
+
+def compare(model: nn.Module, x: Tensor, y: Tensor, size: Sizes, *, seed: int) -> Table:
+    """The rows of one network, for all sparsities."""
+    like, onehot = prunable(model), F.one_hot(y, 10).float()
+    # In float32, as the networks are trained; the masks of two runs differ far more than its rounding.
+    p, w = wide.problem(model, x, onehot, dtype=torch.float32), wide.flat(like).double()
+    lr = 1 / steepest(p, w)
+    found = []
+    for sparsity in SPARSITIES:
+        start = torch.full_like(w, 1 - sparsity)
+        steps = size.epochs * BATCHES
+        path = linear.flow(
+            lambda lam: linear.keep_prob_gradient(p, w, lam), start, lr=lr, steps=steps, sparsity=sparsity
+        )
+        guesses = {"flow": path[-1], "slope": -linear.keep_prob_gradient(p, w, start), "magnitude": w.abs()}
+        foretold = {name: masks.top_k(wide.unflat(v, like), sparsity=sparsity) for name, v in guesses.items()}
+        config = Config(epochs=size.epochs, lr=0.0, gate_lr=lr / 2, momentum=0.0, batch_size=-(-len(x) // BATCHES))
+        for truth in TRUTHS:
+            # The flow's risk is half the mean squared error, hence half its step here.
+            kept, again = (
+                gates(model, x, onehot, config, sparsity=sparsity, seed=s)
+                if truth == "gates"
+                else pft(copy.deepcopy(model), (x, y), training(size.epochs), sparsity=sparsity, seed=s).mask
+                for s in (seed, seed + 500)
+            )
+            found += [
+                {"sparsity": sparsity, "truth": truth, "foretold_by": name, "agreement": agreement(guess, kept)}
+                for name, guess in (foretold | {"again": again}).items()
+            ]
+    return found
+
+
+def training(epochs: int) -> Config:
+    """PFT's training, with the learning rate that the command line has for the digits."""
+    return Config(epochs=epochs, lr=0.1, schedule="cosine")
+
+
+def steepest(p: linear.Problem, weights: Tensor, *, steps: int = 30) -> float:
+    """The largest curvature of the risk in keep_prob: the top eigenvalue of diag(w) Sigma diag(w), by iteration."""
+    vector = weights.abs()
+    for _ in range(steps):
+        vector = vector / vector.norm()
+        vector = weights * (p.covariance @ (weights * vector)[:, None])[:, 0]
+    return float(vector.norm())
+
+
+def gates(model: nn.Module, x: Tensor, y: Tensor, config: Config, *, sparsity: float, seed: int) -> Mask:
+    """What stochastic masks keep at fixed weights: projected gradient descent from equal keep probabilities."""
+    model = attach(copy.deepcopy(model), isotropic(model, sparsity=sparsity), mapping="clamp", seed=seed)
+    budget = Budget(sparsity, control="projection")
+    fit(model, (x, y), config, loss=F.mse_loss, budget=budget, seed=seed)
+    return top_mask(read(model), sparsity=sparsity)
+
+
+def numbers(table: Table) -> dict[str, float]:
+    """Agreement at the largest width, for all that is compared."""
+    widest = max(row["width"] for row in table)
+    found = {}
+    for truth in TRUTHS:
+        for sparsity in SPARSITIES:
+            for name in FORETOLD:
+                key = (widest, truth, sparsity, name)
+                own = [r for r in table if (r["width"], r["truth"], r["sparsity"], r["foretold_by"]) == key]
+                label = f"agreement, width {widest:.0f}, {sparsity:.0%} pruned, {truth}, {name}"
+                found[label] = interval([row["agreement"] for row in own]).mean
+    return found
+
+
+def paint(canvas: Any, table: Table) -> None:
+    """Sparsities side by side; gates alone above, PFT below."""
+    canvas.set_size_inches(10, 6)
+    grid = canvas.subplots(len(TRUTHS), len(SPARSITIES), sharex=True, sharey=True)
+    for line, (truth, title) in zip(grid, TRUTHS.items(), strict=True):
+        for axes, sparsity in zip(line, SPARSITIES, strict=True):
+            own = [row for row in table if (row["truth"], row["sparsity"]) == (truth, sparsity)]
+            lines(axes, own, x="width", y="agreement", by="foretold_by", style=FORETOLD)
+            axes.axhline(0, color=GREY, lw=0.8)
+            axes.set_title(f"{title}: {sparsity:.0%} pruned", loc="left", fontsize=10)
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:.0f}")
+        line[0].set_ylabel("agreement with what is kept\n(0: chance, 1: the same)")
+    for axes in grid[-1]:
+        axes.set_xticks(sorted({row["width"] for row in table}))
+        axes.set_xlabel("width of the hidden layer")
+    canvas.legend(*grid[0, 0].get_legend_handles_labels(), ncols=4, loc="outside lower center", fontsize=9)
+    _title(canvas, "Does the linearised network foretell the mask?", "split, weights, data order, sampled masks")

@@ -1,0 +1,399 @@
+"""Smaller networks from pruned ones: channels that cannot matter are cut out of the weights, exactly.
+
+A channel is one feature of a Linear or Conv layer's output, followed through everything that treats channels one by
+one. It can go when every layer that reads it either has only zero weights for it or finds a constant there, which is
+then added to that layer's bias. Channels that are added to each other go together or not at all.
+"""
+
+import math
+import operator
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
+from torch.utils.flop_counter import FlopCounterMode
+
+from pacprune import weights
+
+_LAYER = ("linear", "conv1d", "conv2d", "conv3d")
+_NORM = ("batch_norm", "_native_batch_norm_legit_no_training")
+_POINTWISE = (
+    *("relu", "relu6", "hardtanh", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh"),
+    *("softplus", "hardswish", "hardsigmoid", "clamp", "clamp_min", "dropout", "clone", "contiguous", "alias"),
+)
+_POOL = ("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+_AVERAGE = ("avg_pool1d", "avg_pool2d", "avg_pool3d")
+
+
+@dataclass(frozen=True, eq=False)
+class Slim:
+    """The smaller network, how many channels and columns went, and what there was before and after.
+
+    `bytes` are those of all parameters and buffers, `flops` those of one example.
+    """
+
+    model: nn.Module
+    removed: int
+    weights: tuple[int, int]
+    bytes: tuple[int, int]
+    flops: tuple[int, int]
+
+    def __str__(self) -> str:
+        if not self.removed:
+            return "nothing could be removed: every channel and every input of a Linear layer is used"
+        pairs = {"weights": self.weights, "bytes": self.bytes, "FLOPs per example": self.flops}
+        saved = (f"{a:,} -> {b:,} {name} (-{1 - b / a:.1%})" for name, (a, b) in pairs.items() if a)
+        return f"{self.removed:,} channels and columns removed: " + ", ".join(saved)
+
+
+@torch.no_grad()
+def slim(model: nn.Module, example: Tensor) -> Slim:
+    """A smaller module with the same outputs in eval mode; `example` is one batch of inputs, of any size.
+
+    Beside channels, columns of Linear layers that are zero go, where the channel itself must stay: such a layer then
+    picks the inputs that it needs. A constant can go through a zero-padded convolution only if it is 0, since it ends
+    at the border. What torch.export cannot trace is refused; what it traces but this file does not know, is kept.
+    """
+    weights.prunable(model)
+    example = batch(example)
+    with weights.modes_kept(model):
+        graph = traced(model.eval(), example).module()
+        before = weights.total(model), size(model), flops(model, example[:1])
+    assert isinstance(graph, GraphModule)
+    network = _Network(graph)
+    removed = network.cut(network.removable())
+    found = network.finished()
+    after = sum(t.numel() for t in found.parameters() if t.ndim >= 2), size(found), flops(found, example[:1])
+    return Slim(found, removed, *zip(before, after, strict=True))
+
+
+def traced(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    """The graph of a module for batches of any size, or one sentence about why there is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own code is not up to date with itself
+            program = torch.export.export(model, (example,), dynamic_shapes=({0: Dim.DYNAMIC},))
+            return program.run_decompositions({})  # without in-place operations, which would change their arguments
+    except Exception as error:  # the tracer runs the model's own code, which may raise anything
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        raise ValueError(
+            f"{type(model).__name__} cannot be traced for batches of any size with an input of shape "
+            f"{tuple(example.shape)} ({type(error).__name__}: {reason}); rewrite the part of its forward that is named"
+        ) from error
+
+
+def flops(model: nn.Module, example: Tensor) -> int:
+    """Floating-point operations of one forward pass, as torch counts them: two per multiplication in a product."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(example)
+    return counter.get_total_flops()
+
+
+def size(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, a tied one once."""
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+
+
+def batch(example: Tensor) -> Tensor:
+    """Two examples: the tracer takes a batch of one to be a batch of one for ever."""
+    if example.ndim < 2 or len(example) == 0:
+        raise ValueError(
+            f"the example has shape {tuple(example.shape)}, which is no batch; give the inputs of one or more examples"
+        )
+    return example[[0, 0]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Flow:
+    """The channels of one value: their dimension, a label for each, and the constant that each is, or nan."""
+
+    dim: int
+    labels: Tensor
+    const: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A Linear or Conv layer: which inputs each output reads, with what weight in all, and what it reads them from."""
+
+    node: Node
+    used: Tensor
+    gain: Tensor
+    source: _Flow | None
+    known: Tensor
+    out: Tensor
+
+
+class _Network:
+    """A traced network with a label for every channel; labels that are added to each other are joined."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.module, self.graph = module, module.graph
+        self.flows: dict[Node, _Flow] = {}
+        self.layers: list[_Layer] = []
+        self.pads: list[tuple[Node, int, int, int]] = []
+        self.parent: list[int] = []
+        self.bound: list[Tensor] = []
+        for node in self.graph.find_nodes(op="call_module"):
+            self.graph.erase_node(node)  # the guards of the tracer, which would hold on to the old sizes
+        self.uses: dict[int, int] = {}
+        for node in self.graph.find_nodes(op="get_attr"):
+            key = id(self.tensor(node))
+            self.uses[key] = self.uses.get(key, 0) + len(node.users)
+        for node in self.graph.nodes:
+            if node.op in ("call_function", "output"):
+                self._follow(node)
+
+    # --- Which channel is which.
+
+    def tensor(self, node: Any) -> Tensor:
+        """The parameter or buffer behind a get_attr node."""
+        return operator.attrgetter(node.target)(self.module)
+
+    def value(self, node: Any) -> Tensor:
+        """The same for arithmetic: constants are folded in double precision, wherever the network is."""
+        return self.tensor(node).detach().double().cpu()
+
+    def fresh(self, count: int) -> Tensor:
+        """New labels."""
+        first = len(self.parent)
+        self.parent += range(first, first + count)
+        return torch.arange(first, first + count)
+
+    def root(self, label: int) -> int:
+        """The label that stands for all that are joined with this one."""
+        while self.parent[label] != label:
+            self.parent[label] = label = self.parent[self.parent[label]]
+        return label
+
+    def _follow(self, node: Node) -> None:
+        """Gives the node its channels, or keeps those of its arguments for good when it may mix them."""
+        target: Any = node.target
+        name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else str(node.target)
+        source = self.flows.get(node.args[0]) if isinstance(node.args[0], Node) else None
+        found = None
+        if name in _LAYER:
+            found = self._layer(node, name)
+        elif name == "cat":
+            found = self._joined(node)
+        elif source is not None:
+            found = self._passed(node, name, source)
+        if found is not None:
+            self.flows[node] = found
+        elif name != "sym_size":
+            self.bound += [self.flows[arg].labels for arg in node.all_input_nodes if arg in self.flows]
+
+    def _own(self, arg: Any) -> bool:
+        """Whether this is a parameter of one layer alone; a tied one cannot be cut for one of its owners."""
+        if arg is None:
+            return True
+        return isinstance(arg, Node) and arg.op == "get_attr" and self.uses[id(self.tensor(arg))] == 1
+
+    def _layer(self, node: Node, name: str) -> _Flow | None:
+        x, weight, bias, _, padding, _, groups = (*node.args, *[None] * 7)[:7]
+        if node.kwargs or groups not in (None, 1) or weight is None or not (self._own(weight) and self._own(bias)):
+            return None
+        w = self.value(weight)
+        dims: int = x.meta["val"].ndim  # type: ignore[union-attr]
+        dim = dims - 1 if name == "linear" else dims - w.ndim + 1
+        source = self.flows.get(x)  # type: ignore[arg-type]
+        if source is not None and source.dim != dim:
+            return None
+        w = w.reshape(*w.shape[:2], -1)
+        used, gain = (w != 0).any(2), w.sum(2)
+        known = torch.full((w.shape[1],), math.nan, dtype=torch.float64) if source is None else source.const.clone()
+        if isinstance(padding, str) or any(padding or ()):  # type: ignore[arg-type]
+            known[known != 0] = math.nan
+        const = gain @ known.nan_to_num() + (0 if bias is None else self.value(bias))
+        out = self.fresh(len(w))
+        self.layers.append(_Layer(node, used, gain, source, known, out))
+        return _Flow(dim, out, torch.where((used & known.isnan()).any(1), math.nan, const))
+
+    def _passed(self, node: Node, name: str, flow: _Flow) -> _Flow | None:
+        """The channels of what treats them one by one; None of what may not."""
+        args: tuple[Any, ...] = node.args
+        dim, labels, const = flow.dim, flow.labels, flow.const
+        if name in _POINTWISE:
+            target: Any = node.target
+            return _Flow(dim, labels, torch.where(const.isnan(), const, target(const, *args[1:], **node.kwargs)))
+        if name in _POOL or node.target is operator.getitem:
+            return flow
+        if name in _AVERAGE:
+            plain = len(args) < 4 and not node.kwargs
+            return flow if plain else _Flow(dim, labels, torch.where(const == 0, const, math.nan))
+        if name == "mean" and len(args) > 1:
+            ndim = args[0].meta["val"].ndim
+            return flow if all(d % ndim > dim for d in args[1]) else None
+        if name == "slice":
+            return flow if len(args) > 1 and args[1] % args[0].meta["val"].ndim != dim else None
+        if name in _NORM:
+            return self._norm(node, flow)
+        if name in ("view", "reshape", "flatten", "squeeze"):
+            return self._flattened(node, flow)
+        if name in ("pad", "constant_pad_nd"):
+            return self._padded(node, flow)
+        if name in ("add", "sub", "mul"):
+            return self._combined(node, flow, getattr(operator, name))
+        return None
+
+    def _norm(self, node: Node, flow: _Flow) -> _Flow | None:
+        args: tuple[Any, ...] = node.args
+        training = "no_training" not in str(node.target) and args[5]
+        args = args if "no_training" in str(node.target) else (*args[:5], *args[6:])
+        if training or flow.dim != 1 or None in args[3:5] or not all(self._own(arg) for arg in args[1:5]):
+            return None
+        const = (flow.const - self.value(args[3])) / torch.sqrt(self.value(args[4]) + args[6])
+        const = const if args[1] is None else const * self.value(args[1])
+        return _Flow(1, flow.labels, const if args[2] is None else const + self.value(args[2]))
+
+    def _flattened(self, node: Node, flow: _Flow) -> _Flow | None:
+        old, new = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+        if flow.dim != 1 or len(new) != 2 or new[0] != old[0]:
+            return None
+        pixels = math.prod(old[2:])
+        # The sizes that are written into a view would be wrong afterwards.
+        node.target, node.args, node.kwargs = torch.ops.aten.flatten.using_ints, (node.args[0], 1), {}
+        return _Flow(1, flow.labels.repeat_interleave(pixels), flow.const.repeat_interleave(pixels))
+
+    def _padded(self, node: Node, flow: _Flow) -> _Flow | None:
+        _, pads, *more = (*node.args, *node.kwargs.values())
+        mode = next((m for m in more if isinstance(m, str)), "constant")
+        value = next((float(m) for m in more if isinstance(m, int | float)), 0.0)
+        if mode != "constant":
+            return None
+        place = 2 * (node.meta["val"].ndim - 1 - flow.dim)
+        every = [*pads, *[0] * 2 * node.meta["val"].ndim]  # type: ignore[misc]
+        left, right = every[place : place + 2]
+        if left < 0 or right < 0:
+            return None
+        const = flow.const
+        if any(pad for k, pad in enumerate(every) if k not in (place, place + 1)):
+            const = torch.where(const == value, const, math.nan)
+        if left or right:
+            self.pads.append((node, place, left, right))
+        sides = [torch.full((n,), value, dtype=torch.float64) for n in (left, right)]
+        labels = torch.cat([self.fresh(left), flow.labels, self.fresh(right)])
+        return _Flow(flow.dim, labels, torch.cat([sides[0], const, sides[1]]))
+
+    def _combined(self, node: Node, flow: _Flow, combine: Callable[[Any, Any], Any]) -> _Flow | None:
+        other: Any = node.args[1]
+        if node.kwargs:
+            return None
+        if isinstance(other, int | float):
+            return _Flow(flow.dim, flow.labels, combine(flow.const, other))
+        second = self.flows.get(other)
+        shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+        if second is None or second.dim != flow.dim or other.meta["val"].shape != shape:
+            return None
+        for a, b in zip(flow.labels.tolist(), second.labels.tolist(), strict=True):
+            self.parent[self.root(b)] = self.root(a)
+        return _Flow(flow.dim, flow.labels, combine(flow.const, second.const))
+
+    def _joined(self, node: Node) -> _Flow | None:
+        parts: Any = node.args[0]
+        dim, flows = (*node.args, 0)[1] % node.meta["val"].ndim, [self.flows.get(part) for part in parts]
+        if any(flow is None or flow.dim != dim for flow in flows):
+            return None
+        return _Flow(dim, *(torch.cat([getattr(flow, key) for flow in flows]) for key in ("labels", "const")))
+
+    # --- Which channels can go, and what is left.
+
+    def removable(self) -> Tensor:
+        """One Boolean per label: whether nothing needs this channel or any that is joined with it."""
+        root = torch.tensor([self.root(label) for label in range(len(self.parent))], dtype=torch.long)
+        free = torch.ones(len(root), dtype=torch.bool)
+        for labels in self.bound:
+            free[root[labels]] = False
+        gone = torch.zeros_like(free)
+        while True:
+            # What is needed by channels that go themselves is not needed.
+            now = free.clone()
+            for layer in self.layers:
+                if layer.source is not None:
+                    needed = layer.used[~gone[root[layer.out]]].any(0) & layer.known.isnan()
+                    now[root[layer.source.labels[needed]]] = False
+            if torch.equal(now, gone):
+                break
+            gone = now
+        for flow in self.flows.values():
+            if len(flow.labels) and bool(gone[root[flow.labels]].all()):
+                gone[root[flow.labels[0]]] = False  # not every operation takes a tensor without channels
+        return gone[root]
+
+    def cut(self, gone: Tensor) -> int:
+        """Cuts the weights, folds constants into biases, and returns how many channels of layers went."""
+        for node, flow in self.flows.items():
+            kept = ~gone[flow.labels]
+            if any(str(node.target).startswith(f"aten.{name}.") for name in _NORM) and not bool(kept.all()):
+                for arg in node.args[1:5]:
+                    if arg is not None:
+                        self.put(arg.target, self.tensor(arg)[kept])  # type: ignore[union-attr]
+        for node, place, left, right in self.pads:
+            labels = gone[self.flows[node].labels]
+            pads: list[int] = [*node.args[1]]  # type: ignore[misc]
+            pads[place : place + 2] = int((~labels[:left]).sum()), int((~labels[len(labels) - right :]).sum())
+            node.args = (node.args[0], pads, *node.args[2:])
+        return sum(self._cut_layer(layer, gone) for layer in self.layers)
+
+    def _cut_layer(self, layer: _Layer, gone: Tensor) -> int:
+        x, weight, bias = (*layer.node.args, None)[:3]
+        target: str = weight.target  # type: ignore[union-attr]
+        old, rows = self.tensor(weight), ~gone[layer.out]
+        lost = torch.zeros(old.shape[1], dtype=torch.bool) if layer.source is None else gone[layer.source.labels]
+        used = layer.used[rows].any(0)
+        folded = lost & used & ~layer.known.isnan()
+        extra = (layer.gain[:, folded] @ layer.known[folded])[rows]
+        if bias is not None:
+            self.put(bias.target, (self.value(bias)[rows] + extra).to(old))  # type: ignore[union-attr]
+        elif bool((extra != 0).any()):
+            with self.graph.inserting_before(layer.node):
+                added = self.graph.get_attr(self.put(_beside(target, "bias"), extra.to(old)))
+            layer.node.args = (x, weight, added, *layer.node.args[3:])
+        columns = ~lost
+        if "linear" in str(layer.node.target):
+            picked = used[columns].nonzero().reshape(-1) if bool(used[columns].any()) else torch.tensor([0])
+            spared = (int(columns.sum()) - len(picked)) * int(rows.sum()) * old.element_size()
+            if spared > 4 * len(picked):  # else the index would be larger than what it saves
+                with self.graph.inserting_before(layer.node):
+                    index = self.graph.get_attr(self.put(_beside(target, "inputs"), picked.to(old.device, torch.int32)))
+                    last: int = x.meta["val"].ndim - 1  # type: ignore[union-attr]
+                    chosen = self.graph.call_function(torch.ops.aten.index_select.default, (x, last, index))
+                layer.node.args = (chosen, *layer.node.args[1:])
+                columns = torch.zeros_like(lost).index_fill(0, columns.nonzero().reshape(-1)[picked], True)
+        self.put(target, old[rows][:, columns])
+        return int((~rows).sum()) + int((~columns & ~lost).sum())
+
+    def put(self, target: str, value: Tensor) -> str:
+        """Sets a parameter or buffer of the module, in memory of its own."""
+        owner, _, name = target.rpartition(".")
+        module = self.module.get_submodule(owner)
+        value = value.detach().clone()
+        if name in module._buffers or not value.is_floating_point():
+            module.register_buffer(name, value)
+        else:
+            module.register_parameter(name, nn.Parameter(value))
+        return target
+
+    def finished(self) -> GraphModule:
+        """A plain module of what is left, in eval mode, that shares no memory with the original."""
+        self.graph.eliminate_dead_code()
+        for node in self.graph.find_nodes(op="get_attr"):
+            self.put(node.target, self.tensor(node))
+        output = self.graph.output_node()
+        (values,) = output.args
+        if len(values) == 1 and self.graph._codegen.pytree_info.out_spec.is_leaf():  # type: ignore
+            # A plain function of tensors: taking its arguments apart and together would cost more than a small layer.
+            output.args = tuple(values)  # type: ignore
+            self.graph.set_codegen(CodeGen())
+        return GraphModule(self.module, self.graph, class_name="Slim").eval()
+
+
+def _beside(target: str, name: str) -> str:
+    """layers.0.weight -> layers.0.NAME; a weight of another name gets one of its own."""
+    return target[: -len("weight")] + name if target.endswith("weight") else f"{target}_{name}"

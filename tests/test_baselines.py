@@ -1,0 +1,390 @@
+"""gmp (with feedback: DPF), imp, l0 and pft without noise: exact sparsity, schedules, populations, resuming."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pacprune as pp
+from pacprune import kernels, layers, scores, weights
+from pacprune.experiments import options as opt
+from pacprune.experiments import runs
+from pacprune.kernels import HARD, STILL, STRETCHED, Law, Part
+
+G = torch.Generator().manual_seed(1)
+X = torch.randn(120, 6, generator=G)
+Y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
+IMAGES = torch.randn(96, 1, 8, 8, generator=G)
+CONFIG = pp.Config(epochs=6, lr=0.1, batch_size=32)
+Given = tuple[Callable[..., Any], dict[str, Any]]
+METHODS: dict[str, Given] = {
+    "gmp": (pp.gmp, {"every": 3}),
+    "dpf": (pp.gmp, {"every": 3, "feedback": True}),
+    "imp": (pp.imp, {}),
+    "l0": (pp.l0, {}),
+    "pft-still": (pp.pft, {"noise": False}),
+}
+STAGES = {"imp": ["round 1"] * 2 + ["round 2"] * 2 + ["round 3"] * 2}
+each_method = pytest.mark.parametrize("name", METHODS)
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make()
+
+
+def net(seed: int = 0) -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3)), seed)
+
+
+def conv() -> nn.Module:
+    body = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, padding=1)
+    return nn.Sequential(*body, nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(8, 3))
+
+
+def prune(name: str, model: nn.Module, data: Any, config: pp.Config, **how: Any) -> pp.Pruned:
+    verb, own = METHODS[name]
+    return verb(model, data, config, **{**own, **how})
+
+
+def kept(mask: Any) -> int:
+    return sum(int(m.sum()) for m in mask.values())
+
+
+def support(model: nn.Module) -> Tensor:
+    """Which weights are not zero, as one vector."""
+    return torch.cat([(w != 0).reshape(-1) for w in weights.prunable(model).values()])
+
+
+def noted(model: nn.Module) -> Tensor:
+    """The mask in force, as one vector."""
+    return torch.cat([keep.reshape(-1) for _, keep in weights.masked(model)]).clone()
+
+
+# --- What comes out.
+
+
+@each_method
+@pytest.mark.parametrize("kind", ["mlp", "convolution"])
+def test_exactly_k_weights_are_kept_in_equal_epochs(name: str, kind: str) -> None:
+    make, data = (net, (X, Y)) if kind == "mlp" else (lambda: seeded(conv), (IMAGES, Y[:96]))
+    model = make()
+    total = weights.total(model)
+    found = prune(name, model, data, CONFIG, sparsity=0.85, dense=CONFIG)
+    assert found.model is model
+    assert kept(found.mask) == round(0.15 * total)
+    assert found.sparsity == 1 - kept(found.mask) / total
+    for key, weight in weights.prunable(model).items():
+        assert torch.equal(weight != 0, found.mask[key])
+    stages = [row["stage"] for row in found.history]
+    assert stages == ["dense"] * 6 + STAGES.get(name, ["masks"] * 3 + ["tune"] * 3)
+    plain = make()
+    plain.load_state_dict(model.state_dict(), strict=True)
+    assert pp.error(plain, data) == pp.error(model, data)
+    if kind == "mlp":
+        assert pp.error(model, data) < 0.35
+
+
+@pytest.mark.parametrize("criterion", scores.NAMES)
+def test_pft_without_noise_starts_from_every_criterion(criterion: str) -> None:
+    for recipe in ("coupled", "paper"):
+        found = pp.pft(net(), (X, Y), CONFIG, sparsity=0.85, criterion=criterion, recipe=recipe, noise=False)
+        assert kept(found.mask) == 27
+        noisy = pp.pft(net(), (X, Y), CONFIG, sparsity=0.85, criterion=criterion, recipe=recipe)
+        assert found.history[0]["loss"] != noisy.history[0]["loss"]
+
+
+@each_method
+@pytest.mark.parametrize("epochs", [0, 1, 2, 7])
+def test_any_number_of_epochs_is_spent_exactly(name: str, epochs: int) -> None:
+    config = dataclasses.replace(CONFIG, epochs=epochs)
+    found = prune(name, net(), (X, Y), config, sparsity=0.5)
+    assert len(found.history) == epochs
+    assert kept(found.mask) == 90
+    if not epochs:
+        with torch.no_grad():  # BatchNorm at least knows the pruned network
+            assert torch.allclose(found.model[1].running_mean, found.model[0](X).mean(0), atol=1e-5)  # type: ignore[index]
+
+
+@each_method
+def test_a_restricted_choice_leaves_the_denominator(name: str) -> None:
+    def body(model: nn.Module) -> dict[str, Tensor]:
+        return {name: w for name, w in pp.prunable(model).items() if not name.startswith("3")}
+
+    found = prune(name, net(), (X, Y), CONFIG, sparsity=0.5, prunable=body)
+    assert set(found.mask) == {"0.weight"}
+    assert kept(found.mask) == 30
+    assert found.sparsity == 0.5
+
+
+@each_method
+def test_no_layer_falls_below_its_minimum(name: str) -> None:
+    found = prune(name, net(), (X, Y), CONFIG, sparsity=0.95, min_per_layer=4)
+    assert min(int(m.sum()) for m in found.mask.values()) >= 4
+    assert kept(found.mask) == 9
+    assert found.sparsity == 1 - 9 / 180  # and what is kept was not zero before
+
+
+# --- Schedules.
+
+
+def watched(name: str, look: Callable[[nn.Module], Tensor], **how: Any) -> tuple[pp.Pruned, list[tuple[str, Tensor]]]:
+    """The run, and what `look` saw after every step."""
+    model, seen = net(), []
+
+    def progress(stage: str, step: int, steps: int, row: dict[str, Any]) -> None:
+        if len(seen) < step + sum(1 for s, _ in seen if s != stage):  # the call at the end of an epoch repeats its step
+            seen.append((stage, look(model)))
+
+    config = pp.Config(epochs=20, lr=0.1, batch_size=30)
+    return prune(name, model, (X, Y), config, sparsity=0.9, progress=progress, **how), seen
+
+
+def test_gmp_follows_the_cubic_density_and_its_zeros_stay() -> None:
+    found, seen = watched("gmp", support, every=4)
+    masks = [s for stage, s in seen if stage == "masks"]
+    assert len(masks) == 40  # 10 epochs of 4 steps
+    for step, now in enumerate(masks):
+        r = min(1.0, (step - step % 4) / 40 / 0.8)
+        assert int(now.sum()) == round((1 - 0.9 * (1 - (1 - r) ** 3)) * 180)
+    for before, now in itertools.pairwise(masks):
+        assert not (now & ~before).any()
+    final = torch.cat([m.reshape(-1) for m in found.mask.values()])
+    assert torch.equal(final, masks[-1])
+    assert all(torch.equal(now, final) for stage, now in seen if stage == "tune")
+
+
+def test_under_feedback_weights_come_back_until_the_masks_are_final() -> None:
+    found, seen = watched("dpf", noted, every=4)
+    masks = [s for stage, s in seen if stage == "masks"]
+    for step, now in enumerate(masks):
+        r = min(1.0, (step - step % 4) / 40 / 0.8)
+        assert int(now.sum()) == round((1 - 0.9 * (1 - (1 - r) ** 3)) * 180)
+        assert step % 4 == 0 or torch.equal(now, masks[step - 1])
+    back = sum(int((now & ~before).sum()) for before, now in itertools.pairwise(masks))
+    assert back > 0
+    final = torch.cat([m.reshape(-1) for m in found.mask.values()])
+    assert all(torch.equal(now, final) for stage, now in seen if stage == "tune")
+    _, whole = watched("dpf", support, every=4)
+    assert all(now.all() for stage, now in whole if stage == "masks")  # they are zero in the network alone
+
+
+def test_imp_prunes_geometrically_and_replays_the_schedule() -> None:
+    config = pp.Config(epochs=8, lr=0.1, schedule="cosine", warmup=0.25, batch_size=30)
+    model, seen = net(), {}
+
+    def progress(stage: str, *rest: Any) -> None:
+        seen[stage] = int(support(model).sum())
+
+    found = pp.imp(model, (X, Y), config, sparsity=0.9, rounds=3, progress=progress)
+    assert seen == {f"round {i}": round(0.1 ** (i / 3) * 180) for i in (1, 2, 3)}
+    rounds = [[row["lr"] for row in found.history if row["stage"] == f"round {i}"] for i in (1, 2, 3)]
+    assert [len(lr) for lr in rounds] == [2, 3, 3]
+    assert rounds[1] == rounds[2]
+    for lr in rounds:
+        alone = pp.fit(net(), (X, Y), dataclasses.replace(config, epochs=len(lr)))
+        assert lr == [row["lr"] for row in alone]
+    few = pp.imp(net(), (X, Y), dataclasses.replace(config, epochs=2), sparsity=0.9, rounds=5)
+    assert [row["stage"] for row in few.history] == ["round 1", "round 2"]
+
+
+def test_the_lagrangian_of_l0_brings_the_open_gates_to_their_budget(digits: pp.data.Split) -> None:
+    config = pp.Config(epochs=20, lr=0.15, schedule="cosine")
+    found = pp.l0(pp.models.mlp(64), digits.train, config, sparsity=0.9, dense=pp.Config(epochs=5, lr=0.05))
+    expected = [row["expected_sparsity"] for row in found.history if row["stage"] == "masks"]
+    assert expected[0] < 0.2
+    assert expected[-1] == pytest.approx(0.9, abs=0.03)
+    assert found.sparsity == pytest.approx(0.9, abs=1e-5)
+
+
+# --- The gates of l0, and gates without noise.
+
+
+def gates(logit: Tensor, mode: str, *, beta: float = 2 / 3, step: int = 3) -> Tensor:
+    part = Part(torch.ones_like(logit), logit, None, torch.tensor(5), torch.tensor(step), 0)
+    return kernels.sample(part, Law(mode=mode, beta=beta))
+
+
+def test_the_hard_concrete_gate_is_open_where_the_hard_gate_is() -> None:
+    logit = torch.linspace(-5, 5, 40_000)
+    stretched, hard = gates(logit, STRETCHED), gates(logit, HARD)
+    assert int(((stretched > 0) != (hard > 0)).sum()) <= 2  # at the edge the clamp rounds, the comparison does not
+    assert {0.0, 1.0} < set(stretched.tolist())
+    # Louizos et al. 2018: the gate is above 0 with probability sigmoid(log alpha - beta log(-gamma / zeta)).
+    alpha = logit.double() + 2 / 3 * math.log(0.1 / 1.1)
+    opened = torch.sigmoid(alpha - 2 / 3 * math.log(0.1 / 1.1))
+    assert torch.allclose(opened.float(), torch.sigmoid(logit), atol=1e-6)
+    assert float((stretched > 0).float().mean()) == pytest.approx(float(opened.mean()), abs=0.01)
+
+
+@pytest.mark.parametrize("mode", [STRETCHED, STILL])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_gradients_agree_with_finite_differences(mode: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACPRUNE_KERNELS", backend)
+    logit = torch.linspace(-4, 4, 301).requires_grad_()
+    (gradient,) = torch.autograd.grad(gates(logit, mode).sum(), logit)
+    high, low = (gates(logit.detach() + h, mode).double() for h in (1e-2, -1e-2))
+    inside = ((high > 0) == (low > 0)) & ((high < 1) == (low < 1))  # no edge of the clamp between the two
+    assert int(inside.sum()) > 290
+    assert torch.allclose(gradient.double()[inside], ((high - low) / 2e-2)[inside], rtol=2e-3, atol=2e-4)
+
+
+def test_gates_without_noise_are_the_sigmoid_in_training_and_chance_in_evaluation() -> None:
+    logit = torch.linspace(-5, 5, 1001)
+    for beta in (0.3, 0.5, 1.0):
+        assert torch.allclose(gates(logit, STILL, beta=beta), torch.sigmoid(logit / beta), atol=1e-6)
+    assert torch.equal(gates(logit, STILL, step=3), gates(logit, STILL, step=4))
+    model = net()
+    pp.attach(model, pp.isotropic(model, sparsity=0.5), estimator="deterministic")
+    model.train()
+    first = model[0].weight.detach().clone()  # type: ignore[index, union-attr]
+    pp.resample_(model)
+    assert torch.equal(model[0].weight, first)  # type: ignore[index, union-attr]
+    model.eval()
+    drawn = model[0].weight.detach().clone()  # type: ignore[index, union-attr]
+    pp.resample_(model)
+    assert not torch.equal(model[0].weight, drawn)  # type: ignore[index, union-attr]
+    assert layers.sites(model)[0].sampler.estimator == "deterministic"
+
+
+# --- Populations, resuming, and bad input.
+
+
+@each_method
+def test_each_member_is_what_the_method_alone_gives(name: str) -> None:
+    verb, own = METHODS[name]
+    how = own | {"sparsity": [0.5, 0.8, 0.9], "seed": [0, 0, 7], "dense": CONFIG}
+    alone = [
+        verb(net(k), (X, Y), CONFIG, **{n: v[k] if isinstance(v, list) else v for n, v in how.items()})
+        for k in range(3)
+    ]
+    found = pp.together(verb, [net(k) for k in range(3)], (X, Y), CONFIG, **how)
+    for one, other in zip(found, alone, strict=True):
+        assert all(torch.equal(one.mask[n], keep) for n, keep in other.mask.items())
+        assert one.sparsity == other.sparsity
+        assert [row["loss"] for row in one.history] == pytest.approx([r["loss"] for r in other.history], rel=1e-3)
+        for key, tensor in other.model.state_dict().items():
+            torch.testing.assert_close(one.model.state_dict()[key], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_gmp_and_dpf_run_side_by_side() -> None:
+    how = {"sparsity": 0.8, "feedback": [False, True, False], "every": [1, 3, 5]}
+    found = pp.together(pp.gmp, [net() for _ in range(3)], (X, Y), CONFIG, **how)
+    for k, one in enumerate(found):
+        own = {name: value[k] for name, value in how.items() if isinstance(value, list)}
+        alone = pp.gmp(net(), (X, Y), CONFIG, sparsity=0.8, **own)
+        assert all(torch.equal(one.mask[n], keep) for n, keep in alone.mask.items())
+
+
+class Killed(Exception):
+    """Raised from the progress callback."""
+
+
+@each_method
+def test_a_method_goes_on_where_it_was_killed(name: str, tmp_path: Path) -> None:
+    steps = []
+
+    def run(folder: Path | None, stop: int = -1) -> pp.Pruned:
+        steps.clear()
+
+        def progress(*call: Any) -> None:
+            steps.append(call)
+            if len(steps) == stop:
+                raise Killed
+
+        return prune(name, net(), (X, Y), CONFIG, sparsity=0.8, dense=CONFIG, folder=folder, progress=progress)
+
+    whole = run(None)
+    count = len(steps)
+    for stop in (3, count // 2 + 2, count // 2 + 8, count - 8):
+        with pytest.raises(Killed):
+            run(tmp_path / str(stop), stop)
+        found = run(tmp_path / str(stop))
+        assert found.history == whole.history
+        assert all(torch.equal(found.model.state_dict()[n], t) for n, t in whole.model.state_dict().items())
+    assert run(tmp_path / str(stop)).history == whole.history
+    assert steps == []
+
+
+@each_method
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"sparsity": 1.0}, r"sparsity 1\.0 is outside \[0, 1\)"),
+        (
+            {"sparsity": 0.9, "min_per_layer": 50},
+            r"min_per_layer=50 needs 100 kept weights, but sparsity 0\.9 keeps 18",
+        ),
+        ({"sparsity": 0.9, "prunable": lambda m: {"3.weight": pp.prunable(m)["3.weight"]}}, r"0\.9 of 180 weights"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_trained(name: str, how: dict, message: str) -> None:
+    model = net()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        prune(name, model, (X, Y), CONFIG, **how)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def test_the_methods_own_errors() -> None:
+    with pytest.raises(ValueError, match="every is 0; it is the number of steps from mask to mask, at least 1"):
+        pp.gmp(net(), (X, Y), CONFIG, sparsity=0.5, every=0)
+    with pytest.raises(ValueError, match="rounds is 0; at least 1 round"):
+        pp.imp(net(), (X, Y), CONFIG, sparsity=0.5, rounds=0)
+    for verb in (pp.gmp, pp.l0):
+        with pytest.raises(ValueError, match=r"mask_share is 1\.5"):
+            verb(net(), (X, Y), CONFIG, sparsity=0.5, mask_share=1.5)
+    with pytest.raises(ValueError, match="gate_lr is None, so the gates of L0 would stay as they are"):
+        pp.l0(net(), (X, Y), dataclasses.replace(CONFIG, gate_lr=None), sparsity=0.5)
+
+
+# --- As runs, and on the digits.
+
+
+SHORT = {"dense_epochs": 1, "epochs": 2, "sparsity": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gmp", opt.Gmp(**SHORT, every=5)),
+        ("dpf", opt.Dpf(**SHORT)),
+        ("imp", opt.Imp(**SHORT, rounds=2)),
+        ("l0", opt.L0(**SHORT, gate_lr=1.0)),
+        ("pft", opt.Pft(**SHORT, noise=False)),
+    ],
+)
+def test_options_name_their_method_and_run_it(name: str, options: opt.Options, tmp_path: Path) -> None:
+    split, model = runs.prepare(options)
+    runs.rehearse(options, model, split)
+    found = runs.prune(options, model, split, tmp_path, lambda *call: None)
+    assert (found.method, len(found.history)) == (name, 2)
+    assert round((1 - found.sparsity) * 50_200) == 5020
+
+
+def test_a_method_without_scores_takes_no_criterion() -> None:
+    options = opt.Dpf(criterion="snip")
+    split, model = runs.prepare(options)
+    with pytest.raises(ValueError, match="criterion is 'snip', but dpf finds its weights without one; leave it out"):
+        runs.rehearse(options, model, split)
+
+
+def test_gradual_pruning_beats_one_shot_pruning_at_98_percent() -> None:
+    dense, config = pp.Config(epochs=10, lr=0.05), pp.Config(epochs=20, lr=0.15, schedule="cosine")
+    errors: dict[str, list[float]] = {"osp": [], "gmp": []}
+    for seed in range(3):
+        split = pp.data.digits(seed=seed)
+        for name, found in errors.items():
+            model = pp.models.mlp(64, seed=seed)
+            result = getattr(pp, name)(model, split.train, config, sparsity=0.98, dense=dense, seed=seed)
+            assert kept(result.mask) == round(0.02 * 50_200)
+            found.append(pp.error(model, split.test))
+    assert mean(errors["gmp"]) < mean(errors["osp"]), errors

@@ -1,0 +1,92 @@
+"""The contest of pruning methods: equal terms, tuning that never sees the test set, and work that is done once."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import pacprune as pp
+from pacprune import data
+from pacprune.experiments import contest, pft_vs_osp
+from pacprune.experiments.contest import METHODS, Setting
+from pacprune.experiments.figures import Job
+
+SETTING = Setting(
+    data="digits",
+    model="mlp",
+    sparsities=(0.9, 0.95),
+    criteria=("magnitude", "random"),
+    methods=("osp", "pft", "gmp"),
+    seeds=2,
+    dense=pp.Config(epochs=1, lr=0.1),
+    after=pp.Config(epochs=2, schedule="cosine"),
+    rates=(0.05, 0.1),
+    tuned_at=0.95,
+)
+
+
+def job(out: Path, **other) -> Job:
+    given = {"scale": "smoke", "seed": 0, "device": torch.device("cpu"), "data_dir": None, "progress": _quiet}
+    return Job(**(given | {"out": out} | other))
+
+
+def _quiet(*_: object) -> None:
+    """Says nothing."""
+
+
+def test_one_row_per_network_with_exactly_k_weights(tmp_path: Path) -> None:
+    rows = contest.run(SETTING, job(tmp_path))
+    assert all(tuple(row) == contest.COLUMNS for row in rows)
+    pruned = [row for row in rows if row["method"] != "dense"]
+    assert len(pruned) == (2 + 2 + 1) * 2 * 2  # two criteria for osp and pft, one for gmp; sparsities; seeds
+    assert len({(row["method"], row["criterion"], row["sparsity"], row["seed"]) for row in pruned}) == len(pruned)
+    assert {row["kept"] for row in pruned if row["sparsity"] == 0.9} == {round(0.1 * pruned[0]["total"])}
+    assert all(0 <= row["test_error"] <= 1 and row["epochs"] == 2 for row in pruned)
+
+
+def test_every_method_has_the_same_grid_and_the_rates_come_from_validation(tmp_path, monkeypatch) -> None:
+    split = data.load("digits", seed=0)
+    judged = []
+    monkeypatch.setattr(contest, "error", lambda nets, on: [judged.append(on) or 0.5] * len(nets))
+    chosen = contest.tune(SETTING, split, job(tmp_path))
+    assert chosen == dict.fromkeys(SETTING.pairs(), 0.05)  # all equal: the smaller rate
+    (tried,) = {
+        len([k for k in lines if k]) for lines in [(tmp_path / "digits-mlp-tuning.jsonl").read_text().split("\n")]
+    }
+    assert tried == len(SETTING.pairs()) * len(SETTING.rates)
+    seen = {row.numpy().tobytes() for x, _ in judged for row in x}
+    assert len(seen) == pytest.approx(0.1 * len(split.train), abs=2)
+    assert not seen & {row.numpy().tobytes() for row in split.test.x}
+
+
+def test_one_rate_needs_no_tuning(tmp_path: Path) -> None:
+    one = replace(SETTING, rates=(0.1,))
+    assert contest.tune(one, data.load("digits"), job(tmp_path)) == dict.fromkeys(SETTING.pairs(), 0.1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_finished_networks_are_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(SETTING, methods=("osp",), criteria=("magnitude",), rates=(0.1,))
+    rows = contest.run(small, job(tmp_path))
+    lines = (tmp_path / "digits-mlp.jsonl").read_text().splitlines()
+    (tmp_path / "digits-mlp.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    trained = []
+    real = contest.together
+    monkeypatch.setattr(contest, "together", lambda *a, **k: trained.extend(k["seed"]) or real(*a, **k))
+    monkeypatch.setattr(contest, "fit", lambda *a, **k: pytest.fail("the dense networks are there"))
+    assert contest.run(small, job(tmp_path)) == rows
+    assert len(trained) == 1
+
+
+def test_a_network_that_diverges_does_not_stop_the_others(tmp_path: Path) -> None:
+    wild = replace(SETTING, methods=("osp",), criteria=("magnitude",), rates=(0.1, 1e12))
+    assert set(contest.tune(wild, data.load("digits"), job(tmp_path)).values()) == {0.1}
+    assert '"error": 1.0' in (tmp_path / "digits-mlp-tuning.jsonl").read_text()
+
+
+def test_the_smoke_grid_has_every_method() -> None:
+    (smoke,) = pft_vs_osp.SETTINGS["smoke"]
+    assert smoke.methods == tuple(METHODS)
+    for scale, settings in pft_vs_osp.SETTINGS.items():
+        assert all(setting.tuned_at in setting.sparsities for setting in settings), scale

@@ -1,0 +1,112 @@
+"""Convolutions of a population: the operator under vmap is every member's own convolution, on every device."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pacprune import population
+from pacprune.kernels import convolution as op
+
+SHAPES = [  # members, inputs, outputs, height, width, stride, padding, taps
+    (3, 16, 16, 6, 5, 1, 1, 3),
+    (2, 5, 7, 9, 8, 2, 1, 3),
+    (2, 3, 16, 7, 7, 1, 1, 3),
+    (2, 6, 3, 9, 9, 3, 2, 5),
+    (1, 4, 4, 6, 6, 2, 0, 1),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def problem(
+    shape: tuple[int, ...], device: str, *, shared: bool = False
+) -> tuple[Tensor, Tensor, list[int], list[int]]:
+    k, inputs, outputs, high, wide, stride, padding, taps = shape
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(*([] if shared else [k]), 3, inputs, high, wide, generator=g).to(device).requires_grad_()
+    weight = torch.randn(k, outputs, inputs, taps, taps, generator=g).to(device).requires_grad_()
+    return x, weight, [stride] * 2, [padding] * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_members_at_once_are_each_by_itself(shape: tuple[int, ...], shared: bool, device: str) -> None:
+    x, weight, stride, padding = problem(shape, device, shared=shared)
+    out = torch.vmap(
+        lambda x, w: op.convolution(x, w, stride=stride, padding=padding), in_dims=(None if shared else 0, 0)
+    )(x, weight)
+    exact = [
+        F.conv2d((x if shared else x[k]).double(), weight[k].double(), None, stride, padding)
+        for k in range(len(weight))
+    ]
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    wanted = torch.autograd.grad((torch.stack(exact) * slope).sum(), (x, weight))
+    found = torch.autograd.grad((out * slope).sum(), (x, weight))
+    scale = 1e-5 if device == "cpu" else 3e-3  # TF32 may be on
+    for one, two in ((out, torch.stack(exact).float()), *zip(found, wanted, strict=True)):
+        torch.testing.assert_close(one, two, rtol=scale, atol=scale * float(two.detach().abs().max()))
+
+
+def test_the_operator_keeps_torchs_rules() -> None:
+    x, weight, stride, padding = problem(SHAPES[1], "cpu")
+    torch.library.opcheck(op._convolution, (x[0].detach(), weight[0].detach(), stride, padding, 1))
+    leaves = [t[0].detach().requires_grad_() for t in (x, weight)]
+    torch.library.opcheck(op._convolution, (*leaves, stride, padding, 1))
+
+
+def test_which_convolutions_of_a_population_take_it() -> None:
+    few = population._has_few_channels
+    assert few(nn.Conv2d(16, 32, 3, padding=1))
+    assert few(nn.Conv2d(32, 64, 3, stride=2, padding=1))
+    assert not few(nn.Conv2d(64, 64, 3, padding=1))
+    assert not few(nn.Conv2d(16, 16, 3, padding="same"))
+    assert not few(nn.Conv2d(16, 16, 3, dilation=2))
+    assert not few(nn.Conv2d(16, 16, 3, groups=2))
+    assert not few(nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect"))
+
+
+def test_a_grouped_module_is_the_plain_one() -> None:
+    plain = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+    grouped = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+    grouped.load_state_dict(plain.state_dict())
+    grouped.__class__ = population._Grouped
+    x = torch.randn(2, 4, 9, 9)
+    torch.testing.assert_close(grouped(x), plain(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert grouped(x).dtype == plain(x).dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_triton_kernels_in_their_interpreter() -> None:
+    """The kernels' own arithmetic without a GPU."""
+    script = f"""
+        import torch, torch.nn.functional as F
+        from pacprune.kernels import convolution as op, grouped
+        for k, inputs, outputs, high, wide, stride, padding, taps in {SHAPES}:
+            x, w = torch.randn(3, k * inputs, high, wide), torch.randn(k * outputs, inputs, taps, taps)
+            a, b = x.double().requires_grad_(), w.double().requires_grad_()
+            exact = F.conv2d(a, b, None, stride, padding, 1, k)
+            slope = torch.randn(exact.shape)
+            wanted = exact, *torch.autograd.grad((exact * slope).sum(), (a, b))
+            sizes, m = op._sizes(x, w, [stride] * 2, [padding] * 2, k), op._matrices(w, k)
+            slope, images = op._innermost(slope), op._innermost(x)
+            found = (
+                grouped.forward(images, m, sizes).permute(0, 3, 1, 2),
+                grouped.to_input(slope, m, sizes).permute(0, 3, 1, 2),
+                grouped.to_weight(slope, images, sizes).unflatten(1, (taps, taps)).permute(0, 4, 3, 1, 2).flatten(0, 1),
+            )
+            for one, two in zip(found, wanted):
+                assert ((one - two).abs().max() < 1e-5 * two.abs().max()).item()
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

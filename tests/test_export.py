@@ -1,0 +1,257 @@
+"""Exports: small, bit-exact, whole or not there at all; ONNX that onnxruntime runs; masks to and from torch."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import pacprune as pp
+from pacprune import export, models, slim
+
+
+def pruned(name: str, sparsity: float) -> tuple[nn.Module, Tensor]:
+    make, shape = {
+        "mlp": (lambda: models.mlp(784), (1, 28, 28)),
+        "lenet5": (models.lenet5, (1, 28, 28)),
+        "resnet20": (models.resnet20, (3, 32, 32)),
+    }[name]
+    model = make().eval()
+    pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=sparsity, scope="layer"))
+    return model, torch.randn(3, *shape)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def ideal(model: nn.Module) -> int:
+    """k values, D/8 bytes, and the rest."""
+    many = pp.prunable(model).values()
+    rest = slim.size(model) - sum(w.numel() * w.element_size() for w in many)
+    return sum(int(w.count_nonzero()) * w.element_size() + w.numel() // 8 for w in many) + rest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["mlp", "lenet5", "resnet20"])
+@pytest.mark.parametrize("sparsity", [0.8, 0.95])
+def test_a_packed_file_is_small_and_bit_exact(name: str, sparsity: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = pruned(name, sparsity)[0].to(dtype)
+    path = tmp_path / "packed.safetensors"
+    export.save(path, model)
+    assert path.stat().st_size <= 1.05 * ideal(model)
+    state, back = model.state_dict(), export.load(path)
+    assert list(back) == list(state)
+    assert all(same_bits(back[key], state[key]) for key in state)
+    model.load_state_dict(back)
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    assert (about["format"], about["version"], len(about["sha256"])) == ("pacprune packed", "1", 64)
+    assert float(about["sparsity"]) == pytest.approx(pp.sparsity(model), abs=1e-6)
+
+
+def test_a_packed_file_is_read_tensor_by_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pruned("resnet20", 0.9)
+    export.save(tmp_path / "packed", model)
+    packed = export.Packed(tmp_path / "packed")
+    read, handle = [], packed._file
+
+    class Spy:
+        def get_slice(self, part: str) -> "Spy":
+            self.part = handle.get_slice(part)
+            return self
+
+        def __getitem__(self, where: slice) -> Tensor:
+            read.append(self.part[where])
+            return read[-1]
+
+    monkeypatch.setattr(packed, "_file", Spy())
+    name = "14.weight"
+    assert same_bits(packed[name], model.state_dict()[name])
+    assert sum(t.numel() * t.element_size() for t in read) <= 64 * 10 * 4 * 0.1 + 64 * 10 / 8 + 4
+    assert len(packed) == len(model.state_dict())
+    assert list(packed) == list(model.state_dict())
+    with pytest.raises(KeyError):
+        packed["no such tensor"]
+
+
+def test_odd_values_come_back_bit_for_bit(tmp_path: Path) -> None:
+    weight = torch.zeros(7, 9)
+    weight[0, :6] = torch.tensor([-0.0, float("nan"), float("inf"), 1e-45, -1.5, -0.0])
+    state = {
+        "odd": weight,
+        "eight": weight.to(torch.float8_e4m3fn),
+        "double": weight.double(),
+        "all zero": torch.zeros(3, 3),
+        "none": torch.zeros(0, 4),
+        "full": torch.ones(3, 3),
+        "number": torch.tensor(3),
+        "flags": torch.tensor([True, False]),
+        "strided": torch.eye(6)[:, ::2],
+        "transposed": (torch.eye(3) * 2).half().T,
+    }
+    export.save(tmp_path / "odd", state)
+    back = export.load(tmp_path / "odd")
+    assert list(back) == list(state)
+    assert all(same_bits(back[key], state[key].contiguous()) for key in state)
+
+
+def test_a_tied_weight_is_stored_once_and_stays_tied(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(500, 40), "head": nn.Linear(40, 500, bias=False)})
+    model["head"].weight = model["embed"].weight
+    pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.9))
+    export.save(tmp_path / "tied", model)
+    assert (tmp_path / "tied").stat().st_size <= 1.05 * (2000 * 4 + 20_000 / 8)
+    back = export.load(tmp_path / "tied")
+    assert back["head.weight"] is back["embed.weight"]
+    assert same_bits(export.Packed(tmp_path / "tied")["head.weight"], model["embed"].weight)
+    model.load_state_dict(back)
+    export.save_dense(tmp_path / "dense", model)
+    model.load_state_dict(load_file(tmp_path / "dense"))
+
+
+def test_damage_is_told(tmp_path: Path) -> None:
+    model, _ = pruned("lenet5", 0.9)
+    path = tmp_path / "packed"
+    export.save(path, model)
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"is damaged.*export it again"):
+        export.load(path)
+    path.write_bytes(content[:-5])
+    with pytest.raises(ValueError, match=r"cannot be read as safetensors .* export it again"):
+        export.load(path)
+    export.save_dense(path, model)
+    with pytest.raises(ValueError, match=r"has format None version None, not 'pacprune packed' version 1; read plain"):
+        export.load(path)
+    with pytest.raises(ValueError, match="is not a file; name one"):
+        export.load(tmp_path)
+
+
+def test_dense_is_the_plain_state_dict(tmp_path: Path) -> None:
+    model, x = pruned("lenet5", 0.9)
+    export.write(tmp_path / "dense", model, format="dense", example=x)
+    assert all(same_bits(t, model.state_dict()[n]) for n, t in load_file(tmp_path / "dense").items())
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet5"])
+def test_a_slim_file_runs_without_pacprune(name: str, tmp_path: Path) -> None:
+    model, x = pruned(name, 0.995)
+    with torch.no_grad():
+        for weight in pp.prunable(model).values():
+            weight[0] = 0
+    said = export.write(tmp_path / "slim.pt2", model, format="slim", example=x)
+    assert "channels and columns removed" in said
+    loaded = torch.export.load(tmp_path / "slim.pt2")
+    with torch.no_grad():
+        for batch in (x, x[:1]):
+            assert torch.allclose(loaded.module()(batch), model(batch), atol=1e-5)
+    assert str(Path(export.__file__).parents[2]).encode() not in (tmp_path / "slim.pt2").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet5", "resnet20"])
+def test_onnxruntime_gives_the_same_outputs(name: str, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, x = pruned(name, 0.95)
+    for network in (model, slim.slim(model, x).model):
+        export.save_onnx(tmp_path / "net.onnx", network, x)
+        assert [file.name for file in tmp_path.iterdir()] == ["net.onnx"]
+        session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
+        for batch in (x, x[:1], torch.cat([x, x])):
+            (found,) = session.run(["output"], {"input": batch.numpy()})
+            with torch.no_grad():
+                assert torch.allclose(torch.from_numpy(found), network(batch), atol=1e-5)
+
+
+def test_nothing_is_written_when_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = pruned("lenet5", 0.9)
+    for format, error, said in (
+        ("zip", None, r"^format 'zip' is unknown; use one of safetensors, onnx, dense, slim$"),
+        ("onnx", ImportError("none"), r'^onnx cannot be imported \(none\); pip install "pacprune\[export\]"$'),
+    ):
+        if error:
+            monkeypatch.setattr(export.importlib, "import_module", lambda name, error=error: _raise(error))
+        with pytest.raises(ValueError, match=said):
+            export.write(tmp_path / "file", model, format=format, example=x)
+    with pytest.raises(ValueError, match="is a folder; name a file"):
+        export.write(tmp_path, model, format="dense", example=x)
+    pp.attach(model, pp.isotropic(model, sparsity=0.5))
+    for format in ("safetensors", "dense", "slim"):
+        with pytest.raises(ValueError, match=r"has a stochastic mask.*pp.harden"):
+            export.write(tmp_path / "file", model, format=format, example=x)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_masks_go_to_torch_prune_and_back() -> None:
+    model, x = pruned("lenet5", 0.9)
+    plain, expected = {n: t.clone() for n, t in model.state_dict().items()}, model(x)
+    mask = {name: weight != 0 for name, weight in pp.prunable(model).items()}
+    assert export.to_torch_prune(model) is model
+    assert prune.is_pruned(model)
+    assert torch.equal(model[0].weight_mask.bool(), mask["0.weight"])
+    assert torch.equal(model(x), expected)
+    back = export.from_torch_prune(model)
+    assert list(model.state_dict()) == list(plain)
+    assert all(same_bits(t, plain[n]) for n, t in model.state_dict().items())
+    assert back.keys() == mask.keys()
+    assert all(torch.equal(back[name], mask[name]) for name in mask)
+    assert not prune.is_pruned(model)
+
+
+def test_masks_of_torch_prune_are_kept_by_fit(digits: pp.data.Split) -> None:
+    model = models.mlp(64)
+    for module in list(model.layers)[::2]:
+        prune.l1_unstructured(module, "weight", amount=0.8)
+    prune.random_unstructured(model.layers[0], "bias", amount=0.5)
+    mask = export.from_torch_prune(model)
+    assert set(mask) == set(pp.prunable(model))
+    assert pp.sparsity(model) == pytest.approx(0.8, abs=1e-4)
+    pp.fit(model, digits.prior, pp.Config(epochs=1, lr=0.1))
+    assert all(bool((w[~mask[name]] == 0).all()) for name, w in pp.prunable(model).items())
+    with pytest.raises(ValueError, match=r"^MLP has no masks of torch.nn.utils.prune .* prune it first"):
+        export.from_torch_prune(model)
+
+
+def test_a_kept_weight_of_zero_stays_kept_and_tied_weights_stay_tied() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+    model["head"].weight = model["embed"].weight
+    mask = {"embed.weight": torch.rand(6, 4) < 0.5}
+    mask["embed.weight"][0] = True
+    pp.apply_mask(model, mask)
+    with torch.no_grad():
+        model["embed"].weight[0, 0] = 0
+    again = export.from_torch_prune(export.to_torch_prune(copy.deepcopy(model)))
+    assert torch.equal(again["embed.weight"], mask["embed.weight"])
+    pruned = export.to_torch_prune(model)
+    export.from_torch_prune(pruned)
+    assert pruned["head"].weight is pruned["embed"].weight
+
+
+def test_the_layout_is_written_down_in_the_file(tmp_path: Path) -> None:
+    """A reader without pacprune: safetensors, zlib, json and numpy are enough."""
+    import zlib
+
+    import numpy as np
+
+    weight = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 3.0]])
+    export.save(tmp_path / "packed", {"w": weight, "b": torch.ones(2)})
+    parts = load_file(tmp_path / "packed")
+    layout = json.loads(zlib.decompress(parts["layout"].numpy().tobytes()))
+    assert layout == [["w", [2, 3], "float32", 2, False, None], ["b", [2], "float32", None, False, None]]
+    bits = np.unpackbits(parts["mask"].numpy(), count=6).astype(bool)
+    assert bits.tolist() == (weight != 0).reshape(-1).tolist()
+    assert parts["kept.float32"].tolist() == [2.0, 3.0]
+    assert parts["rest.float32"].tolist() == [1.0, 1.0]

@@ -1,0 +1,224 @@
+"""The optimiser with rates on the device: torch.optim's formulas, a rate for every member, and what it stores."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pacprune.config import OPTIMIZERS
+from pacprune.optim import Group, Optimizer
+
+SHAPES = ((3, 4), (4,), (2, 3, 2), ())
+STEPS = 6
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-7}  # rates are float32
+
+
+def made(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)) for shape in SHAPES]
+
+
+def gradients(step: int, like: list[nn.Parameter], member: int = 0) -> list[Tensor]:
+    g = torch.Generator().manual_seed(100 * member + step + 1)
+    return [torch.randn(p.shape, generator=g, dtype=torch.float64).to(p.dtype) for p in like]
+
+
+def reference(kind: str, groups: list[dict]) -> torch.optim.Optimizer:
+    """torch.optim's own, whose Adam calls momentum beta1."""
+    if kind == "sgd":
+        return torch.optim.SGD(groups)
+    renamed = [{**g, "betas": (g["momentum"], 0.999)} for g in groups]
+    for group in renamed:
+        del group["momentum"]
+    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind](renamed)
+
+
+def one(params: list[nn.Parameter], lr: float, momentum: float, decay: float) -> Group:
+    return Group(params, [lr], [momentum], [decay], True, torch.tensor(lr))
+
+
+def several(params: list[nn.Parameter], lr: list[float], momentum: list[float], decay: list[float]) -> Group:
+    return Group(params, lr, momentum, decay, True, torch.tensor(lr))
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    close = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_one_rate_is_torchs_own_step(kind: str, momentum: float, decay: float, dtype: torch.dtype) -> None:
+    mine, theirs = made(dtype), made(dtype)
+    # Two groups, and a parameter that never has a gradient.
+    own = Optimizer(kind, [one(mine[:2], 0.05, momentum, decay), one(mine[2:], 0.5, momentum, 0.0)])
+    other = reference(
+        kind,
+        [
+            {"params": theirs[:2], "lr": 0.05, "momentum": momentum, "weight_decay": decay},
+            {"params": theirs[2:], "lr": 0.5, "momentum": momentum, "weight_decay": 0.0},
+        ],
+    )
+    for step in range(STEPS):
+        for params in (mine, theirs):
+            for p, grad in zip(params, gradients(step, params), strict=True):
+                p.grad = grad
+            params[1].grad = None
+            if step < 2:
+                params[2].grad = None  # its running means begin when it first has a gradient
+        own.step()
+        other.step()
+    for a, b in zip(mine, theirs, strict=True):
+        assert_equal(a, b)
+    assert torch.equal(mine[1], made(dtype)[1])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_member_is_its_own_run_of_torch(kind: str, dtype: torch.dtype) -> None:
+    rates, momenta, decays = [0.3, 0.01, 0.0], [0.9, 0.0, 0.5], [0.0, 0.1, 0.2]
+    alone = [made(dtype, seed=k) for k in range(3)]
+    whole = [nn.Parameter(torch.stack([a.detach() for a in same])) for same in zip(*alone, strict=True)]
+    own = Optimizer(kind, [several(whole, rates, momenta, decays)])
+    others = [
+        reference(kind, [{"params": params, "lr": lr, "momentum": m, "weight_decay": d}])
+        for params, lr, m, d in zip(alone, rates, momenta, decays, strict=True)
+    ]
+    for step in range(STEPS):
+        for k, params in enumerate(alone):
+            for p, grad in zip(params, gradients(step, params, k), strict=True):
+                p.grad = grad
+        for p, same in zip(whole, zip(*alone, strict=True), strict=True):
+            p.grad = torch.stack([a.grad for a in same if a.grad is not None])
+        for optimizer in (own, *others):
+            optimizer.step()
+    for p, same in zip(whole, zip(*alone, strict=True), strict=True):
+        for k, a in enumerate(same):
+            assert_equal(p[k], a)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_one_rate_for_all_and_equal_rates_for_each_agree(kind: str) -> None:
+    fused, apart = [[nn.Parameter(torch.stack([p.detach()] * 2)) for p in made()] for _ in range(2)]
+    two = [0.9] * 2
+    pair = (
+        Optimizer(kind, [Group(fused, [0.1] * 2, two, [0.01] * 2, True, torch.tensor(0.1))]),
+        Optimizer(kind, [several(apart, [0.1] * 2, two, [0.01] * 2)]),
+    )
+    for step in range(STEPS):
+        for params in (fused, apart):
+            for p, grad in zip(params, gradients(step, params), strict=True):
+                p.grad = grad
+        for optimizer in pair:
+            optimizer.step()
+    for a, b in zip(fused, apart, strict=True):
+        assert_equal(a, b)
+
+
+@pytest.mark.parametrize("several_rates", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_new_rate_is_read_from_its_tensor(kind: str, several_rates: bool) -> None:
+    mine, theirs = made(), made()
+    if several_rates:
+        mine = [nn.Parameter(p.detach()[None].clone()) for p in mine]
+    rate = torch.zeros(1 if several_rates else ())
+    own = Optimizer(kind, [Group(mine, [0.1], [0.9], [0.01], True, rate)])
+    other = reference(kind, [{"params": theirs, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}])
+    for step in range(STEPS):
+        rate.fill_(0.1 / (1 + step))
+        other.param_groups[0]["lr"] = 0.1 / (1 + step)
+        for p, q, grad in zip(mine, theirs, gradients(step, theirs), strict=True):
+            p.grad, q.grad = grad.reshape(p.shape).clone(), grad
+        own.step()
+        other.step()
+    for p, q in zip(mine, theirs, strict=True):
+        assert_equal(p.reshape(q.shape), q)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_reach_is_how_far_a_lasting_unit_of_gradient_moves_a_parameter(kind: str, momentum: float) -> None:
+    params = made()
+    own, before = Optimizer(kind, [one(params, 0.01, momentum, 0.0)]), []
+    for _ in range(400):  # .9^400 of the start is left
+        for p in params:
+            p.grad = torch.ones_like(p)
+        before = [p.detach().clone() for p in params]
+        own.step()
+    for p, start in zip(params, before, strict=True):
+        expected = 0.01 / (1 - momentum) if kind == "sgd" else 0.01
+        assert torch.broadcast_to(own.reach(p), p.shape) == pytest.approx(expected, rel=1e-4)
+        assert start - p.detach() == pytest.approx(expected, rel=1e-3)
+
+
+def test_reach_of_members_is_their_own() -> None:
+    params = [nn.Parameter(torch.zeros(2, 3, 4)), nn.Parameter(torch.zeros(2))]
+    own = Optimizer("sgd", [several(params, [0.1, 0.02], [0.9, 0.5], [0.0, 0.0])])
+    assert own.reach(params[0]).shape == (2, 1, 1)
+    assert own.reach(params[1]) == pytest.approx(torch.tensor([1.0, 0.04]))
+    adam = Optimizer("adam", [several(params, [0.1, 0.02], [0.9, 0.5], [0.0, 0.0])])
+    for p in params:
+        p.grad = 4 * torch.ones_like(p)  # Adam divides by the size of what it is used to
+    adam.step()
+    assert adam.reach(params[0])[:, 0, 0] == pytest.approx(torch.tensor([0.025, 0.005]), rel=1e-4)
+
+
+@pytest.mark.parametrize("several_rates", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_stored_state_goes_on_to_the_bit(kind: str, several_rates: bool) -> None:
+    params = [nn.Parameter(torch.randn(2, 3, generator=torch.Generator().manual_seed(0))) for _ in range(3)]
+    rate = torch.tensor([0.1, 0.2]) if several_rates else torch.tensor(0.1)
+
+    def optimiser(params: list[nn.Parameter]) -> Optimizer:
+        return Optimizer(kind, [Group(params, [0.1, 0.2], [0.9, 0.8], [0.0, 0.0], True, rate)])
+
+    def step(own: Optimizer, number: int) -> None:
+        for p, grad in zip(own.groups[0].params, gradients(number, params), strict=True):
+            p.grad = grad
+        own.groups[0].params[2].grad = None
+        own.step()
+
+    own = optimiser(params)
+    for number in range(3):
+        step(own, number)
+    stored, copied = own.state_dict(), copy.deepcopy(params)
+    content = copy.deepcopy(stored)
+    for number in range(3, 6):
+        step(own, number)
+    for i, kept in content.items():  # what was stored does not move with the run
+        assert all(torch.equal(stored[i][key], t) for key, t in kept.items())
+    assert set(stored) == {"0", "1"}
+    again = optimiser(copied)
+    again.load_state_dict(stored)
+    for number in range(3, 6):
+        step(again, number)
+    assert all(torch.equal(p, q) for p, q in zip(params, copied, strict=True))
+
+
+def test_gradients_are_forgotten() -> None:
+    params = made()
+    own = Optimizer("sgd", [one(params[:2], 0.1, 0.9, 0.0), one(params[2:], 0.1, 0.9, 0.0)])
+    for p, grad in zip(params, gradients(0, params), strict=True):
+        p.grad = grad
+    own.zero_grad()
+    assert all(p.grad is None for p in params)
+    own.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, made(), strict=True))
+
+
+@pytest.mark.parametrize("several_rates", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_half_precision_weights_with_their_float32_gates(kind: str, several_rates: bool) -> None:
+    weight = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    gate = nn.Parameter(torch.ones(2, 3))
+    rate = torch.tensor([0.25, 0.25]) if several_rates else torch.tensor(0.25)
+    own = Optimizer(kind, [Group([weight, gate], [0.25] * 2, [0.5] * 2, [0.0] * 2, True, rate)])
+    for p in (weight, gate):
+        p.grad = torch.ones_like(p)
+    own.step()
+    assert weight.dtype == torch.bfloat16
+    for p in (weight, gate):
+        assert p.detach().float() == pytest.approx(torch.full((2, 3), 0.75), abs=1e-6)

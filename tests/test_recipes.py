@@ -1,0 +1,249 @@
+"""`pacprune reproduce`: every recipe at the scale smoke, what it leaves, and the methods that the figures compare."""
+
+import json
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from sklearn.linear_model import Lasso
+from typer.testing import CliRunner, Result
+
+from pacprune import cli, linear
+from pacprune.experiments import figures, linear_model, recipes, wide_masks
+from pacprune.experiments.figures import Job
+
+NAMES = list(recipes.RECIPES)
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, ["reproduce", *words], prog_name="pacprune")
+
+
+def job(folder: Path, **changes: Any) -> Job:
+    given = {"scale": "smoke", "out": folder, "seed": 0, "device": torch.device("cpu"), "data_dir": None}
+    return Job(**{**given, "progress": lambda *_: None, **changes})
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a recipe prints at the scale smoke."""
+    folder = tmp_path_factory.mktemp("recipe") / "out"
+    done = call(request.param, "--scale", "smoke", "--out", str(folder), "--json")
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# --- Every recipe
+
+
+def test_every_figure_has_its_csv_its_picture_and_a_caption(left: dict[str, Any]) -> None:
+    folder = Path(left["folder"])
+    assert left["figures"]
+    for figure in left["figures"]:
+        rows = figures.read(folder / figure["csv"])
+        assert rows
+        assert all(row.keys() == rows[0].keys() for row in rows)
+        assert (folder / figure["png"]).read_bytes()[:4] == b"\x89PNG"
+        assert figure["caption"].endswith(".")
+    assert all(np.isfinite(value) for value in left["numbers"].values())
+    assert (left["scale"], left["seed"]) == ("smoke", 0)
+
+
+def test_running_again_returns_at_once(left: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("it was computed again")
+
+    monkeypatch.setitem(recipes.RECIPES, left["recipe"], never)
+    again = call(left["recipe"], "--scale", "smoke", "--out", left["folder"], "--json")
+    assert json.loads(again.stdout) == left
+    shown = call(left["recipe"], "--scale", "smoke", "--out", left["folder"]).stdout
+    assert all(figure["png"] in shown for figure in left["figures"])
+
+
+def test_a_run_that_was_broken_off_keeps_its_rows(left: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, before = Path(left["folder"]), {}
+    for file in folder.glob("*.csv"):
+        before[file] = file.stat().st_mtime_ns
+    (folder / "result.json").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # and where it is not installed, the CSVs do
+    for file in folder.glob("*.png"):
+        file.unlink()
+    again = call(left["recipe"], "--scale", "smoke", "--out", str(folder))
+    assert again.exit_code == 0, again.stderr
+    assert "matplotlib is not installed" in again.stdout
+    assert {file: file.stat().st_mtime_ns for file in folder.glob("*.csv")} == before
+    assert json.loads((folder / "result.json").read_text())["numbers"] == left["numbers"]
+
+
+def test_another_run_does_not_touch_the_folder(left: dict[str, Any]) -> None:
+    for words, said in ((("--seed", "1"), "seed is 0 there and 1 here"), (("--scale", "paper"), "scale is 'smoke'")):
+        done = call(
+            left["recipe"], *(("--scale", "smoke") if "--scale" not in words else ()), *words, "--out", left["folder"]
+        )
+        assert done.exit_code == 2
+        assert said in done.stderr
+
+
+# --- Bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("best-figure", "unknown recipe 'best-figure'; use one of linear-model"),
+        ("linear-model --scale huge", "scale is 'huge'; use one of smoke, reduced, paper"),
+        ("linear-model --seed -1", "seed is -1"),
+        ("linear-model --device abacus", "the device 'abacus' cannot be used here"),
+        ("linear-model --data-dir nowhere", "nowhere does not exist"),
+        ("linear-model --out .", "is not empty and holds no recipe.json"),
+        ("linear-model --out mine.txt", "mine.txt is a file"),
+    ],
+)
+def test_bad_input_gets_one_sentence(words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_text("keep me")
+    done = call(*words.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("pacprune: error: ")
+    assert said in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+# --- What recipes share
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10, 50])
+def test_intervals_are_students(count: int) -> None:
+    sample = np.random.default_rng(count).normal(size=count)
+    low, high = stats.t.interval(0.95, count - 1, loc=sample.mean(), scale=stats.sem(sample))
+    assert figures.interval(list(sample)) == pytest.approx((sample.mean(), low, high), rel=1e-6)
+
+
+def test_one_value_has_no_interval() -> None:
+    mean, low, high = figures.interval([0.5])
+    assert mean == 0.5
+    assert np.isnan([low, high]).all()
+
+
+def test_seeds_of_two_jobs_do_not_meet(tmp_path: Path) -> None:
+    first, second = (set(job(tmp_path, seed=seed).seeds(500)) for seed in (0, 1))
+    assert len(first) == len(second) == 500
+    assert not first & second
+
+
+def test_agreement_is_0_by_chance_and_1_for_equal_masks_of_kept_and_of_pruned_weights() -> None:
+    g = torch.Generator().manual_seed(0)
+    a, b = ({"w": torch.rand(100_000, generator=g) < 0.2} for _ in range(2))
+    assert abs(figures.agreement(a, b)) < 0.02
+    assert figures.agreement(a, a) == 1
+    c, d = (linear_model.top(torch.rand(50, generator=g), 10) for _ in range(2))
+    assert figures.agreement({"w": c}, {"w": d}) == pytest.approx(figures.agreement({"w": ~c}, {"w": ~d}))
+
+
+# --- The methods in the linear model
+
+
+def problems(count: int = 3) -> list[linear.Problem]:
+    return [linear_model.example(seed, 0.7, scales=True)[0] for seed in range(count)]
+
+
+def test_examples_have_the_moments_they_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_model, "EXAMPLES", 400_000)
+    p, weights, truth = linear_model.example(0, 0.9, scales=True)
+    scale = truth.diagonal().sqrt()
+    assert ((p.covariance - truth) / (scale[:, None] * scale)).abs().max() < 0.02
+    noise = float(2 * linear.risk(p, weights))
+    assert noise == pytest.approx(float(weights @ truth @ weights) / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("penalty", [1e-3, 0.05, 0.3])
+def test_the_lasso_is_scikit_learns(penalty: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    psi = torch.randn(40, 10, generator=g, dtype=torch.float64) @ torch.randn(10, 10, generator=g, dtype=torch.float64)
+    y = torch.randn(40, generator=g, dtype=torch.float64)
+    theirs = Lasso(alpha=penalty, fit_intercept=False, tol=1e-12, max_iter=1_000_000).fit(psi.numpy(), y.numpy())
+    ours = linear_model.lasso(linear.problem(psi, y), penalty, tolerance=1e-13)
+    np.testing.assert_allclose(ours.numpy(), theirs.coef_, rtol=0, atol=1e-8)
+
+
+def test_the_lasso_keeps_at_most_so_many() -> None:
+    for p in problems():
+        sizes = [int((linear_model.lasso_of_size(p, kept) != 0).sum()) for kept in range(15)]
+        assert all(size <= kept for kept, size in enumerate(sizes))
+        assert sum(size == kept for kept, size in enumerate(sizes)) >= 10
+
+
+def test_refitting_is_least_squares_on_what_is_kept() -> None:
+    batch = linear_model.stacked(problems())
+    mask = linear_model.top(torch.rand(3, 14, generator=torch.Generator().manual_seed(0)), 5)
+    for p, kept, found in zip(problems(), mask, linear_model.refit(batch, mask), strict=True):
+        own = torch.linalg.solve(p.covariance[kept][:, kept], p.alignment[kept])
+        torch.testing.assert_close(found[kept], own)
+        assert not found[~kept].any()
+
+
+def test_the_best_subset_is_the_best() -> None:
+    (p,) = problems(1)
+    risks = {}
+    for chosen in combinations(range(14), 3):
+        mask = torch.zeros(14).bool()
+        mask[list(chosen)] = True
+        risks[chosen] = float(linear.risk(p, linear_model.refit(p, mask)))
+    found = linear_model.best_subset(p, 3)
+    assert tuple(found.nonzero()[:, 0].tolist()) == min(risks, key=risks.__getitem__)
+
+
+def test_dropout_weights_minimise_the_gibbs_risk() -> None:
+    p = linear_model.stacked(problems())
+    lam = 0.05 + 0.95 * torch.rand(3, 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    slope = linear.weight_gradient(p, linear_model.dropout_weights(p, lam), lam)
+    torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-9)
+    torch.testing.assert_close(linear_model.dropout_weights(p, torch.ones_like(lam)), linear.least_squares(p))
+
+
+def test_pft_ends_on_its_budget_and_near_a_mask() -> None:
+    p = linear_model.stacked(problems())
+    lam = linear_model.pft_keep_prob(p, 4, steps=2000)
+    torch.testing.assert_close(lam.mean(-1), torch.full((3,), 4 / 14, dtype=torch.float64), rtol=0, atol=1e-9)
+    assert (torch.minimum(lam, 1 - lam) < 0.1).double().mean() > 0.8
+
+
+def test_the_rows_follow_from_the_seed(tmp_path: Path) -> None:
+    size = linear_model.Sizes(2, 5, 10)
+    for rows in (linear_model.kept_rows, linear_model.fit_rows):
+        first, same, other = (rows(job(tmp_path, seed=seed), size) for seed in (0, 0, 1))
+        assert first == same
+        assert first != other
+
+
+def test_the_best_mask_loses_nothing_and_no_mask_beats_it(tmp_path: Path) -> None:
+    rows = linear_model.kept_rows(job(tmp_path), linear_model.Sizes(3, 5, 100))
+    assert all(row["risk_lost"] > -1e-9 for row in rows)
+    assert all(row["risk_lost"] < 1e-9 for row in rows if row["agreement"] == 1)
+
+
+# --- Wide networks
+
+
+def test_gates_alone_leave_weights_and_budget_as_they_are() -> None:
+    from pacprune import Config, data, models
+    from pacprune.masks import sparsity
+
+    model, part = models.mlp(64, 10, hidden=(8,), seed=0), data.digits(seed=0).train
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    y = torch.nn.functional.one_hot(part.y[:64], 10).float()
+    config = Config(epochs=1, lr=0.0, gate_lr=50.0, momentum=0.0, batch_size=16)
+    mask = wide_masks.gates(model, part.x[:64], y, config, sparsity=0.75, seed=0)
+    assert sparsity(mask) == pytest.approx(0.75, abs=1e-9)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_step_is_below_the_curvature_that_power_iteration_finds() -> None:
+    p = problems(1)[0]
+    w = linear.least_squares(p)
+    assert wide_masks.steepest(p, w, steps=500) == pytest.approx(linear_model.steepest(p, w), rel=1e-6)

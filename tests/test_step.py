@@ -1,0 +1,296 @@
+"""One step: clocks, densities, augmentation by counters, ways of execution, and no waiting for the device."""
+
+import copy
+import dataclasses
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pacprune as pp
+from pacprune import budget, layers, masks, philox, step
+from pacprune.batches import crop_flip
+from pacprune.spikeslab import ETA
+
+G = torch.Generator().manual_seed(2)
+X = torch.randn(50, 5, generator=G)
+Y = (X[:, 0] > 0).long()
+IMAGES = torch.randn(33, 2, 6, 6, generator=G)
+CONFIG = pp.Config(epochs=4, lr=0.1, batch_size=10)  # 5 steps an epoch
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def net(k: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(k)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def attached(k: int = 0, std: float = 0.0) -> nn.Module:
+    model = net(k)
+    return pp.attach(model, pp.isotropic(model, sparsity=0.5, std=std), seed=k)
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """The clock, the rates, the batch and the mean keep_prob of every step, as its forward pass meets them."""
+    seen: list[dict[str, Any]] = []
+    plain = step.Step._take
+
+    def take(self: step.Step, x: Tensor, y: Tensor, word: Tensor | None) -> None:
+        plain(self, x, y, word)
+        seen.append(
+            {
+                "clock": self.clock.clone(),
+                "rates": [group.rate.clone() for group in self.run.groups],
+                "x": x.clone(),
+                "word": word,
+            }
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step.Step, "_take", take)
+        yield seen
+
+
+# --- Clocks.
+
+SCHEDULES = [
+    {"schedule": "constant"},
+    {"schedule": "constant", "warmup": 0.4},
+    {"schedule": "cosine", "warmup": 0.1},
+    {"schedule": "cosine", "span": (0.25, 0.75)},
+    {"schedule": "step"},
+]
+
+
+def test_every_step_has_the_learning_rate_of_its_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = [dataclasses.replace(CONFIG, lr=0.1 / (k + 1), **how) for k, how in enumerate(SCHEDULES)]
+    expected = [[config.lr * config.factor(t / 20) for config in configs] for t in range(20)]
+    with watched(monkeypatch) as seen:
+        rows = pp.fit([net(k) for k in range(5)], (X, Y), configs)
+    assert torch.stack([one["rates"][0] for one in seen]) == pytest.approx(torch.tensor(expected), rel=1e-6)
+    for row in rows:  # an epoch's row has the rate of its last step
+        assert row["lr"] == pytest.approx(expected[5 * row["epoch"] - 1][row["member"]])
+    for k, config in enumerate(configs):
+        with watched(monkeypatch) as seen:
+            history = pp.fit(net(), (X, Y), config)
+        assert [float(one["rates"][0]) for one in seen] == pytest.approx([e[k] for e in expected], rel=1e-6)
+        assert [row["lr"] for row in history] == [config.lr * config.factor(t / 20) for t in (4, 9, 14, 19)]
+
+
+def test_gates_keep_their_rate_and_std_follows_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.1), train_std=True)
+    config = dataclasses.replace(CONFIG, schedule="cosine", gate_lr=3.0, std_lr=0.02)
+    with watched(monkeypatch) as seen:
+        pp.fit(model, (X, Y), config)
+    falling = [config.factor(t / 20) for t in range(20)]
+    rates = torch.stack([torch.stack(one["rates"]) for one in seen])
+    assert rates[:, 0] == pytest.approx(0.1 * torch.tensor(falling), rel=1e-5)
+    assert rates[:, 1] == pytest.approx(torch.full((20,), 3.0))
+    assert rates[:, 2] == pytest.approx(0.02 * torch.tensor(falling), rel=1e-5)
+
+
+def test_equal_rates_are_one_number_and_others_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    for configs, shape in (([CONFIG] * 2, ()), ([CONFIG, dataclasses.replace(CONFIG, momentum=0.5)], (2,))):
+        with watched(monkeypatch) as seen:
+            pp.fit([net(0), net(1)], (X, Y), configs)
+        assert seen[0]["rates"][0].shape == shape
+
+
+@pytest.mark.parametrize("control", ["shift", "projection"])
+def test_the_mean_keep_prob_follows_its_schedule_at_every_step(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [pp.Budget(0.3 + 0.3 * k, control=control, schedule="cubic", ramp=0.5, sharpen=2.0 + k) for k in range(2)]
+    found, sharp, plain = [], [], budget.hold_
+
+    def hold(model: nn.Module, *args: Any, **how: Any) -> None:
+        plain(model, *args, **how)
+        sites = layers.sites(model)
+        p = torch.cat([site.keep_prob().double().flatten(1) for site in sites], 1)
+        found.append(p.mean(1))
+        sharp.append(sites[0].sampler.sharpness.clone())
+
+    monkeypatch.setattr(budget, "hold_", hold)
+    config = dataclasses.replace(CONFIG, gate_lr=1.0)
+    rows = pp.fit([attached(0), attached(1)], (X, Y), config, budget=plans, seed=[0, 1])
+    # One hold before every step, and one after every epoch, for those who read then.
+    moments = [t / 20 for epoch in range(4) for t in (*range(5 * epoch, 5 * epoch + 5), 5 * epoch + 5)]
+    assert len(found) == 24
+    sizes = {"size": 56, "total": 56}
+    expected = [[masks.density(1 - plan.density(t), **sizes) for plan in plans] for t in moments]
+    # A dense start is as near to 1 as a probability may be.
+    goal = torch.tensor(expected, dtype=torch.float64).clamp_max(1 - ETA if control == "projection" else 1.0)
+    assert torch.stack(found) == pytest.approx(goal, rel=2e-6)
+    assert torch.stack(sharp) == pytest.approx(torch.tensor([[p.sharpness(t) for p in plans] for t in moments]))
+    ends = [[row["expected_sparsity"] for row in rows if row["member"] == k][-1] for k in range(2)]
+    assert ends == pytest.approx([0.3, 0.6], abs=1e-6)
+
+
+# --- Data and augmentation.
+
+
+def pictures() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(48, 2))
+
+
+def test_orders_and_crops_are_functions_of_seed_step_and_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = torch.arange(33) % 2
+    config = pp.Config(epochs=2, lr=0.0, gate_lr=None, batch_size=8, augment=True)  # 33 = 3 x 8 + 9
+
+    def batches(seed: Any) -> list[dict[str, Any]]:
+        models = pictures() if isinstance(seed, int) else [pictures() for _ in seed]
+        with watched(monkeypatch) as seen:
+            pp.fit(models, (IMAGES, marks), config, seed=seed)
+        return seen
+
+    alone = [batches(3), batches(8)]
+    assert [len(one["x"]) for one in alone[0]] == [8, 8, 8, 9] * 2
+    for k, seed in enumerate((3, 8)):
+        for number, one in enumerate(alone[k]):
+            words = philox.words(len(one["x"]), seed=seed, step=number, stream=philox.AUGMENT)
+            assert torch.equal(one["word"], words)
+    for number, one in enumerate(batches([3, 8])):
+        for k in range(2):
+            assert torch.equal(one["x"][k], alone[k][number]["x"])
+            assert torch.equal(one["word"][k], alone[k][number]["word"])
+        crops = crop_flip(one["x"], one["word"])
+        assert torch.equal(crops[1], crop_flip(alone[1][number]["x"], alone[1][number]["word"]))
+    shared = batches([8, 8])
+    assert all(torch.equal(one["x"], alone[1][number]["x"]) for number, one in enumerate(shared))
+    for seen in alone:  # an epoch has every example once
+        first = torch.cat([one["x"] for one in seen[:4]]).flatten(1)
+        assert torch.equal(first.sort(0).values, IMAGES.flatten(1).sort(0).values)
+        assert not torch.equal(first[:8], torch.cat([one["x"] for one in seen[4:]]).flatten(1)[:8])
+
+
+def test_accumulation_takes_a_draw_for_every_part() -> None:
+    for count in (1, 2, 5):
+        model, crew = attached(), [attached(0), attached(1)]
+        config = dataclasses.replace(CONFIG, accumulate=count, gate_lr=0.5)
+        pp.fit(model, (X, Y), config)
+        pp.fit(crew, (X, Y), config, seed=[0, 1])
+        assert [int(layers.sites(one)[0].sampler.step) for one in (model, *crew)] == [20 * count] * 3
+
+
+def test_the_noted_loss_is_the_mean_over_all_examples() -> None:
+    config = pp.Config(epochs=1, lr=0.0, gate_lr=None, batch_size=15)  # 50 = 3 x 15 + 5
+    models = [net(0), net(1)]
+    rows = pp.fit(models, (X, Y), config, seed=[0, 1])
+    for row, model in zip(rows, models, strict=True):
+        assert row["loss"] == pytest.approx(nn.functional.cross_entropy(model(X), Y).item(), rel=1e-6)
+
+
+# --- Ways of execution.
+
+
+def close(a: nn.Module, b: nn.Module, most: float) -> bool:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(float((p - q).double().norm()) <= most * float(q.double().norm()) + 1e-9 for p, q in pairs)
+
+
+def test_graph_on_a_cpu_is_eager() -> None:
+    graph = dataclasses.replace(CONFIG, execution="graph")
+    for make in (net, attached):
+        one, other = make(), make()
+        assert pp.fit(one, (X, Y), CONFIG) == pp.fit(other, (X, Y), graph)
+        assert close(one, other, 0.0)
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # warnings of the compiler itself
+def test_compiled_is_nearly_eager() -> None:
+    torch._dynamo.reset()
+    compiled = pp.Config(epochs=1, lr=0.1, batch_size=15, execution="compiled")  # the last 5 run uncompiled
+    eager = dataclasses.replace(compiled, execution="eager")
+    one, other = attached(), attached()
+    pp.fit(one, (X, Y), compiled)
+    pp.fit(other, (X, Y), eager)
+    assert close(one, other, 1e-4)
+    some, others = [net(0), net(1)], [net(0), net(1)]
+    pp.fit(some, (X, Y), compiled, seed=[0, 1])
+    pp.fit(others, (X, Y), eager, seed=[0, 1])
+    assert all(close(a, b, 1e-4) for a, b in zip(some, others, strict=True))
+
+
+@GPU
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("state", ["dense", "attached"])
+def test_a_captured_step_is_the_eager_one(state: str, count: int) -> None:
+    make = net if state == "dense" else attached
+    plan = None if state == "dense" else pp.Budget(0.5, schedule="cubic")
+    config = dataclasses.replace(CONFIG, schedule="cosine", gate_lr=0.5)
+    found = []
+    for execution in ("eager", "graph"):
+        models = [make(k).cuda() for k in range(count)]
+        given = models[0] if count == 1 else models
+        pp.fit(given, (X.cuda(), Y.cuda()), dataclasses.replace(config, execution=execution), budget=plan)
+        found.append(models)
+    for a, b in zip(*found, strict=True):
+        assert close(b, a, 1e-6)
+
+
+class Counts(nn.Module):
+    """Looks at its own numbers, which a captured step cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * (2.0 if x.sum().item() > 0 else 1.0)
+
+
+@GPU
+def test_a_step_that_cannot_be_captured_is_said_once_and_training_goes_on() -> None:
+    plain, graph = Counts().cuda(), Counts().cuda()
+    pp.fit(plain, (X.cuda(), Y.cuda()), CONFIG)
+    with pytest.warns(UserWarning, match="the step could not be captured as a CUDA graph") as said:
+        pp.fit(graph, (X.cuda(), Y.cuda()), dataclasses.replace(CONFIG, execution="graph"))
+    assert len(said) == 1
+    assert "\n" not in str(said[0].message)
+    assert close(graph, plain, 1e-6)
+
+
+# --- The host does not wait.
+
+
+@GPU
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("stage", ["dense", "budget", "posterior"])
+def test_nothing_waits_for_the_device_inside_an_epoch(stage: str, count: int, tmp_path: Path) -> None:
+    models = [(net if stage == "dense" else lambda k: attached(k, 0.05))(k).cuda() for k in range(count)]
+    given = models[0] if count == 1 else models
+    split = pp.data.split(X, Y, prior_fraction=0.5, seed=0)
+    config = dataclasses.replace(CONFIG, gate_lr=0.5)
+    moments: list[int] = []
+
+    def progress(name: str, done: int, total: int, row: dict) -> None:
+        """The first epoch makes what is made once; from its second step on, the second may not wait."""
+        moments.append(done)
+        inside = per < done < 2 * per
+        torch.cuda.set_sync_debug_mode("error" if inside else "default")
+
+    data = (X.cuda(), Y.cuda())
+    per = 5 if stage != "posterior" else math.ceil(len(split.bound) / 10)
+    try:
+        if stage == "posterior":
+            slabs = [pp.read(model) for model in models]
+            priors = slabs[0] if count == 1 else slabs
+            out = [tmp_path / str(k) for k in range(count)]
+            where = out[0] if count == 1 else out
+            pp.fit_posterior(given, priors, split, config, out=where, progress=progress)
+        else:
+            pp.fit(given, data, config, budget=pp.Budget(0.5) if stage == "budget" else None, progress=progress)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert max(moments) == 4 * per
+    assert all(copy.deepcopy(p).isfinite().all() for model in models for p in model.parameters())

@@ -1,0 +1,92 @@
+"""Event files: what TensorBoard will show of a run, read back from the files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacprune import export
+from pacprune.experiments import options as opt
+from pacprune.experiments import runs, store, track
+
+SHORT = {"dense_epochs": 1, "epochs": 2}
+
+
+def quiet(*_: Any) -> None:
+    pass
+
+
+def test_a_missing_extra_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError("none")
+
+    monkeypatch.setattr(export.importlib, "import_module", missing)
+    store.begin(tmp_path, "pft", opt.Pft())
+    with pytest.raises(ValueError, match=r'^tensorboard cannot be imported \(none\); pip install "pacprune\[track\]"$'):
+        track.write(tmp_path)
+    with pytest.raises(ValueError, match=r"^tensorboard cannot"), track.following(tmp_path, "pft", opt.Pft(), quiet):
+        raise AssertionError("not reached")
+    assert [file.name for file in tmp_path.iterdir()] == ["config.toml"]
+
+
+def events(folder: Path) -> Any:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
+    return found.Reload()
+
+
+def test_a_followed_run_shows_scalars_gates_and_figures(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    options, folder, seen = opt.Pft(**SHORT), tmp_path / "run", []
+    with track.following(folder, "pft", options, lambda *rest: seen.append(rest)) as progress:
+        assert not folder.exists()
+        runs.execute("pft", options, runs.single, out=folder, progress=progress)
+    found, tags = events(folder / track.EVENTS), events(folder / track.EVENTS).Tags()
+    rows = store.metrics(folder)
+    for row in rows:
+        values = {event.step: event.value for event in found.Scalars(f"{row['stage']}/loss")}
+        assert values[row["epoch"]] == pytest.approx(row["loss"], rel=1e-6)
+    assert set(tags["histograms"]) == {
+        f"masks/keep_prob/{name}" for name in ("all", *(f"layers.{k}.weight" for k in (0, 2, 4)))
+    }
+    (gates,) = found.Histograms("masks/keep_prob/all")
+    expected = 1 - next(row["expected_sparsity"] for row in reversed(rows) if row["stage"] == "masks")
+    assert gates.histogram_value.num == 50_200
+    assert gates.histogram_value.sum / 50_200 == pytest.approx(expected, abs=1e-5)
+    assert set(tags["images"]) == {f"figures/{path.stem}" for path in folder.glob("figures/*.png")}
+    for path in folder.glob("figures/*.png"):
+        (image,) = found.Images(f"figures/{path.stem}")
+        assert image.encoded_image_string == path.read_bytes()
+    assert seen, "the other listener hears everything"
+    with pytest.raises(ValueError, match=r"events already holds 1 files; give another --out, or delete it"):
+        track.write(folder)
+
+
+def test_a_finished_run_of_pbp_shows_p_and_q(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    options = opt.Pbp(**SHORT, posterior_epochs=1, draws=50)
+    result = runs.execute("pbp", options, runs.single, out=tmp_path / "run", progress=quiet)
+    assert track.write(tmp_path / "run", out=tmp_path / "events") == tmp_path / "events"
+    found = events(tmp_path / "events")
+    (posterior,) = found.Histograms("certificate/posterior/keep_prob/all")
+    mean = posterior.histogram_value.sum / posterior.histogram_value.num
+    assert mean == pytest.approx(1 - result["expected_sparsity"], abs=1e-5)
+    (bound,) = found.Scalars("result/pbp/certificate")
+    assert bound.value == pytest.approx(result["certificate"])
+    assert {"dense/loss", "prior/loss", "posterior/loss"} <= set(found.Tags()["scalars"])
+
+
+def test_a_run_that_is_going_shows_what_its_checkpoints_hold(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    options, folder = opt.Pft(**SHORT, recipe="paper"), tmp_path / "run"
+
+    def stop(stage: str, steps: int, total: int, row: dict[str, Any]) -> None:
+        if stage == "tune":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.execute("pft", options, runs.single, out=folder, progress=stop)
+    tags = events(track.write(folder)).Tags()
+    assert {"dense/loss", "masks/loss"} <= set(tags["scalars"])
+    assert "masks/keep_prob/all" in tags["histograms"]
+    assert tags["images"] == []
