@@ -14,7 +14,7 @@ venv: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[plot,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[plot,export,track,sweep,dev]'
 	touch $@
 
 demo: venv

@@ -12,7 +12,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from pacprune import cli, kernels, layers, models, weights
-from pacprune.experiments import bench, speed, timing
+from pacprune.experiments import bench, console, speed, timing
 from pacprune.experiments.timing import Row, Target, Times
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -191,7 +191,7 @@ def test_the_table_says_what_is_met(capsys: pytest.CaptureFixture[str]) -> None:
         "rows": [timing.as_dict(row) for row in rows],
         "notes": ["10 weights do not fit."],
     }
-    cli._print(result, False, *bench.shown(result))
+    console.show(result, False, *bench.shown(result))
     shown = " ".join(capsys.readouterr().out.split())
     for words in ("1.5 ms", "1.1 [1, 1.2]", "ratio at most 1.25", "yes", "NO", "10 weights do not fit.", "threads"):
         assert words in shown

@@ -5,7 +5,7 @@
 The nouns are scores, masks, SpikeSlab, Split, Config and Certificate; the rest are verbs. See docs/ for a tutorial.
 """
 
-from pacprune import bounds, data, linear, models, scores
+from pacprune import bounds, data, linear, models, scores, wide
 from pacprune._version import __version__ as __version__
 from pacprune.baselines import gmp, imp, l0
 from pacprune.budget import Budget
@@ -62,4 +62,5 @@ __all__ = [
     "together",
     "top_k",
     "verify",
+    "wide",
 ]

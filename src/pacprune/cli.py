@@ -1,27 +1,24 @@
 """The command line: a table from commands to functions; flags and help come from the options' dataclasses."""
 
 import inspect
-import json as jsons
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from pacprune import __version__, fetch, recheck
-from pacprune.checkpoint import write_atomically
 from pacprune.experiments import bench as benchmark
-from pacprune.experiments import calculator, coverage, figures, plots, recipes, report, runs, store
+from pacprune.experiments import calculator, coverage, figures, plots, profile, recipes, report, runs, store, track
 from pacprune.experiments import options as opt
 from pacprune.experiments.bars import progress_bars
+from pacprune.experiments.console import Device, Json, Seed, Where, data_state, show, told, write
 from pacprune.experiments.demo import demo
 
-WORK: dict[str, runs.Work] = {"demo": demo, "osp": runs.single, "pft": runs.single, "pbp": runs.single}
+WORK: dict[str, runs.Work] = dict.fromkeys(opt.COMMANDS, runs.single) | {"demo": demo}
 EXAMPLES = {
     "demo": ["pacprune demo", "pacprune demo --seed 1 --json"],
     "certify": ["pacprune certify runs/mine", "pacprune certify runs/mine --certified 3 --json"],
@@ -31,6 +28,10 @@ EXAMPLES = {
     "bench": ["pacprune bench step", "pacprune bench sample --device cuda --json"],
     "osp": ["pacprune osp --sparsity 0.95", "pacprune osp --data mnist --criterion snip --device cuda"],
     "pft": ["pacprune pft --sparsity 0.95", "pacprune pft --data cifar10 --device cuda --out runs/cifar"],
+    "gmp": ["pacprune gmp --sparsity 0.95", "pacprune gmp --data fashion-mnist --device cuda"],
+    "dpf": ["pacprune dpf --sparsity 0.9"],
+    "imp": ["pacprune imp --sparsity 0.95 --rounds 4"],
+    "l0": ["pacprune l0 --sparsity 0.95"],
     "pbp": ["pacprune pbp", "pacprune pbp --data mnist --prior-fraction 0.7 --json"],
     "bound": [
         "pacprune bound --risk 0.1 --n 12000 --kl 500",
@@ -38,16 +39,13 @@ EXAMPLES = {
     ],
     "data": ["pacprune data list", "pacprune data fetch mnist", "pacprune data path"],
     "report": ["pacprune report runs/demo"],
+    "export": ["pacprune export runs/mine --format onnx", "pacprune export runs/mine --format slim --out net.pt2"],
+    "profile": ["pacprune profile runs/mine", "pacprune profile runs/mine --json"],
+    "track": ["pacprune track runs/mine"],
 }
 
 # Without rich markup, help is plain text: brackets stay brackets, and it can be searched.
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; everything else goes to stderr.")]
-_UNUSED = "Accepted by every command; not used here."
-Seed = Annotated[int, typer.Option(help=_UNUSED, show_default=False)]
-Device = Annotated[str, typer.Option(help=_UNUSED, show_default=False)]
-Where = Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")]
 
 
 def main() -> None:
@@ -72,37 +70,6 @@ def _program(
     """
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """A user's mistake becomes one sentence on stderr and exit code 2; an interrupt a hint and exit code 130."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        what = str(error)
-        if isinstance(error, OSError) and error.filename:
-            what = f"{error.filename} cannot be read or written ({error.strerror}); choose another place"
-        typer.echo("pacprune: error: " + " ".join(what.split()), err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("pacprune: interrupted; run the same command again to go on", err=True)
-        raise typer.Exit(130) from None
-
-
-def _print(result: Any, json: bool, *parts: Any) -> None:
-    """The result as JSON, or the parts that rich prints for a reader."""
-    if json:
-        typer.echo(jsons.dumps(result))
-    else:
-        for part in parts:
-            # rich would break long lines, and a path that is broken cannot be copied.
-            typer.echo(part) if isinstance(part, str) else Console().print(part)
-
-
-def _write(out: Path | None, name: str, result: Any) -> None:
-    if out is not None:
-        write_atomically(out / name, (jsons.dumps(result, indent=2) + "\n").encode())
-
-
 def _examples(name: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in EXAMPLES[name])
 
@@ -111,12 +78,12 @@ def _add(name: str, kind: type) -> None:
     """Adds the command whose flags are the fields of `kind`."""
 
     def call(*, out: Path | None, config: Path | None, json: bool, **flags: Any) -> None:
-        with _told():
+        with told():
             from_file = opt.from_toml(config, name)[1] if config else {}
             options = opt.resolve(kind, from_file, {flag: value for flag, value in flags.items() if value is not None})
             with progress_bars() as progress:
                 result = runs.execute(name, options, WORK[name], out=out, progress=progress)
-            _print(result, json, *_shown(result))
+            show(result, json, *_shown(result))
 
     hints: dict[str, Any] = {}
     for f in fields(kind):
@@ -183,11 +150,11 @@ def bound(
     json: Json = False,
 ) -> None:
     """A calculator of bounds on the error on new data."""
-    with _told():
+    with told():
         fraction = calculator.risk_of(risk, errors, n=n, draws=draws)
         found = calculator.calculate(fraction, n=n, kl=kl, delta=delta, draws=draws)
-        _write(out, "bound.json", found)
-        _print(found, json, calculator.table(found, draws))
+        write(out, "bound.json", found)
+        show(found, json, calculator.table(found, draws))
 
 
 @app.command(epilog=_examples("certify"))
@@ -201,11 +168,11 @@ def certify(
     json: Json = False,
 ) -> None:
     """A certificate for the network of a run."""
-    with _told():
+    with told():
         found = runs.certify(run, delta=delta, certified=certified, device=device, out=out)
         place = str(run / store.CERTIFICATE if out is None else out)
         numbers = {name: getattr(found, name) for name in ("bound", "n", "risk", "sparsity", "statement")}
-        _print({"folder": place, "delta": delta, **numbers}, json, found.statement, f"Certificate: {place}")
+        show({"folder": place, "delta": delta, **numbers}, json, found.statement, f"Certificate: {place}")
 
 
 @app.command(epilog=_examples("verify"))
@@ -229,7 +196,7 @@ def verify(
     Hashes, the KL and every bound are computed again from the files; what is taken on trust is named. Exit 0: VALID,
     1: INVALID, with the first rule that fails, 2: it cannot be read.
     """
-    with _told():
+    with told():
         runs.check_device(device)
         place = store.certificate(folder)
         if data_dir is not None:
@@ -246,8 +213,8 @@ def verify(
                 device=device,
                 progress=progress,
             )
-        _write(out, "verify.json", asdict(found))
-        _print(asdict(found), json, str(found))
+        write(out, "verify.json", asdict(found))
+        show(asdict(found), json, str(found))
     if not found.valid:
         raise typer.Exit(1)
 
@@ -266,15 +233,15 @@ def selftest(
 
     Exit 0: no bound exceeds its delta beyond the interval, and every planted fault is caught; otherwise 1.
     """
-    with _told():
+    with told():
         if what != "coverage":
             raise ValueError(f"unknown self-test {what!r}; use coverage")
         with progress_bars() as progress:
             rows = coverage.run(trials, seed=seed, delta=delta, progress=progress)
         ok = all(row.ok for row in rows)
         result = {"ok": ok, "trials": trials, "seed": seed, "delta": delta, "rows": [asdict(row) for row in rows]}
-        _write(out, "coverage.json", result)
-        _print(result, json, *coverage.lines(rows))
+        write(out, "coverage.json", result)
+        show(result, json, *coverage.lines(rows))
     if not ok:
         raise typer.Exit(1)
 
@@ -290,11 +257,11 @@ def bench(
     json: Json = False,
 ) -> None:
     """Measures speed, as ratios within one run."""
-    with _told():
+    with told():
         with progress_bars() as progress:
             found = benchmark.run(subject, device=device, smoke=smoke, full=full, progress=progress)
-        _write(out, f"bench-{subject}.json", found)
-        _print(found, json, *benchmark.shown(found))
+        write(out, f"bench-{subject}.json", found)
+        show(found, json, *benchmark.shown(found))
 
 
 @app.command(epilog=_examples("reproduce"))
@@ -310,12 +277,12 @@ def reproduce(
     json: Json = False,
 ) -> None:
     """Makes figures of the paper, each with its CSV."""
-    with _told():
+    with told():
         with progress_bars() as progress:
             found = recipes.run(
                 name, scale=scale, out=out, seed=seed, device=device, data_dir=data_dir, progress=progress
             )
-        _print(found, json, *recipes.shown(found))
+        show(found, json, *recipes.shown(found))
 
 
 @app.command(epilog=_examples("data"))
@@ -330,7 +297,7 @@ def data(
     json: Json = False,
 ) -> None:
     """The data sets: which are here, and how to get them."""
-    with _told():
+    with told():
         if name not in fetch.SOURCES and (name or action == "fetch"):
             raise ValueError(
                 f"the data set for `pacprune data {action}` is {repr(name) if name else 'missing'}; "
@@ -338,34 +305,20 @@ def data(
             )
         if action == "path":
             folder = str(fetch.data_folder(data_dir) / (fetch.SOURCES[name].folder if name else ""))
-            _print({"folder": folder}, json, folder)
+            show({"folder": folder}, json, folder)
         elif action == "fetch":
             with progress_bars() as progress:
                 folder = str(fetch.fetch(name or "", data_dir, progress=progress))
-            _print({"name": name, "folder": folder}, json, f"{name} is complete in {folder}")
+            show({"name": name, "folder": folder}, json, f"{name} is complete in {folder}")
         elif action == "list":
             found = [{"name": "digits", "folder": "inside the package", "present": True, "usable": True, "detail": ""}]
-            found += [_state(name, data_dir) for name in fetch.SOURCES]
+            found += [data_state(name, data_dir) for name in fetch.SOURCES]
             table = Table("Data set", Column("Folder", overflow="fold"), "State")
             for row in found:
                 table.add_row(row["name"], row["folder"], (row["detail"] or "ready") if row["present"] else "missing")
-            _print({"data": found}, json, table, "To get one that is missing: pacprune data fetch NAME")
+            show({"data": found}, json, table, "To get one that is missing: pacprune data fetch NAME")
         else:
             raise ValueError(f"unknown action {action!r}; use list, fetch or path")
-
-
-def _state(of: str, data_dir: Path | None) -> dict[str, Any]:
-    """Whether the official files are there with the right content, and if not, what is wrong with the first bad one."""
-    source, folder, detail = fetch.SOURCES[of], fetch.data_folder(data_dir), ""
-    try:
-        for file in source.contents:
-            fetch.read(of, file, data_dir)
-    except ValueError as error:
-        detail = str(error)
-    places = (folder / source.folder, folder)
-    present = all(any((p / f).is_file() for p in places for f in (name, f"{name}.gz")) for name in source.contents)
-    where = str(folder / source.folder)
-    return {"name": of, "folder": where, "present": present, "usable": not detail, "detail": detail}
 
 
 @app.command("report", epilog=_examples("report"))
@@ -377,7 +330,53 @@ def rebuild(
     json: Json = False,
 ) -> None:
     """Draws figures and report of a finished run again."""
-    with _told():
+    with told():
         found = store.result(folder)
         page = str(report.write(folder, found, out=out))
-        _print({"report": page, "folder": str(folder)}, json, f"Report: {page}")
+        show({"report": page, "folder": str(folder)}, json, f"Report: {page}")
+
+
+@app.command(epilog=_examples("export"))
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    format: Annotated[str, typer.Option(help=f"{', '.join(profile.FILES)}.")] = "safetensors",
+    out: Annotated[Path | None, typer.Option(help="File to write [in RUN, named by the format].")] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Writes the network of a run to a file."""
+    with told():
+        found = profile.export(run, format=format, out=out)
+        show(found, json, found["said"])
+
+
+@app.command("profile", epilog=_examples("profile"))
+def measure(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    seconds: Annotated[float, typer.Option(help="Time to measure, per batch size.")] = 5.0,
+    out: Annotated[Path | None, typer.Option(help="Folder to write profile.json to.")] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Size on disk, FLOPs and CPU latency of every form of a network."""
+    with told():
+        with progress_bars() as progress:
+            found = profile.profile(run, seconds=seconds, progress=progress)
+        write(out, "profile.json", found)
+        show(found, json, *profile.shown(found))
+
+
+@app.command("track", epilog=_examples("track"))
+def events(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, finished or going.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the event files [RUN/events].")] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """TensorBoard event files of a run."""
+    with told():
+        place = str(track.write(run, out=out))
+        show({"run": str(run), "events": place}, json, f"Events: tensorboard --logdir {place}")

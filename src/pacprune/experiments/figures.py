@@ -52,9 +52,9 @@ def draw(job: Job, name: str, caption: str, rows: Callable[[], Table], paint: Ca
     """Leaves NAME.csv and, with matplotlib, NAME.png; rows that are there from a run that was broken off are kept."""
     path = job.out / f"{name}.csv"
     if not path.is_file():
-        write_atomically(path, plots._csv(rows()))
+        write_atomically(path, plots.csv_of(rows()))
     found = read(path)
-    picture = plots._png(paint, found)
+    picture = plots.png_of(paint, found)
     if picture is not None:
         write_atomically(path.with_suffix(".png"), picture)
     return Drawn(name, caption, path, None if picture is None else path.with_suffix(".png"), found)

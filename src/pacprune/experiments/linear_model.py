@@ -10,7 +10,7 @@ from torch import Tensor
 from pacprune import linear, masks
 from pacprune.experiments import wide_masks
 from pacprune.experiments.figures import Drawn, Job, agreement, draw, lines
-from pacprune.experiments.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Table, _title
+from pacprune.experiments.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Table, title
 from pacprune.experiments.runs import one_thread
 from pacprune.linear import Problem
 
@@ -108,7 +108,7 @@ def paint_penalty(canvas: Any, rows: Table) -> None:
     left.set_ylim(0, 3.2)
     right.set_ylim(-7, 7)
     canvas.legend(ncols=5, loc="outside lower center", fontsize=9)
-    _title(canvas, "The KL penalty of a keep probability and its derivative", "nothing")
+    title(canvas, "The KL penalty of a keep probability and its derivative", "nothing")
 
 
 # --- The fixed point.
@@ -166,7 +166,7 @@ def paint_point(canvas: Any, rows: Table) -> None:
     handles = [*panels[0].get_lines(), *panels[1].get_lines()]
     unique = {handle.get_label(): handle for handle in handles}
     canvas.legend(unique.values(), unique.keys(), ncols=5, loc="outside lower center", fontsize=8)
-    _title(canvas, f"Where the bound drives a keep probability of prior {PRIOR}", "nothing")
+    title(canvas, f"Where the bound drives a keep probability of prior {PRIOR}", "nothing")
 
 
 # --- Problems.
@@ -263,7 +263,7 @@ def paint_kept(canvas: Any, rows: Table) -> None:
     grid[1, 0].set_ylabel("share of the best mask's\nreduction in risk that is lost")
     grid[1, 0].set_ylim(bottom=0)
     canvas.legend(*grid[0, 0].get_legend_handles_labels(), ncols=4, loc="outside lower center", fontsize=9)
-    _title(canvas, "Which weights are kept at fixed weights", "features, weights, noise")
+    title(canvas, "Which weights are kept at fixed weights", "features, weights, noise")
 
 
 # --- Regression at equal sparsity.
@@ -370,4 +370,4 @@ def paint_fits(canvas: Any, rows: Table) -> None:
     axes.set_xlabel(f"weights kept, of {WEIGHTS}")
     axes.set_ylabel("excess risk on new data\n(half the squared error)")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
-    _title(canvas, f"Sparse regression from {EXAMPLES} examples", "features, weights, noise")
+    title(canvas, f"Sparse regression from {EXAMPLES} examples", "features, weights, noise")

@@ -81,7 +81,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         name = f"mask-stability-{study.setting.name}"
         caption = (
             f"{study.setting.data}, {study.setting.model}, {study.runs} runs from one initialisation that differ in "
-            f"the order of the data alone; weights that magnitude pruning to {study.sparsity:g} keeps in some runs only"
+            f"the order of the data alone; weights that magnitude pruning to {study.sparsity:g} keeps in some runs only."
         )
         found = figures.draw(job, name, caption, lambda study=study: _rows(study, job), _paint)
         drawn.append(found)
@@ -115,7 +115,8 @@ def _rows(study: _Study, job: Job) -> Table:
             "changing": len(changing),
         }
         points = zip(*(t[shown].tolist() for t in (mean, spread, often)), strict=True)
-        rows += [common | {"magnitude": m, "spread": s, "kept": p} for m, s, p in points] or [common]
+        none = [(None, None, None)]  # a layer in which no fate changes still counts its weights
+        rows += [common | {"magnitude": m, "spread": s, "kept": p} for m, s, p in [*points] or none]
     return rows
 
 

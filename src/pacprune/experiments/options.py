@@ -163,7 +163,16 @@ class Demo:
     device: str = _option("cpu", "Where to compute: cpu, cuda or cuda:N.", names_run=False)
 
 
-COMMANDS: dict[str, type] = {"demo": Demo, "osp": Osp, "pft": Pft, "pbp": Pbp}
+COMMANDS: dict[str, type] = {
+    "demo": Demo,
+    "osp": Osp,
+    "pft": Pft,
+    "gmp": Gmp,
+    "dpf": Dpf,
+    "imp": Imp,
+    "l0": L0,
+    "pbp": Pbp,
+}
 
 _LARGE = {"unlabelled": 5000, "draws": 20_000, "tolerance": 0.001}
 _MNIST = _LARGE | {"lr": 0.01, "schedule": "constant", "epochs": 30, "posterior_epochs": 30}

@@ -39,7 +39,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         caption = (
             f"{setting.data}, {setting.model}: test error of networks pruned at initialisation, "
             f"{setting.after.epochs} epochs in all; mean and 95 % interval over {setting.seeds} seeds (weights, data "
-            "order and masks are random)"
+            "order and masks are random)."
         )
         name = f"pft-at-init-{setting.name}"
         found = figures.draw(

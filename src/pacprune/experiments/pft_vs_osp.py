@@ -89,7 +89,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         caption = (
             f"{setting.data}, {setting.model}: test error after {setting.after.epochs} epochs that follow "
             f"{setting.dense.epochs} dense ones; mean and 95 % interval over {setting.seeds} seeds (weights, data "
-            "order and masks are random), methods with a criterion from magnitude"
+            "order and masks are random), methods with a criterion from magnitude."
         )
         found = figures.draw(
             job, f"pft-vs-osp-{setting.name}", caption, lambda setting=setting: contest.run(setting, job), paint

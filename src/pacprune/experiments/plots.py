@@ -21,7 +21,17 @@ HINT = 'no figures were drawn, since matplotlib is not installed: pip install "p
 # Okabe and Ito's colours: told apart by colour-blind readers.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#7F7F7F"
 STAGES = {"dense": GREY, "masks": ORANGE, "prior": ORANGE, "posterior": PURPLE, "tune": BLUE}
-METHODS = {"dense": GREY, "osp": BLUE, "pft": ORANGE, "pbp": PURPLE}
+METHODS = {
+    "dense": GREY,
+    "osp": BLUE,
+    "pft": ORANGE,
+    "pft-paper": "#e69f00",
+    "gmp": "#009e73",
+    "dpf": "#56b4e9",
+    "imp": "#004d40",
+    "l0": "#cc79a7",
+    "pbp": PURPLE,
+}
 
 Table = list[dict[str, Any]]
 
@@ -44,8 +54,8 @@ def draw(folder: Path, result: dict[str, Any], out: Path) -> list[Figure]:
         if not rows:
             continue
         path = out / "figures" / f"{name}.csv"
-        write_atomically(path, _csv(rows))
-        picture = _png(paint, rows)
+        write_atomically(path, csv_of(rows))
+        picture = png_of(paint, rows)
         if picture is not None:
             write_atomically(path.with_suffix(".png"), picture)
         found.append(Figure(name, caption, path, None if picture is None else path.with_suffix(".png")))
@@ -58,7 +68,7 @@ def proved(folder: Path) -> Certificate | None:
     return certificate.load(path) if path.exists() else None
 
 
-def _csv(rows: Table) -> bytes:
+def csv_of(rows: Table) -> bytes:
     text = io.StringIO()
     writer = csv.DictWriter(
         text, fieldnames=list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
@@ -68,12 +78,12 @@ def _csv(rows: Table) -> bytes:
     return text.getvalue().encode()
 
 
-def _title(canvas: Any, what: str, random: str) -> None:
+def title(canvas: Any, what: str, random: str) -> None:
     """The title says what is shown and what was random in it."""
     canvas.suptitle(f"{what} (random: {random})", x=0.01, ha="left", fontsize=11)
 
 
-def _png(paint: Callable[[Any, Table], None], rows: Table) -> bytes | None:
+def png_of(paint: Callable[[Any, Table], None], rows: Table) -> bytes | None:
     try:
         import matplotlib
         from matplotlib.figure import Figure as Canvas
@@ -119,7 +129,7 @@ def _methods(canvas: Any, rows: Table) -> None:
     axes.margins(x=0.15)
     axes.set_xlim(left=0)
     axes.set_xlabel("fraction of test examples that are wrong")
-    _title(canvas, "Test error of one run", "split, weights, data order, draws")
+    title(canvas, "Test error of one run", "split, weights, data order, draws")
 
 
 # --- Training curves.
@@ -154,8 +164,14 @@ def _curves(canvas: Any, rows: Table) -> None:
         for stage in dict.fromkeys(row["stage"] for row in own):
             part = [row for row in own if row["stage"] == stage]
             x = [row["epoch"] for row in part]
-            above.plot(x, [row["loss"] for row in part], color=STAGES[stage], lw=2, marker=".", ms=5, label=stage)
-            below.plot(x, [row["sparsity"] for row in part], color=STAGES[stage], lw=2, marker=".", ms=5)
+            look = {
+                "color": STAGES.get(stage, BLUE),
+                "lw": 2,
+                "marker": ".",
+                "ms": 5,
+            }  # the rounds of imp have no colour
+            above.plot(x, [row["loss"] for row in part], label=stage, **look)
+            below.plot(x, [row["sparsity"] for row in part], **look)
         above.set_yscale("log")
         above.set_title(method, loc="left")
         above.legend(fontsize=8)
@@ -164,7 +180,7 @@ def _curves(canvas: Any, rows: Table) -> None:
         below.set_ylim(-0.03, 1.03)
     grid[0][0].set_ylabel("training loss")
     grid[1][0].set_ylabel("sparsity")
-    _title(canvas, "Training of one run", "weights, data order, sampled masks")
+    title(canvas, "Training of one run", "weights, data order, sampled masks")
 
 
 # --- Sparsity per layer.
@@ -205,7 +221,7 @@ def _layers(canvas: Any, rows: Table) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.set_xlabel("fraction of the layer's weights that are zero")
-    _title(canvas, "Where the zeros of the saved network are", "weights, data order, sampled masks")
+    title(canvas, "Where the zeros of the saved network are", "weights, data order, sampled masks")
     if len(methods) > 1:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
@@ -244,7 +260,7 @@ def _keep(canvas: Any, rows: Table) -> None:
     axes.set_xlabel("keep probability (logit scale)")
     axes.set_ylabel("number of weights")
     axes.legend(loc="upper center")
-    _title(canvas, "Chance of each weight to be kept in a drawn network", "weights, data order")
+    title(canvas, "Chance of each weight to be kept in a drawn network", "weights, data order")
 
 
 # --- What a certificate is made of.
@@ -293,7 +309,7 @@ def _certificate(canvas: Any, rows: Table) -> None:
     shown = [key for key in colours if any(key in row for row in rows)]
     blocks = [axes.barh(0, 0, color=colours[key]) for key in shown]
     canvas.legend(blocks, shown, ncols=4, loc="outside lower center", fontsize=9)
-    _title(canvas, "What the certificate is made of", "bound examples, drawn networks")
+    title(canvas, "What the certificate is made of", "bound examples, drawn networks")
 
 
 _PLOTS: dict[str, tuple[Callable[[Path, dict[str, Any]], Table], str, Callable[[Any, Table], None]]] = {

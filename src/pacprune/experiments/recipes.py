@@ -9,14 +9,31 @@ from rich.table import Table
 
 from pacprune import __version__
 from pacprune.checkpoint import write_atomically
-from pacprune.experiments import linear_model, plots, runs, store
+from pacprune.experiments import (
+    linear_model,
+    mask_stability,
+    pft_at_init,
+    pft_vs_osp,
+    plots,
+    runs,
+    shared_weights,
+    store,
+    strong_tickets,
+)
 from pacprune.experiments.figures import SCALES, STRIDE, Drawn, Job
 from pacprune.loop import Progress
 
 Recipe = Callable[[Job], tuple[list[Drawn], dict[str, Any]]]
 """Draws its figures into job.out and returns them with the main numbers."""
 
-RECIPES: dict[str, Recipe] = {"linear-model": linear_model.reproduce}
+RECIPES: dict[str, Recipe] = {
+    "linear-model": linear_model.reproduce,
+    "pft-vs-osp": pft_vs_osp.reproduce,
+    "pft-at-init": pft_at_init.reproduce,
+    "shared-weights": shared_weights.reproduce,
+    "strong-tickets": strong_tickets.reproduce,
+    "mask-stability": mask_stability.reproduce,
+}
 
 SETTINGS = "recipe.json"
 

@@ -17,12 +17,21 @@ TITLES = {
     "demo": "Three ways to prune a network, and one proof",
     "osp": "One-shot pruning",
     "pft": "Probabilistic fine-tuning",
+    "gmp": "Gradual magnitude pruning",
+    "dpf": "Gradual pruning with feedback",
+    "imp": "Iterative magnitude pruning",
+    "l0": "L0 regularisation",
     "pbp": "PAC-Bayes pruning, with a certificate",
 }
 METHODS = {
     "dense": "the network before pruning",
     "osp": "one-shot pruning: rank the weights once, drop the rest, fine-tune",
     "pft": "probabilistic fine-tuning: learn which weights to keep while training them",
+    "pft-paper": "probabilistic fine-tuning by the paper's recipe",
+    "gmp": "gradual magnitude pruning: drop the smallest weights a few at a time while training",
+    "dpf": "gradual pruning with feedback: dropped weights are trained on and can come back",
+    "imp": "iterative magnitude pruning: rounds of dropping the smallest weights and training again",
+    "l0": "L0 regularisation: gates with a price on every weight that stays",
     "pbp": "PAC-Bayes pruning: a random sparse network, whose error on new data is bounded by a proof",
 }
 COLUMNS = {

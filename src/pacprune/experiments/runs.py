@@ -266,6 +266,8 @@ def procedure(options: Options) -> Callable[..., Any]:
 
 def method(options: Options) -> str:
     """The name of a method in tables."""
+    if isinstance(options, Pft) and options.recipe == "paper":
+        return "pft-paper"
     return type(options).__name__.lower()
 
 

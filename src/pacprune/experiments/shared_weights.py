@@ -50,7 +50,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         job,
         f"shared-weights-{setting.name}",
         f"share of the one-shot mask that PFT keeps, {setting.data}, {setting.model}; {seeds} (weights, data order and "
-        "masks are random)",
+        "masks are random).",
         lambda: _shared(setting, job),
         _paint_shared,
     )
@@ -58,7 +58,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         job,
         f"weight-noise-{setting.name}",
         f"test error with Gaussian noise on the weights that are kept, {setting.data}, {setting.model}; {seeds} "
-        "(weights, data order, masks and noise are random)",
+        "(weights, data order, masks and noise are random).",
         lambda: _noisy(setting, job),
         _paint_noisy,
     )

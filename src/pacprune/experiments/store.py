@@ -108,7 +108,7 @@ def certificate(folder: Path) -> Path:
     if (folder / "config.toml").is_file():
         command, _ = recorded(folder)
         result(folder)
-        if command in ("osp", "pft"):
+        if issubclass(opt.COMMANDS[command], opt.Pruning):
             raise ValueError(f"{folder} is a run of {command} without a certificate; run pacprune certify {folder}")
     raise ValueError(
         f"{folder} holds neither {RECORD} nor {CERTIFICATE}/{RECORD}; name the folder of a certificate, or of a run "

@@ -50,7 +50,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     caption = (
         f"{setting.data}, {setting.model}, weights never trained: test error of {DRAWS} networks drawn from the "
         f"trained mask, and of its thresholded network; mean and 95 % interval over {setting.seeds} seeds (weights, "
-        "data order and masks are random)"
+        "data order and masks are random)."
     )
     found = figures.draw(job, f"strong-tickets-{setting.name}", caption, lambda: _rows(setting, job), _paint)
     best = min(found.rows, key=lambda row: row["thresholded_error"])

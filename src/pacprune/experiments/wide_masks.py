@@ -11,7 +11,7 @@ from pacprune import data, linear, masks, models, wide
 from pacprune.budget import Budget
 from pacprune.config import Config
 from pacprune.experiments.figures import Job, agreement, interval, lines
-from pacprune.experiments.plots import BLUE, GREEN, GREY, ORANGE, Table, _title
+from pacprune.experiments.plots import BLUE, GREEN, GREY, ORANGE, Table, title
 from pacprune.layers import attach, read
 from pacprune.masks import Mask
 from pacprune.pipelines import pft
@@ -136,12 +136,12 @@ def paint(canvas: Any, table: Table) -> None:
     """Sparsities side by side; gates alone above, PFT below."""
     canvas.set_size_inches(10, 6)
     grid = canvas.subplots(len(TRUTHS), len(SPARSITIES), sharex=True, sharey=True)
-    for line, (truth, title) in zip(grid, TRUTHS.items(), strict=True):
+    for line, (truth, words) in zip(grid, TRUTHS.items(), strict=True):
         for axes, sparsity in zip(line, SPARSITIES, strict=True):
             own = [row for row in table if (row["truth"], row["sparsity"]) == (truth, sparsity)]
             lines(axes, own, x="width", y="agreement", by="foretold_by", style=FORETOLD)
             axes.axhline(0, color=GREY, lw=0.8)
-            axes.set_title(f"{title}: {sparsity:.0%} pruned", loc="left", fontsize=10)
+            axes.set_title(f"{words}: {sparsity:.0%} pruned", loc="left", fontsize=10)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:.0f}")
         line[0].set_ylabel("agreement with what is kept\n(0: chance, 1: the same)")
@@ -149,4 +149,4 @@ def paint(canvas: Any, table: Table) -> None:
         axes.set_xticks(sorted({row["width"] for row in table}))
         axes.set_xlabel("width of the hidden layer")
     canvas.legend(*grid[0, 0].get_legend_handles_labels(), ncols=4, loc="outside lower center", fontsize=9)
-    _title(canvas, "Does the linearised network foretell the mask?", "split, weights, data order, sampled masks")
+    title(canvas, "Does the linearised network foretell the mask?", "split, weights, data order, sampled masks")

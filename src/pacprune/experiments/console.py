@@ -1,0 +1,65 @@
+"""What all commands share: flags, errors as one sentence, results as JSON or for a reader."""
+
+import json as jsons
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from pacprune import fetch
+from pacprune.checkpoint import write_atomically
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; everything else goes to stderr.")]
+_UNUSED = "Accepted by every command; not used here."
+Seed = Annotated[int, typer.Option(help=_UNUSED, show_default=False)]
+Device = Annotated[str, typer.Option(help=_UNUSED, show_default=False)]
+Where = Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")]
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """A user's mistake becomes one sentence on stderr and exit code 2; an interrupt a hint and exit code 130."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        what = str(error)
+        if isinstance(error, OSError) and error.filename:
+            what = f"{error.filename} cannot be read or written ({error.strerror}); choose another place"
+        typer.echo("pacprune: error: " + " ".join(what.split()), err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("pacprune: interrupted; run the same command again to go on", err=True)
+        raise typer.Exit(130) from None
+
+
+def show(result: Any, json: bool, *parts: Any) -> None:
+    """The result as JSON, or the parts that rich prints for a reader."""
+    if json:
+        typer.echo(jsons.dumps(result))
+    else:
+        for part in parts:
+            # rich would break long lines, and a path that is broken cannot be copied.
+            typer.echo(part) if isinstance(part, str) else Console().print(part)
+
+
+def write(out: Path | None, name: str, result: Any) -> None:
+    """The result as a JSON file, where a folder was asked for."""
+    if out is not None:
+        write_atomically(out / name, (jsons.dumps(result, indent=2) + "\n").encode())
+
+
+def data_state(of: str, data_dir: Path | None) -> dict[str, Any]:
+    """Whether the official files are there with the right content, and if not, what is wrong with the first bad one."""
+    source, folder, detail = fetch.SOURCES[of], fetch.data_folder(data_dir), ""
+    try:
+        for file in source.contents:
+            fetch.read(of, file, data_dir)
+    except ValueError as error:
+        detail = str(error)
+    places = (folder / source.folder, folder)
+    present = all(any((p / f).is_file() for p in places for f in (name, f"{name}.gz")) for name in source.contents)
+    where = str(folder / source.folder)
+    return {"name": of, "folder": where, "present": present, "usable": not detail, "detail": detail}
