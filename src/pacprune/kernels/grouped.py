@@ -50,8 +50,8 @@ def _forward(
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    group = tl.program_id(0) % GROUPS
+    place = tl.program_id(0) // GROUPS * SIZE + tl.arange(0, SIZE)
     image, row, column = _split(place, ROWS, COLUMNS)
     i, o = tl.arange(0, IN), tl.arange(0, OUT)
     inside = place < places
@@ -95,8 +95,8 @@ def _to_input(
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    pixel = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    group = tl.program_id(0) % GROUPS
+    pixel = tl.program_id(0) // GROUPS * SIZE + tl.arange(0, SIZE)
     image, y, z = _split(pixel, HIGH, WIDE)
     i, o = tl.arange(0, IN), tl.arange(0, OUT)
     inside = pixel < pixels
@@ -182,7 +182,7 @@ def forward(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     rows, columns, groups, outputs = *sizes[2:5], sizes[6]
     out = x.new_empty(len(x), rows, columns, groups * outputs)
     places = len(x) * rows * columns
-    _forward[groups, triton.cdiv(places, _PLACES)](x, weight, out, places, *_options(sizes, x))
+    _forward[(groups * triton.cdiv(places, _PLACES),)](x, weight, out, places, *_options(sizes, x))
     return out
 
 
@@ -191,7 +191,7 @@ def to_input(out: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     high, wide, groups, inputs = *sizes[:2], *sizes[4:6]
     x = out.new_empty(len(out), high, wide, groups * inputs)
     pixels = len(out) * high * wide
-    _to_input[groups, triton.cdiv(pixels, _PLACES)](out, weight, x, pixels, *_options(sizes, out))
+    _to_input[(groups * triton.cdiv(pixels, _PLACES),)](out, weight, x, pixels, *_options(sizes, out))
     return x
 
 
