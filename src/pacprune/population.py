@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pacprune import layers, weights
+from pacprune import kernels, layers, weights
 from pacprune.batches import device_of
 from pacprune.kernels.convolution import convolution
 from pacprune.sampler import Sampler
@@ -171,7 +171,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
     found = layers.sites(plain)
     if found:
         layers.harden(plain, {site.name: torch.ones_like(site.gate, dtype=torch.bool) for site in found})
-    if device_of(model).type == "cuda":
+    if kernels.backend(device_of(model)) == "triton":
         for module in plain.modules():
             if type(module) is nn.Conv2d and _has_few_channels(module):
                 module.__class__ = _Grouped
