@@ -81,7 +81,8 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         name = f"mask-stability-{study.setting.name}"
         caption = (
             f"{study.setting.data}, {study.setting.model}, {study.runs} runs from one initialisation that differ in "
-            f"the order of the data alone; weights that magnitude pruning to {study.sparsity:g} keeps in some runs only."
+            f"the order of the data alone; weights that magnitude pruning to {study.sparsity:g} keeps in some runs "
+            "only."
         )
         found = figures.draw(job, name, caption, lambda study=study: _rows(study, job), _paint)
         drawn.append(found)

@@ -69,6 +69,7 @@ def proved(folder: Path) -> Certificate | None:
 
 
 def csv_of(rows: Table) -> bytes:
+    """The rows as a CSV file."""
     text = io.StringIO()
     writer = csv.DictWriter(
         text, fieldnames=list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
@@ -84,6 +85,7 @@ def title(canvas: Any, what: str, random: str) -> None:
 
 
 def png_of(paint: Callable[[Any, Table], None], rows: Table) -> bytes | None:
+    """The painted figure as a PNG file; None without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure as Canvas
