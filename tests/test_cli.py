@@ -18,7 +18,7 @@ from pacprune.experiments.bars import progress_bars
 
 COMMANDS = (
     *("demo", "osp", "pft", "pbp", "bound", "certify", "verify", "selftest", "data", "report", "bench", "reproduce"),
-    *("gmp", "dpf", "imp", "l0", "export", "profile", "track"),
+    *("gmp", "dpf", "imp", "l0", "export", "profile", "track", "sweep"),
 )
 SHORT = ("--dense-epochs", "2", "--epochs", "2")
 

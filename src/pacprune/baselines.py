@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from pacprune import kernels, weights
+from pacprune import kernels, masks, patterns, weights
 from pacprune.batches import Data
 from pacprune.budget import Budget
 from pacprune.config import Config
@@ -19,7 +19,7 @@ from pacprune.evaluate import reestimate_batchnorm
 from pacprune.layers import attach, harden, read
 from pacprune.loop import Progress
 from pacprune.pipelines import Pipeline, Pruned, check_request, largest, pipeline, shares, stages, tune
-from pacprune.scores import Loss
+from pacprune.scores import Loss, magnitude
 from pacprune.spikeslab import SpikeSlab, isotropic, top_mask
 
 START = 0.9
@@ -32,7 +32,8 @@ def gmp(
     data: Data,
     config: Config,
     *,
-    sparsity: float,
+    sparsity: float | None = None,
+    pattern: str | None = None,
     feedback: bool = False,
     mask_share: float = 0.5,
     every: int = 16,
@@ -49,23 +50,28 @@ def gmp(
     In the first `mask_share` of `config` the density falls as d(t) = 1 - s (1 - (1 - r)^3), r = min(1, t / 0.8): after
     `every` so many steps the largest weights stay and the others are zero for good. With `feedback` (DPF, Lin et al.
     2020) these are zero in the network alone: its gradient trains them on, and they can come back until it is over.
+    With a `pattern`, "2:4" or "1:4", the largest of every group of weights are the last to go.
     """
+    sparsity = check_request(model, sparsity, pattern=pattern)
+    mask = largest(model, sparsity, prunable, min_per_layer, pattern=pattern)
+    if pattern is not None:
+        sparsity = masks.sparsity(mask, total=weights.total(model))  # `prunable` may leave some of these out
     budget = Budget(
         sparsity,
         control="feedback" if feedback else "magnitude",
         schedule="cubic",
         every=every,
         min_per_layer=min_per_layer,
+        pattern=pattern,
     )
     first, second = shares(config, mask_share)
     stage = stages(model, data, loss, seed, folder, progress)
-    largest(model, sparsity, prunable, min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
     weights.apply_mask(model, {name: torch.ones_like(w, dtype=torch.bool) for name, w in prunable(model).items()})
     history += yield stage("masks", first, budget)
-    mask = largest(model, sparsity, prunable, min_per_layer)
+    mask = _largest(model, sparsity, prunable, min_per_layer, pattern)
     weights.apply_mask(model, mask)
-    return Pruned(model, mask, history + (yield from tune(model, data, second, stage)))
+    return Pruned(model, mask, history + (yield from tune(model, data, second, stage)), pattern)
 
 
 @pipeline
@@ -74,7 +80,8 @@ def imp(
     data: Data,
     config: Config,
     *,
-    sparsity: float,
+    sparsity: float | None = None,
+    pattern: str | None = None,
     rounds: int = 3,
     dense: Config | None = None,
     min_per_layer: int = 0,
@@ -87,25 +94,28 @@ def imp(
     """Iterative magnitude pruning with learning-rate rewinding (Renda et al. 2020), in place.
 
     The epochs of `config` are cut into equal rounds, of at least one epoch each. Round i of r keeps the largest weights
-    at density (1 - sparsity)^(i / r) and trains these on with the whole learning-rate schedule from its beginning.
+    at density (1 - sparsity)^(i / r) and trains these on with the whole learning-rate schedule from its beginning. With
+    a `pattern`, "2:4" or "1:4", the largest of every group of weights are the last to go.
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; at least 1 round must prune to the sparsity")
-    check_request(model, sparsity)
+    sparsity = check_request(model, sparsity, pattern=pattern)
     stage = stages(model, data, loss, seed, folder, progress)
-    mask = largest(model, sparsity, prunable, min_per_layer)
+    mask = largest(model, sparsity, prunable, min_per_layer, pattern=pattern)
+    if pattern is not None:
+        sparsity = masks.sparsity(mask, total=weights.total(model))
     history = (yield stage("dense", dense)) if dense else []
     rounds = min(rounds, max(1, config.epochs))
     for i in range(1, rounds + 1):
         pruned = sparsity if i == rounds else 1 - (1 - sparsity) ** (i / rounds)
-        mask = largest(model, pruned, prunable, min_per_layer)
+        mask = _largest(model, pruned, prunable, min_per_layer, pattern)
         weights.apply_mask(model, mask)
         epochs = i * config.epochs // rounds - (i - 1) * config.epochs // rounds
         if epochs:
             history += yield stage(f"round {i}", replace(config, epochs=epochs))
         else:
             reestimate_batchnorm(model, data)
-    return Pruned(model, mask, history)
+    return Pruned(model, mask, history, pattern)
 
 
 @pipeline
@@ -147,6 +157,16 @@ def l0(
     mask = top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
     harden(model, mask)
     return Pruned(model, mask, history + (yield from tune(model, data, second, stage)))
+
+
+def _largest(
+    model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int, pattern: str | None
+) -> dict[str, Tensor]:
+    """The mask of the largest weights; with a pattern, at a lower sparsity than its own, of more than it keeps."""
+    if pattern is None:
+        return largest(model, sparsity, prunable, min_per_layer)
+    found = patterns.first(magnitude(model, prunable=prunable), pattern)
+    return masks.top_k(found, sparsity=sparsity, total=weights.total(model))
 
 
 def _strength(slab: SpikeSlab, config: Config) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pacprune import layers, masks, weights
+from pacprune import layers, masks, patterns, weights
 from pacprune.spikeslab import ETA
 
 CONTROLS = ("none", "shift", "projection", "lagrangian")
@@ -26,9 +26,9 @@ class Budget:
     without gates: "magnitude" (gradual magnitude pruning, Zhu & Gupta 2017: every so many steps the mask becomes the
     largest weights, at least `min_per_layer` of each tensor, and the others are zero for good) or "feedback" (DPF, Lin
     et al. 2020: the others are zero in the network alone, its gradient trains them on, and they can come back; the
-    weights are left as trained). schedule: "fixed", or "cubic": density d(t) = 1 - s (1 - (1 - r)^3),
-    r = min(1, t / ramp), from dense to 1 - s. sharpen: the logits are multiplied by sharpen^t, which hardens the gates
-    towards the end (t in [0, 1]).
+    weights are left as trained); with a `pattern`, the N largest of every group of M weights are the last to go.
+    schedule: "fixed", or "cubic": density d(t) = 1 - s (1 - (1 - r)^3), r = min(1, t / ramp), from dense to 1 - s.
+    sharpen: the logits are multiplied by sharpen^t, which hardens the gates towards the end (t in [0, 1]).
     """
 
     sparsity: float
@@ -40,6 +40,7 @@ class Budget:
     patience: float = 10.0
     every: int = 16
     min_per_layer: int = 0
+    pattern: str | None = None
 
     def __post_init__(self) -> None:
         masks.check_sparsity(self.sparsity)
@@ -52,6 +53,13 @@ class Budget:
                 f"ramp {self.ramp} must lie in (0, 1], sharpen {self.sharpen} be at least 1, "
                 f"and strength {self.strength} positive, like patience {self.patience}"
             )
+        if self.pattern is not None:
+            patterns.parse(self.pattern)
+            if self.control not in PLAIN_CONTROLS:
+                raise ValueError(
+                    f"the pattern {self.pattern} is for the controls {' and '.join(PLAIN_CONTROLS)}, not "
+                    f"{self.control!r}; attach gates with mapping='{self.pattern}' instead"
+                )
         if self.every < 1:
             raise ValueError(f"every is {self.every}; it is the number of steps from mask to mask, at least 1")
 
@@ -97,7 +105,10 @@ def move_masks_(model: nn.Module, budget: Budget | Sequence[Budget], step: int, 
         if step % plan.every:
             continue
         own = pairs if isinstance(budget, Budget) else [(weight[k], keep[k]) for weight, keep in pairs]
-        sizes, flat = [keep.numel() for _, keep in own], torch.cat([weight.reshape(-1) for weight, _ in own]).abs()
+        scores = {str(i): weight.abs() for i, (weight, _) in enumerate(own)}
+        if plan.pattern is not None:
+            scores = patterns.first(scores, plan.pattern)
+        sizes, flat = [keep.numel() for _, keep in own], torch.cat([score.reshape(-1) for score in scores.values()])
         # Tensors apart only where they have to be: every one more is looked at.
         parts = [flat] if plan.min_per_layer == 0 else list(flat.split(sizes))
         found = masks.top_k(

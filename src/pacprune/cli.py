@@ -2,17 +2,28 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
 
-from pacprune import __version__, fetch, recheck
+from pacprune import __version__, fetch, ranks, recheck
 from pacprune.experiments import bench as benchmark
-from pacprune.experiments import calculator, coverage, figures, plots, profile, recipes, report, runs, store, track
+from pacprune.experiments import (
+    calculator,
+    coverage,
+    figures,
+    profile,
+    ray_sweep,
+    recipes,
+    report,
+    runs,
+    store,
+    track,
+)
 from pacprune.experiments import options as opt
 from pacprune.experiments.bars import progress_bars
 from pacprune.experiments.console import Device, Json, Seed, Where, data_state, show, told, write
@@ -42,6 +53,7 @@ EXAMPLES = {
     "export": ["pacprune export runs/mine --format onnx", "pacprune export runs/mine --format slim --out net.pt2"],
     "profile": ["pacprune profile runs/mine", "pacprune profile runs/mine --json"],
     "track": ["pacprune track runs/mine"],
+    "sweep": ["pacprune sweep mine.toml --ray auto", "pacprune sweep status runs/mine --json"],
 }
 
 # Without rich markup, help is plain text: brackets stay brackets, and it can be searched.
@@ -81,9 +93,13 @@ def _add(name: str, kind: type) -> None:
         with told():
             from_file = opt.from_toml(config, name)[1] if config else {}
             options = opt.resolve(kind, from_file, {flag: value for flag, value in flags.items() if value is not None})
-            with progress_bars() as progress:
-                result = runs.execute(name, options, WORK[name], out=out, progress=progress)
-            show(result, json, *_shown(result))
+            with ranks.joined(options.device) as here:  # under torchrun, rank 0 speaks for all
+                chief = ranks.rank() == 0
+                options = replace(options, device=str(here))
+                with progress_bars() if chief else nullcontext(lambda *_: None) as progress:
+                    result = runs.execute(name, options, WORK[name], out=out, progress=progress)
+            if chief:
+                show(result, json, *report.shown(result))
 
     hints: dict[str, Any] = {}
     for f in fields(kind):
@@ -106,21 +122,6 @@ def _add(name: str, kind: type) -> None:
     )
     call.__annotations__, call.__doc__ = hints, kind.__doc__
     app.command(name, epilog=_examples(name))(call)
-
-
-def _shown(result: dict[str, Any]) -> Iterator[Any]:
-    """The table of a run, what is proved, and where everything lies."""
-    columns = report.columns(result["rows"])
-    table = Table(*columns.values())
-    for row in result["rows"]:
-        table.add_row(*(report.cell(name, row[name]) for name in columns))
-    yield table
-    if "statement" in result:
-        yield f"{result['statement']}\n{report.sentence(result['winner'])}"
-    folder = Path(result["folder"])
-    yield f"Report: {folder / 'report.html'}"
-    if not list(folder.glob("figures/*.png")):
-        yield plots.HINT
 
 
 for _name, _kind in opt.COMMANDS.items():
@@ -380,3 +381,6 @@ def events(
     with told():
         place = str(track.write(run, out=out))
         show({"run": str(run), "events": place}, json, f"Events: tensorboard --logdir {place}")
+
+
+app.command("sweep", epilog=_examples("sweep"))(ray_sweep.command)

@@ -8,6 +8,7 @@ import numpy as np
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")
 EXECUTIONS = ("eager", "graph", "compiled")
+MASKS = ("shared", "independent")
 
 
 class _Auto(float):
@@ -25,7 +26,9 @@ class Config:
     Algorithm 1 with so many draws. With `patience` > 0, stops after so many epochs without a better validation loss and
     goes back to the best one. `amp` computes in bfloat16, images channels-last. execution "graph" records the whole
     step as a CUDA graph and replays it, which a network without Python-side state allows; "compiled" hands the network
-    to torch.compile first; on a CPU there are no graphs.
+    to torch.compile first; on a CPU, and over several ranks, there are no graphs. Under torchrun `batch_size` is that
+    of all ranks together; with masks "shared" all draw the same and train what one process would, with "independent"
+    each draws its own, so that a step's gradient is a mean over as many draws as there are ranks.
     """
 
     epochs: int = 10
@@ -46,6 +49,7 @@ class Config:
     samples: int = 0
     patience: int = 0
     execution: str = "eager"
+    masks: str = "shared"
 
     def __post_init__(self) -> None:
         automatic = self.gate_lr == "auto" or isinstance(self.gate_lr, _Auto)
@@ -70,7 +74,8 @@ class Config:
                 raise ValueError(f"span is {self.span!r}; it must be two numbers with 0 <= start <= end <= 1")
         if self.momentum >= 1:
             raise ValueError(f"momentum is {self.momentum}; it must be below 1, or steps would add up without end")
-        for name, known in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("execution", EXECUTIONS)):
+        vocabularies = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "execution": EXECUTIONS, "masks": MASKS}
+        for name, known in vocabularies.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
 

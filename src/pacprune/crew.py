@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import weights
+from pacprune import ranks, weights
 from pacprune.batches import Data, batches, device_of, forked, tensors
 from pacprune.config import Config
 from pacprune.evaluate import mean_loss
@@ -62,7 +62,7 @@ class Crew:
 
     def objective(self, loss: Loss, look: bool) -> Callable[[Tensor, Tensor], Tensor]:
         """(x, y) -> the loss of the model, or of every member."""
-        whole = self.configs[0].batch_size
+        whole = self.configs[0].batch_size // ranks.world()
         if self.population is not None:
             crew = self.population
             return lambda x, y: crew.losses(loss, x, y, own=self.own, fuse=y.shape[1 if self.own else 0] == whole)
@@ -100,7 +100,7 @@ class Crew:
         try:
             histories = loop(self.trained, data, self.configs, run, seeds=self.seeds, **options)
         except torch.OutOfMemoryError as failure:
-            if len(self.models) == 1:
+            if len(self.models) == 1 or ranks.world() > 1:  # the other ranks may have memory left
                 size = self.configs[0].batch_size
                 raise ValueError(
                     f"a batch of {size} does not fit into the memory of {self.device}; "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pacprune import philox
+from pacprune import philox, ranks
 from pacprune.batches import device_of
 from pacprune.data import Part
 from pacprune.evaluate import evaluating, mistakes
@@ -93,39 +93,47 @@ def monte_carlo(
     watch: Callable[[Counts], tuple[bool, dict[str, float]]] | None = None,
     stage: str = "draws",
     progress: Progress | None = None,
+    over_ranks: bool = False,
 ) -> Counts:
     """Counts of `draws` draws t = first, first + 1, ... of `slab`, each on its own minibatch of `part`.
 
     `reference` says which examples of the part the reference network gets wrong. `watch` sees the counts now and
     then and returns whether they are enough, and what to show. Draw t is a function of (seed, t), so any worker can
-    make it; draws are kept in order, and none is left out: see `merge`.
+    make it; draws are kept in order, and none is left out: see `merge`. `over_ranks`: all ranks call this, each makes a
+    contiguous part of the draws up to the next look, and all see, and end with, the counts of all.
     """
     if draws < 1:
         raise ValueError(f"draws is {draws}; at least 1 is needed")
     device, n = device_of(plain), len(part)
     x, y, reference = part.x.to(device), part.y.to(device), reference.to(device)
     chunk = _chunk(slab, device)
-    found: list[Tensor] = []
+    found: list[Counts] = []
     row: dict[str, float] = {}
     done, check_at = 0, 1000  # and then at a quarter more each time, whatever the chunk is on this device
     while done < draws:
-        steps = torch.arange(done, min(done + chunk, check_at, draws), device=device) + first
-        with evaluating(plain):
-            index = minibatches(n, batch, seed=seed, steps=steps, device=device)
-            wrong = mistakes(outputs(plain, slab, x[index], seed=seed, steps=steps), y[index])
-        other = reference[index]
-        found.append(torch.stack([wrong.sum(1), (wrong & ~other).sum(1), (~wrong & other).sum(1)], dim=1).cpu())
-        done += len(steps)
-        stop = False
+        end, own = min(check_at, draws), []
+        low, high = (done + bound for bound in ranks.part(end - done)) if over_ranks else (done, end)
+        for start in range(low, high, chunk):
+            steps = torch.arange(start, min(start + chunk, high), device=device) + first
+            with evaluating(plain):
+                index = minibatches(n, batch, seed=seed, steps=steps, device=device)
+                wrong = mistakes(outputs(plain, slab, x[index], seed=seed, steps=steps), y[index])
+            other = reference[index]
+            own.append(torch.stack([wrong.sum(1), (wrong & ~other).sum(1), (~wrong & other).sum(1)], dim=1).cpu())
+            if progress and start + chunk < high:
+                progress(stage, start + chunk, draws, row)
+        mine = _counts(own, batch, first + low) if own else None
+        found += [part for part in (ranks.gathered(mine) if over_ranks else [mine]) if part is not None]
+        done, stop = end, False
         if done == check_at and watch is not None:
-            stop, row = watch(_counts(found, batch, first))
+            stop, row = watch(merge(found))
         if done == check_at:
             check_at += check_at // 4
         if progress:
             progress(stage, done, draws, row)
         if stop:
             break
-    return _counts(found, batch, first)
+    return merge(found)
 
 
 def merge(parts: Sequence[Counts]) -> Counts:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pacprune import bounds, gibbs, layers, tally, train, weights
+from pacprune import bounds, gibbs, layers, ranks, tally, train, weights
 from pacprune._version import __version__
 from pacprune.bounds import Ledger
 from pacprune.certificate import FORMAT, VERSION, Certificate, percent, rounded_down, rounded_up
@@ -66,7 +66,7 @@ def certify(
     Sampling stops when the Monte-Carlo slack is at most `tolerance` (default: .001, or 0.1/sqrt(n) where that is more,
     since n examples cannot tell finer), or after `draws`; with method "chernoff", which may not look, after `draws`.
     All seeds follow from the hashes of P and Q: certifying twice gives the same certificate. `name` tells verifiers
-    which of pacprune's models it is.
+    which of pacprune's models it is. Under torchrun all ranks call it; they share the draws, and get one certificate.
     """
     check_declared(family, method)
     tolerance = max(1e-3, 0.1 / math.sqrt(len(split.bound))) if tolerance is None else tolerance
@@ -77,6 +77,8 @@ def certify(
     refuse_batch_statistics(plain)
     n, bound_set = len(split.bound), split.bound
     hashes = {"prior": prior.hash, "posterior": posterior.hash, "rest": tensor_hash(prior.rest)}
+    same = {what: (hashes[what], "certify the same model on every rank") for what in ("prior", "posterior")}
+    ranks.agree(same | {"bound set": (bound_set.hash, "make the same split on every rank")})
     reference = gibbs.errors(plain, gibbs.thresholded(prior), bound_set)
     reference_errors = int(reference.sum())
 
@@ -102,6 +104,7 @@ def certify(
             watch=watch,
             stage=purpose,
             progress=progress,
+            over_ranks=True,
         )
         return summary(counts), counts
 
@@ -136,7 +139,8 @@ def certify(
         "thresholded": flat,
         "examples_seen": len(prior.seen),
         "certify_calls": max(
-            _count_calls(Path(receipt["written"]), hashes["prior"]), _note(split, hashes["prior"], hashes["posterior"])
+            ranks.first(lambda: _count_calls(Path(receipt["written"]), hashes["prior"])),
+            _note(split, hashes["prior"], hashes["posterior"]),
         ),
     }
     _note(split, "prior", hashes["prior"])

@@ -5,17 +5,17 @@ other parameters. A weight's parameters become `mean` (original0), `gate` (origi
 logarithm of `std` (original2).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pacprune import kernels, masks, weights
+from pacprune import kernels, masks, patterns, weights
 from pacprune.sampler import Pool, Sampler, casts
 from pacprune.spikeslab import ETA, SpikeSlab, top_mask
 
-MAPPINGS = (kernels.SIGMOID, kernels.CLAMP)
+MAPPINGS = (kernels.SIGMOID, kernels.CLAMP, *patterns.PATTERNS)
 _ORDER = "_pacprune_parameter_order"
 ESTIMATORS = (kernels.SOFT, kernels.STRAIGHT_THROUGH, kernels.STRETCHED, kernels.STILL)
 
@@ -106,10 +106,12 @@ def attach(
 ) -> nn.Module:
     """Makes the weights of `model` draws of `slab`, in place; `model.parameters()` then yields means and gates.
 
-    mapping "sigmoid" or "clamp"; coupling > 0 adds coupling * log|weight| to every gate's logit, so that a weight that
-    grows is kept more surely; estimator "concrete", "straight-through", "hard-concrete" or "deterministic" (gates
-    without noise in training; see `kernels.Law`); beta is the relaxation's temperature. Every owner of a tied weight
-    gets the same sampler. Draw number t is a function of (seed, t); nothing random is consumed.
+    mapping "sigmoid", "clamp", or an N:M pattern: then every group of M weights keeps N of them, and its gate begins as
+    the choice that gates with the slab's keep_prob make when exactly N of them are open (see `Sampler`). coupling > 0
+    adds coupling * log|weight| to every gate's logit, so that a weight that grows is kept more surely; estimator
+    "concrete", "straight-through", "hard-concrete" or "deterministic" (gates without noise in training; see
+    `kernels.Law`); beta is the relaxation's temperature. Every owner of a tied weight gets the same sampler. Draw
+    number t is a function of (seed, t); nothing random is consumed.
     """
     if mapping not in MAPPINGS:
         raise ValueError(f"mapping {mapping!r} is unknown; use one of {', '.join(MAPPINGS)}")
@@ -119,8 +121,14 @@ def attach(
         raise ValueError(
             f"coupling {coupling} needs the sigmoid mapping; with clamp, keep_prob is the parameter itself"
         )
+    pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
+    if pattern is not None and (estimator not in (kernels.SOFT, kernels.STILL) or train_std):
+        raise ValueError(
+            f"the mapping {mapping} takes the estimators {kernels.SOFT!r} and {kernels.STILL!r} and no std, not "
+            f"estimator={estimator!r} and train_std={train_std}; use the sigmoid mapping for these"
+        )
     plain = weights.prunable(model)
-    _check_fits(plain, slab)
+    _check_fits(plain, slab, pattern)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in slab.rest:
             tensor.copy_(slab.rest[name])
@@ -135,6 +143,8 @@ def attach(
         gate = p.clamp(ETA, 1 - ETA) if mapping == "clamp" else masks.bounded(torch.logit(p.double())).float()
         if coupling:
             gate = gate - coupling * torch.log(mean.abs().float() + 1e-8)
+        if pattern is not None:
+            gate = patterns.spread(patterns.grouped(gate, pattern[1]), *pattern)
         std = slab.std[name].to(weight.device, torch.float32)
         first = (mean, gate)
         if train_std:
@@ -185,7 +195,7 @@ class _Alias(nn.Module):
         return weight
 
 
-def _check_fits(plain: dict[str, nn.Parameter], slab: SpikeSlab) -> None:
+def _check_fits(plain: dict[str, nn.Parameter], slab: SpikeSlab, pattern: tuple[int, int] | None) -> None:
     for name, p in slab.keep_prob.items():
         if name not in plain:
             raise ValueError(
@@ -199,6 +209,13 @@ def _check_fits(plain: dict[str, nn.Parameter], slab: SpikeSlab) -> None:
             raise ValueError(f"{name} has keep probabilities outside [0, 1]: {float(p.min())} to {float(p.max())}")
         if not torch.isfinite(slab.mean[name]).all():
             raise ValueError(f"{name} has NaN or infinite means in the SpikeSlab; train it again with a smaller lr")
+        if pattern is not None:
+            patterns.grouped(p, pattern[1], name=name)
+            if bool((slab.std[name] != 0).any()):
+                raise ValueError(
+                    f"{name} has std up to {float(slab.std[name].max()):.3g}, but a pattern masks weights that have no "
+                    "noise of their own; give the SpikeSlab std=0"
+                )
 
 
 def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
@@ -207,6 +224,11 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
     With detach=False, keep_prob, mean and std carry gradients, for `kl`; `rest` and `seen` are then left out.
     """
     found = attached(model)
+    if found[0].sampler.pattern is not None:
+        raise ValueError(
+            f"the gates of a {found[0].sampler.mapping} pattern are one choice for every group, and a SpikeSlab has "
+            "independent ones; use pp.harden(model)"
+        )
     keep_prob, mean, std = {}, {}, {}
     for site in found:
         keep_prob[site.name] = site.keep_prob() if detach else torch.sigmoid(site.logit())
@@ -254,6 +276,19 @@ def resample_(model: nn.Module) -> nn.Module:
     return model
 
 
+@torch.no_grad()
+def set_logits_(model: nn.Module, logits: Mapping[str, Tensor]) -> nn.Module:
+    """Gates with which every weight has this logit before shift and sharpness; under a pattern, choices their sums."""
+    for site in attached(model):
+        pattern, goal = site.sampler.pattern, logits[site.name]
+        if pattern is None:
+            site.gate.add_(goal - site.sampler.raw(site.mean, site.gate))
+        else:
+            own = goal - site.sampler.coupling * torch.log(site.mean.abs().float() + 1e-8)
+            site.gate.copy_(patterns.spread(patterns.grouped(own, pattern[1]), *pattern))
+    return model
+
+
 def forget(model: nn.Module) -> nn.Module:
     """Drops the present draw, so that the next read of a weight makes it again: after the replay of a CUDA graph."""
     for site in sites(model):
@@ -261,15 +296,24 @@ def forget(model: nn.Module) -> nn.Module:
     return model
 
 
+def final_mask(model: nn.Module, *, sparsity: float | None = None, min_per_layer: int = 0) -> dict[str, Tensor]:
+    """The mask that the gates have come to: `top_mask` of their keep_prob, or the likeliest choices of a pattern."""
+    found = attached(model)
+    if found[0].sampler.pattern is None:
+        return top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
+    return {site.name: site.sampler.chosen(site.mean, site.gate) for site in found}
+
+
 @torch.no_grad()
 def harden(model: nn.Module, mask: dict[str, Tensor] | None = None) -> nn.Module:
     """Back to plain Parameters, in place: weight = mean * mask, and `fit` keeps the zeros.
 
-    Without a mask, keeps the top k of keep_prob with k the expected number of kept weights, ties by magnitude.
+    Without a mask, keeps the top k of keep_prob with k the expected number of kept weights, ties by magnitude; of an
+    N:M pattern, the likeliest choice of every group.
     """
     found = attached(forget(model))
     if mask is None:
-        mask = top_mask(read(model))
+        mask = final_mask(model)
     values = {site.name: site.mean.detach().clone() for site in found}
     owners = [
         (module, attribute, id(listed))

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
-from pacprune import budget, checkpoint, layers, weights
+from pacprune import budget, checkpoint, layers, ranks, weights
 from pacprune.batches import Data, device_of, forked, portions, size
 from pacprune.config import Config
 from pacprune.optim import Group
@@ -32,6 +32,7 @@ _SHARED = (
     "samples",
     "patience",
     "execution",
+    "masks",
 )
 """What all members of a population have in common, since they take their steps together."""
 
@@ -53,13 +54,14 @@ def loop(
         raise ValueError(
             f"patience is {config.patience} but there is no validation data to judge by; give some, or patience=0"
         )
+    _check_split(data, config)
     device, n = device_of(model), size(data)
     per_epoch = len(data) if isinstance(data, DataLoader) else len(portions(torch.arange(n), config.batch_size))
     step = Step(model, configs, run, seeds, device)
     trained = [p for group in run.groups for p in group.params]
     frozen = [p for p in model.parameters() if p.requires_grad and not any(p is q for q in trained)]
     path = None if path is None else Path(path)
-    identity = _identity(model, configs, run, seeds) if path else ""
+    identity = _identity(model, configs, run, seeds) if path or ranks.world() > 1 else ""
 
     histories: list[History] = [[] for _ in configs]
     # A DataLoader may leave examples out or repeat some, so those of the present epoch are counted.
@@ -75,11 +77,19 @@ def loop(
             histories, best, stale, done = json.loads(saved["history"]), saved["best"], saved["stale"], saved["done"]
             epoch, batch, epoch_start = saved["epoch"], saved["batch"], saved["epoch_start"]
             count = saved["count"]
-            step.total.copy_(saved["total"])
+            step.total.copy_(saved["total"] if ranks.rank() == 0 else torch.zeros_like(saved["total"]))
             checkpoint.set_random_state(saved["random"] if batch == 0 else epoch_start, device, data)
+        found = "none" if saved is None else f"epoch {epoch}, step {batch}"
+        # No rank gets past this before all have read; only then is the next one written.
+        ranks.agree({"checkpoint": (found, "put it where all ranks can read it, or delete it")})
+
+        def settle() -> None:
+            """Shares what is each rank's own, BatchNorm's statistics and the sum of losses; rank 0 stores them."""
+            ranks.average_(list(model.buffers()))
+            ranks.sum_(step.total)
 
         def store() -> None:
-            if path:
+            if path and ranks.rank() == 0:
                 checkpoint.save(
                     path,
                     identity=identity,
@@ -119,7 +129,11 @@ def loop(
                         shown = _shown(histories) if histories[0] else {}
                         progress(run.stage, epoch * per_epoch + batch, config.epochs * per_epoch, shown)
                     if every and (epoch * per_epoch + batch) % every == 0 and batch < per_epoch:
+                        settle()
                         store()
+                        if ranks.rank():  # rank 0 carries the sum on
+                            step.total.zero_()
+                settle()
                 _check_finite(step.total, run, epoch, configs)
                 rows = [
                     {"stage": run.stage, "epoch": epoch + 1, "loss": value / count, "lr": rate}
@@ -132,7 +146,8 @@ def loop(
                     for row, expected in zip(rows, _expected_sparsity(model, run), strict=True):
                         row["expected_sparsity"] = expected
                 if run.validate is not None:
-                    for row, value in zip(rows, run.validate(), strict=True):
+                    # Of rank 0 alone, so that all ranks stop at the same epoch.
+                    for row, value in zip(rows, ranks.first(run.validate), strict=True):
                         row["validation_loss"] = value
                     better = best is None or rows[0]["validation_loss"] < best["validation_loss"]
                     stale = 0 if better else stale + 1
@@ -211,8 +226,23 @@ def check_population(configs: Sequence[Config]) -> None:
             )
 
 
+def _check_split(data: Data, config: Config) -> None:
+    """Refuses what several ranks cannot take their parts of."""
+    if not isinstance(data, DataLoader):
+        ranks.check_batch(config.batch_size)
+        return
+    if data.batch_size is not None:
+        ranks.check_batch(data.batch_size)
+    if ranks.world() > 1 and isinstance(data.sampler, DistributedSampler):
+        raise ValueError(
+            f"the DataLoader has a DistributedSampler, which gives each of {ranks.world()} ranks other batches; give a "
+            "plain one: all ranks read the same batch, and each takes its part"
+        )
+
+
 def _identity(model: nn.Module, configs: Sequence[Config], run: Run, seeds: Sequence[int]) -> str:
-    """A hash of all that the outcome of a stage follows from."""
+    """A hash of all that the outcome of a stage follows from; refuses when the ranks do not hold the same."""
+    ranks.meet()
     content = {
         "stage": run.stage,
         "config": [asdict(config) for config in configs],
@@ -226,7 +256,23 @@ def _identity(model: nn.Module, configs: Sequence[Config], run: Run, seeds: Sequ
         ],
         **run.identity,
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    data, masks, state, prior = ("seen", "labels"), ("masks", "samplers"), ("model",), ("prior",)
+    rest = [key for key in content if key not in (*data, *masks, *state, *prior)]
+    ranks.agree(
+        {
+            "data": (_hash(content, data), "give every rank all of the data: each takes its part of every batch"),
+            "masks": (_hash(content, masks), "make them from the same scores and seed on every rank"),
+            "weights": (_hash(content, state), "start every rank from the same weights"),
+            "prior": (_hash(content, prior), "give every rank the same prior"),
+            "settings": (_hash(content, rest), "call it with the same arguments on every rank"),
+        }
+    )
+    return _hash(content, list(content))
+
+
+def _hash(content: dict[str, Any], keys: Sequence[str]) -> str:
+    own = {key: content[key] for key in keys if key in content}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 
 def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[Group]:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pacprune import patterns
+
 LOGIT_MAX = 14.0
 """Logits live in [-14, 14]: beyond about 17, sigmoid is 1 in float32 and the sampled probability would be a lie."""
 
@@ -27,6 +29,18 @@ def check_sparsity(sparsity: float) -> float:
     return sparsity
 
 
+def asked_sparsity(sparsity: float | None, pattern: str | None) -> float:
+    """The sparsity asked for by itself, or by an N:M pattern; by both when they agree."""
+    if pattern is None:
+        if sparsity is None:
+            raise ValueError("neither a sparsity nor a pattern is given; give sparsity=0.9, say, or pattern='2:4'")
+        return check_sparsity(sparsity)
+    own = patterns.sparsity(pattern)
+    if sparsity is not None and abs(sparsity - own) > 1e-9:
+        raise ValueError(f"sparsity is {sparsity}, but the pattern {pattern} has sparsity {own}; leave one of them out")
+    return own
+
+
 def density(sparsity: float, *, size: int, total: int) -> float:
     """1 - sparsity * total / size: the mean keep_prob of `size` weights with which all `total` have this sparsity."""
     keep = 1 - sparsity * total / size
@@ -41,7 +55,8 @@ def density(sparsity: float, *, size: int, total: int) -> float:
 def top_k(
     scores: Scores,
     *,
-    sparsity: float,
+    sparsity: float | None = None,
+    pattern: str | None = None,
     scope: str = "global",
     min_per_layer: int = 0,
     ties: Scores | None = None,
@@ -52,9 +67,10 @@ def top_k(
     `scope` is "global" (one ranking), "layer" (the same sparsity in every tensor) or "erk" (density proportional to
     sum(shape) / prod(shape), Evci et al. 2020). Equal scores are ranked by `ties`, then by position (earlier tensor,
     lower index first). `min_per_layer` keeps at least so many of every tensor. D is the number of scores, or `total`
-    when some weights are never pruned; then the others must give all the zeros.
+    when some weights are never pruned; then the others must give all the zeros. With a `pattern`, "2:4" or "1:4", the
+    N largest of every M consecutive scores of a row are kept instead, and the sparsity follows: 1 - N / M.
     """
-    check_sparsity(sparsity)
+    sparsity = asked_sparsity(sparsity, pattern)
     sizes = [s.numel() for s in scores.values()]
     if not sizes:
         raise ValueError("there are no scores: the model has nothing to prune")
@@ -64,6 +80,13 @@ def top_k(
                 f"the scores of {name} hold {int(torch.isnan(s).sum())} NaN of {s.numel()}; "
                 "check the weights and the loss"
             )
+    if pattern is not None:
+        if scope != "global" or min_per_layer:
+            raise ValueError(
+                f"the pattern {pattern} keeps the same share of every layer, so that scope={scope!r} and "
+                f"min_per_layer={min_per_layer} have nothing to decide; leave them out"
+            )
+        return patterns.top(scores, pattern, ties)
     free = sum(sizes)
     everything = free if total is None else total
     k = free - (everything - round((1 - sparsity) * everything))
@@ -296,6 +319,8 @@ def entropy(keep_prob: Scores) -> float:
     return float((-torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)).mean())
 
 
-def sparsity(mask: Mask) -> float:
-    """The fraction of the mask that is pruned."""
-    return 1 - sum(int(m.sum()) for m in mask.values()) / sum(m.numel() for m in mask.values())
+def sparsity(mask: Mask, *, total: int | None = None) -> float:
+    """The fraction of the mask that is pruned; of `total` weights, when some have no mask since they are all kept."""
+    if total is None:
+        return 1 - sum(int(m.sum()) for m in mask.values()) / sum(m.numel() for m in mask.values())
+    return sum(int((~m).sum()) for m in mask.values()) / total

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import kernels, masks, weights
+from pacprune import kernels, masks, patterns, weights
 from pacprune.batches import Data
 from pacprune.budget import Budget
 from pacprune.certificate import Certificate
@@ -24,11 +23,11 @@ from pacprune.crew import check
 from pacprune.data import Split
 from pacprune.evaluate import reestimate_batchnorm
 from pacprune.issue import certify, check_declared
-from pacprune.layers import attach, harden, read, sites
+from pacprune.layers import attach, final_mask, harden, read, set_logits_
 from pacprune.loop import History, Progress, check_rates, in_step
 from pacprune.population import alike, spread
 from pacprune.scores import NAMES, Loss, magnitude, score
-from pacprune.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone, top_mask
+from pacprune.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone
 from pacprune.train import fit, fit_posterior
 
 _P = ParamSpec("_P")
@@ -40,11 +39,22 @@ COUPLING = 4.0
 
 @dataclass(frozen=True, eq=False)
 class Pruned:
-    """A sparse network: the trained plain model, its mask (exactly k weights kept), and one history row per epoch."""
+    """A sparse network: the trained plain model, its mask (exactly k weights kept), and one history row per epoch.
+
+    With a `pattern`, mask and model have been checked to follow it.
+    """
 
     model: nn.Module
     mask: Mapping[str, Tensor]
     history: History
+    pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.pattern is not None:
+            plain = weights.prunable(self.model)
+            for name, keep in self.mask.items():
+                for tensor in (keep, plain[name]):
+                    patterns.check(tensor, *patterns.parse(self.pattern), name=name)
 
     @property
     def sparsity(self) -> float:
@@ -178,7 +188,8 @@ def osp(
     data: Data,
     config: Config,
     *,
-    sparsity: float,
+    sparsity: float | None = None,
+    pattern: str | None = None,
     criterion: str = "magnitude",
     dense: Config | None = None,
     scope: str = "global",
@@ -189,15 +200,16 @@ def osp(
     folder: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Pipeline[Pruned]:
-    """One-shot pruning, in place: [dense training] -> scores -> top-k -> sparse fine-tuning with `config`."""
-    check_request(model, sparsity, criterion)
+    """One-shot pruning, in place: [dense] -> scores -> top-k, or the `pattern` "2:4" or "1:4" -> sparse fine-tuning."""
+    sparsity = check_request(model, sparsity, criterion, pattern)
     stage = stages(model, data, loss, seed, folder, progress)
-    largest(model, sparsity, prunable, min_per_layer)  # refuses what no mask can be
+    largest(model, sparsity, prunable, min_per_layer, pattern=pattern, scope=scope)  # refuses what no mask can be
     history = (yield stage("dense", dense)) if dense else []
     found = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
-    mask = masks.top_k(found, sparsity=sparsity, scope=scope, min_per_layer=min_per_layer, total=weights.total(model))
+    how = {"pattern": pattern, "scope": scope, "min_per_layer": min_per_layer, "total": weights.total(model)}
+    mask = masks.top_k(found, sparsity=sparsity, **how)
     weights.apply_mask(model, mask)
-    return Pruned(model, mask, history + (yield from tune(model, data, config, stage)))
+    return Pruned(model, mask, history + (yield from tune(model, data, config, stage)), pattern)
 
 
 @pipeline
@@ -206,7 +218,8 @@ def pft(
     data: Data,
     config: Config,
     *,
-    sparsity: float,
+    sparsity: float | None = None,
+    pattern: str | None = None,
     criterion: str = "magnitude",
     recipe: str = "coupled",
     mask_share: float = 0.5,
@@ -228,31 +241,42 @@ def pft(
     1 - sparsity, and hardens the gates; "paper" is the paper's: block-isotropic start with `eps`, clamped
     probabilities, no budget. An untrained model gives PFT at initialisation; lr = 0 with mask_share = 1 and a gate_lr
     (say 20 for "coupled", 0.5 for "paper") gives strong lottery tickets. Without `noise` the relaxed gates are not
-    sampled but sigmoid(logit / beta), to see what sampling is worth.
+    sampled but sigmoid(logit / beta), to see what sampling is worth. With a `pattern`, "2:4" or "1:4", every group of
+    weights has one gate, a choice of so many out of 4 that is relaxed by Gumbel-softmax and hardened like the others,
+    and the likeliest choice is kept; the pattern holds from the start, in place of the falling budget.
     """
-    check_request(model, sparsity, criterion)
+    sparsity = check_request(model, sparsity, criterion, pattern)
     if recipe not in ("coupled", "paper"):
         raise ValueError(f"recipe {recipe!r} is unknown; use 'coupled' or 'paper'")
+    if pattern is not None and (recipe == "paper" or config.samples):
+        raise ValueError(
+            f"the pattern {pattern} is learned by relaxed gates of the recipe 'coupled', not by recipe={recipe!r} with "
+            f"samples={config.samples}; use recipe='coupled' and samples=0"
+        )
     check_rates(config)
     first, second = shares(config, mask_share)
     stage = stages(model, data, loss, seed, folder, progress)
-    largest(model, sparsity, prunable, min_per_layer)  # refuses what no mask can be
+    biggest = largest(model, sparsity, prunable, min_per_layer, pattern=pattern)  # refuses what no mask can be
+    if pattern is not None:  # of all D weights, some of which `prunable` may leave out
+        sparsity = masks.sparsity(biggest, total=weights.total(model))
     history = (yield stage("dense", dense)) if dense else []
     found = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
     estimator = kernels.SOFT if noise else kernels.STILL
     if recipe == "coupled":
         slab = score_monotone(model, found, sparsity=sparsity)
-        attach(model, slab, coupling=COUPLING, estimator=estimator, seed=seed)
-        _start_gates_(model, found)
-        budget = Budget(sparsity, schedule="cubic", sharpen=4.0)
+        attach(model, slab, mapping=pattern or "sigmoid", coupling=COUPLING, estimator=estimator, seed=seed)
+        # keep_prob alone would not tell the smallest scores apart.
+        set_logits_(model, {name: COUPLING * s for name, s in log_scores(found).items()})
+        control, schedule = ("none", "fixed") if pattern else ("shift", "cubic")
+        budget = Budget(sparsity, control=control, schedule=schedule, sharpen=4.0)
     else:
         start = masks.top_k(found, sparsity=sparsity, total=weights.total(model))
         attach(model, block_isotropic(model, start, eps=eps), mapping="clamp", estimator=estimator, seed=seed)
         budget = None
     history += yield stage("masks", first, budget)
-    mask = top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
+    mask = final_mask(model, sparsity=sparsity, min_per_layer=min_per_layer)
     harden(model, mask)
-    return Pruned(model, mask, history + (yield from tune(model, data, second, stage)))
+    return Pruned(model, mask, history + (yield from tune(model, data, second, stage)), pattern)
 
 
 @pipeline
@@ -323,18 +347,12 @@ def pbp(
     return Certified(model, prior, read(model), certificate, history)
 
 
-@torch.no_grad()
-def _start_gates_(model: nn.Module, found: Mapping[str, Tensor]) -> None:
-    """Gates whose coupled logit is COUPLING * log(score); keep_prob alone would not tell the smallest scores apart."""
-    start = log_scores(found)
-    for site in sites(model):
-        site.gate.add_(COUPLING * start[site.name] - site.sampler.raw(site.mean, site.gate))
-
-
-def largest(model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int) -> dict[str, Tensor]:
-    """The mask of the largest weights."""
-    found = magnitude(model, prunable=prunable)
-    return masks.top_k(found, sparsity=sparsity, min_per_layer=min_per_layer, total=weights.total(model))
+def largest(
+    model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int, **how: Any
+) -> dict[str, Tensor]:
+    """The mask of the largest weights; `how` goes to top_k."""
+    found, how = magnitude(model, prunable=prunable), {"min_per_layer": min_per_layer, **how}
+    return masks.top_k(found, sparsity=sparsity, total=weights.total(model), **how)
 
 
 def shares(config: Config, mask_share: float) -> tuple[Config, Config]:
@@ -350,12 +368,14 @@ def shares(config: Config, mask_share: float) -> tuple[Config, Config]:
     return first, replace(config, epochs=config.epochs - epochs, span=(cut, config.span[1]), warmup=0.0)
 
 
-def check_request(model: nn.Module, sparsity: float, criterion: str = NAMES[0]) -> None:
-    """Refuses before anything is trained what would be refused after it."""
+def check_request(
+    model: nn.Module, sparsity: float | None, criterion: str = NAMES[0], pattern: str | None = None
+) -> float:
+    """Refuses before anything is trained what would be refused after it; returns the sparsity asked for."""
     weights.prunable(model)
-    masks.check_sparsity(sparsity)
     if criterion not in NAMES:
         raise ValueError(f"criterion {criterion!r} is unknown; use one of {', '.join(NAMES)}")
+    return masks.asked_sparsity(sparsity, pattern)
 
 
 def stages(

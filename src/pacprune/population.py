@@ -170,7 +170,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
     plain = copy.deepcopy(model)
     found = layers.sites(plain)
     if found:
-        layers.harden(plain, {site.name: torch.ones_like(site.gate, dtype=torch.bool) for site in found})
+        layers.harden(plain, {site.name: torch.ones_like(site.mean, dtype=torch.bool) for site in found})
     if kernels.backend(device_of(model)) == "triton":
         for module in plain.modules():
             if type(module) is nn.Conv2d and _has_few_channels(module):

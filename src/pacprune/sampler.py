@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pacprune import kernels
+from pacprune import kernels, patterns
 from pacprune.kernels import Law, Part
 
 _CAST = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
@@ -141,6 +141,10 @@ class Sampler(nn.Module):
     gates in train mode, hard ones in eval mode. seed and step are tensors, since a Python number would recompile every
     step, and not part of the state dict: they belong to a run, not to a distribution. For K models at once, seed, step,
     shift and sharpness have shape [K], and mean, gate and std a leading K.
+
+    With an N:M pattern as its mapping, the gate has shape [C(M, N), rows, groups]: a group's choice c has the logit
+    sharpness * (gate_c + coupling * sum_{i in c} log(|mean_i| + 1e-8)), and a weight is multiplied by the share of the
+    choices that keep it: under softmax((logit + Gumbel noise) / beta), or of the largest alone where gates are hard.
     """
 
     seed: Tensor
@@ -167,6 +171,7 @@ class Sampler(nn.Module):
         super().__init__()
         self.offset, self.mapping, self.coupling, self.estimator, self.beta = offset, mapping, coupling, estimator, beta
         self.cast, self.pool = cast, pool
+        self.pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
         device = first[0].device
         self.register_buffer("seed", torch.tensor(seed, device=device), persistent=False)
         self.register_buffer("step", torch.tensor(0, device=device), persistent=False)
@@ -193,15 +198,58 @@ class Sampler(nn.Module):
 
     def raw(self, mean: Tensor, gate: Tensor) -> Tensor:
         """gate + coupling * log(|mean| + 1e-8): the logit before shift and sharpness."""
+        self._refuse_pattern()
         return kernels.raw(Law(self.mapping, self.coupling), mean, gate)
 
     def logit(self, mean: Tensor, gate: Tensor) -> Tensor:
         """The logit of keep_prob, in [-14, 14], differentiable in the gate."""
+        self._refuse_pattern()
         return kernels.logit(Law(self.mapping, self.coupling), mean, gate, self.shift, self.sharpness)
 
     def keep_prob(self, mean: Tensor, gate: Tensor) -> Tensor:
-        """The probability that the hard gate opens, as `kernels.quantised` stores it."""
+        """The probability that the hard gate opens, as `kernels.quantised` stores it; a pattern's is not rounded."""
+        if self.pattern is not None:
+            with torch.no_grad():
+                return self._kept(patterns.relaxed(self.choice_logits(mean, gate), 1.0), mean)
         return kernels.probability(Law(self.mapping, self.coupling), mean, gate, self.shift, self.sharpness)
+
+    def choice_logits(self, mean: Tensor, gate: Tensor) -> Tensor:
+        """The logits of a pattern's choices, [C(M, N), rows, groups], differentiable in the gate."""
+        n, m = self._pattern()
+        sharpness = self.sharpness.reshape(self.sharpness.shape + (1,) * (gate.ndim - self.sharpness.ndim))
+        if self.coupling:
+            size = torch.log(mean.detach().abs().float() + 1e-8)
+            groups = patterns.grouped(size, m, members=self.seed.ndim == 1)
+            gate = gate + self.coupling * patterns.spread(groups, n, m)
+        return sharpness * gate
+
+    def chosen(self, mean: Tensor, gate: Tensor) -> Tensor:
+        """The mask of a pattern's likeliest choices."""
+        return self._kept(patterns.hard(self.choice_logits(mean, gate)), mean) != 0
+
+    def _pattern(self) -> tuple[int, int]:
+        assert self.pattern is not None, "only a pattern has choices"
+        return self.pattern
+
+    def _kept(self, choice: Tensor, mean: Tensor) -> Tensor:
+        return patterns.membership(choice, *self._pattern()).reshape(mean.shape)
+
+    def _refuse_pattern(self) -> None:
+        if self.pattern is not None:
+            raise ValueError(
+                f"the gates of a {self.mapping} pattern choose among {self.pattern[1]} weights and have no logit for "
+                "each; use Budget(control='none') and samples=0, or another mapping"
+            )
+
+    def _masked(self, mean: Tensor, gate: Tensor) -> Tensor:
+        """The weight under its pattern in the present mode."""
+        n, m = self._pattern()
+        logits = self.choice_logits(mean, gate)
+        if not self.training or self.estimator != kernels.STILL:
+            offset = self.offset // m * len(patterns.choices(n, m))  # tensors of whole groups come before this one
+            logits = logits + patterns.gumbel(logits, seed=self.seed, step=self.step, offset=offset)
+        choice = patterns.relaxed(logits, self.beta) if self.training else patterns.hard(logits)
+        return mean * self._kept(choice, mean).to(mean.dtype)
 
     def law(self, part: Part) -> Law:
         """How gates become weights in the present mode."""
@@ -230,6 +278,8 @@ class Sampler(nn.Module):
 
     def forward(self, mean: Tensor, gate: Tensor, log_std: Tensor | None = None) -> Tensor:
         """The weight."""
+        if self.pattern is not None:
+            return self._masked(mean, gate)
         part = self._part(mean, gate, log_std)
         law = self.law(part)
         if torch.compiler.is_compiling() or not kernels.fast(part):

@@ -4,14 +4,14 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pacprune import budget, estimators, layers, masks, philox, weights
+from pacprune import budget, estimators, layers, masks, philox, ranks, weights
 from pacprune.batches import Data, batches, crop_flip, portions, size, tensors
 from pacprune.budget import Budget
 from pacprune.config import Config
@@ -36,6 +36,8 @@ class Run:
     """Whether the model is a population, also one of a single member."""
     after: Callable[[Optimizer], None] | None = None
     """Called after every optimiser step."""
+    bound: Callable[[Tensor], Tensor] | None = None
+    """Made of the objective's mean over a micro-batch, of all ranks together: what is not linear in it."""
 
     def plan(self) -> Any:
         """The budgets as budget.py takes them: one, or one per member."""
@@ -43,8 +45,20 @@ class Run:
         return list(self.budgets) if self.members else self.budgets[0]
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A rank's part of a micro-batch: its number of examples, and what its mean counts for there and in the batch."""
+
+    size: int
+    share: float
+    weight: float
+
+
 class Step:
     """One optimiser step of a stage.
+
+    Of several ranks, each takes its part of every micro-batch, and the weighted gradients are summed before anything is
+    made of them, so that all ranks take the same step to the bit. `value` and `total` are then this rank's part.
 
     Everything that changes from step to step without being computed lies in `clock`: a row per group with the learning
     rates, then the budget's density and sharpness; a column per member. An epoch's clocks are made in advance.
@@ -68,8 +82,13 @@ class Step:
         self.control = "none" if run.budgets is None else run.budgets[0].control
         self.cold = True
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.left = _WARM if self.config.execution != "eager" and device.type == "cuda" else -1
+        captured = self.config.execution != "eager" and device.type == "cuda" and ranks.world() == 1
+        self.left = _WARM if captured else -1
         """Steps until the capture; below 0 there is none."""
+        self.gradients = ranks.Gradients([p for group in run.groups for p in group.params])
+        self.count = 0
+        """How many examples the present batch has, over all ranks."""
+        self._plans: dict[int, tuple[Tensor | None, list[_Piece]]] = {}
 
     def reader(self, data: Data) -> Callable[[int], Iterator[Any]]:
         """A function of the epoch that gives its batches: indices of tensors on the device, or (x, y) of a loader."""
@@ -130,16 +149,38 @@ class Step:
             budget.move_masks_(self.model, self.run.plan(), self.first + number, self.steps)
         if not isinstance(examples, Tensor):
             x, y = examples
-            word = self._words(self.order[0], self.first + number, len(x)) if self.config.augment else None
+            self.count = len(x)
+            word = self._words(self.order[0], self.first + number, self.count) if self.config.augment else None
+            own = self._plan()[0]
+            if own is not None:
+                x, y, word = x[own], y[own], None if word is None else word[own]
             self._take(x, y, word)
-            return len(x)
-        count = examples.shape[-1]
-        word = self.words[number, ..., :count] if self.config.augment else None
-        if self.left >= 0 and count == self.config.batch_size:
+            return self.count
+        self.count = examples.shape[-1]
+        word = self.words[number, ..., : self.count] if self.config.augment else None
+        own = self._plan()[0]
+        if own is not None:
+            examples, word = examples[..., own], None if word is None else word[..., own]
+        if self.left >= 0 and self.count == self.config.batch_size:
             self._replay(examples, word)
         else:
             self._take(self.x[examples], self.y[examples], word)
-        return count
+        return self.count
+
+    def _plan(self) -> tuple[Tensor | None, list[_Piece]]:
+        """Which examples of the batch are this rank's (None: all), and how they lie in its micro-batches."""
+        count = self.count
+        if count not in self._plans:
+            pieces, own, world = [], [], ranks.world()
+            for micro in portions(torch.arange(count), math.ceil(count / self.config.accumulate)):
+                low, high = ranks.part(len(micro))
+                share = (high - low) / len(micro)
+                if len(micro) < 2 * world:  # too few to split, since BatchNorm cannot train on one: all do all of it
+                    low, high, share = 0, len(micro), 1 / world
+                own.append(micro[low:high])
+                pieces.append(_Piece(high - low, share, share * len(micro) / count))
+            self._plans[count] = None if world == 1 else torch.cat(own).to(self.device), pieces
+        return self._plans[count]
 
     def _words(self, seed: int, step: Tensor | int, count: int) -> Tensor:
         return philox.words(count, seed=seed, step=step, stream=philox.AUGMENT, device=self.device)
@@ -177,7 +218,7 @@ class Step:
         self.graph.replay()
 
     def _take(self, x: Tensor, y: Tensor, word: Tensor | None) -> None:
-        """One optimiser step on a batch; leaves its mean loss in `value` and adds to `total`."""
+        """One optimiser step on (this rank's part of) a batch; leaves its mean loss in `value` and adds to `total`."""
         model, run, config = self.model, self.run, self.config
         along = 1 if self.own else 0
         if word is not None:
@@ -191,8 +232,9 @@ class Step:
             budget.hold_(model, self.control, self.clock[-2], self.clock[-1], look=look)
             self.cold = False
         # With feedback, masked weights get the gradient that they have at zero, and keep what they learn from it.
-        with weights.pruned(model) if self.control == "feedback" else nullcontext():
+        with weights.pruned(model) if self.control == "feedback" else nullcontext(), self._own_draws():
             value = self._gradients(x, y, along)
+        self.gradients.sum_()
         if self.sites and run.budgets is not None and self.control == "lagrangian":
             budget.penalty(model, run.plan(), self.clock[-2]).sum().backward()
         if config.clip is not None:
@@ -203,21 +245,35 @@ class Step:
         if self.control != "feedback":
             weights.enforce_mask(model)
         self.value.copy_(value)
-        self.total.add_(value * x.shape[along])
+        self.total.add_(value * self.count)
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        """With independent masks, draws that no other rank makes, while this lasts."""
+        apart = ranks.rank() * (2**32 // ranks.world()) if self.config.masks == "independent" else 0
+        steps = [site.sampler.step for site in self.sites] if apart else []
+        for step in steps:
+            step.add_(apart)
+        try:
+            yield
+        finally:
+            for step in steps:
+                step.sub_(apart)
 
     def _gradients(self, x: Tensor, y: Tensor, along: int) -> Tensor:
         """Adds the gradients of a batch, one micro-batch after another; returns its mean loss."""
         model, run, config = self.model, self.run, self.config
-        count, value = x.shape[along], torch.zeros_like(self.value)
-        micro = math.ceil(count / config.accumulate)
-        for part_x, part_y in zip(_cut(x, micro, along), _cut(y, micro, along), strict=True):
-            weight = part_x.shape[along] / count
+        pieces = self._plan()[1]
+        value, sizes = torch.zeros_like(self.value), [piece.size for piece in pieces]
+        for piece, part_x, part_y in zip(pieces, x.split(sizes, along), y.split(sizes, along), strict=True):
+            weight = piece.weight
             if self.sites:
                 layers.resample_(model)
 
-            def forward(part_x: Tensor = part_x, part_y: Tensor = part_y) -> Tensor:
+            def forward(part_x: Tensor = part_x, part_y: Tensor = part_y, share: float = piece.share) -> Tensor:
                 with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=config.amp):
-                    return run.objective(part_x, part_y)
+                    found = run.objective(part_x, part_y)
+                    return found if run.bound is None else run.bound(ranks.mean(found, share))
 
             if self.sites and config.samples:
                 value += estimators.algorithm1_(
@@ -225,7 +281,8 @@ class Step:
                 )
             else:
                 found = forward()
-                (weight * found).sum().backward()
+                with self.gradients.overlapped() if piece is pieces[-1] else nullcontext():
+                    (weight * found).sum().backward()
                 value += weight * found.detach()
         return value
 
@@ -251,12 +308,6 @@ def _rates(config: Config) -> tuple[Any, ...]:
     """All that a member's learning rates follow from; what follows the first entry decides the schedule alone."""
     own = (config.lr, config.gate_lr, config.std_lr, config.momentum, config.weight_decay)
     return own, config.schedule, config.warmup, config.span
-
-
-def _cut(whole: Tensor, most: int, along: int) -> list[Tensor]:
-    if whole.shape[along] <= most:
-        return [whole]
-    return [part.transpose(0, along) for part in portions(whole.transpose(0, along), most)]
 
 
 def _channels_last(x: Tensor) -> Tensor:

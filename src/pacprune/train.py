@@ -5,13 +5,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from pacprune import bounds, layers, numeric, weights
+from pacprune import bounds, layers, numeric, ranks, weights
 from pacprune.batches import Data, labels, rows, tensors
 from pacprune.budget import Budget, check_budgets
 from pacprune.checkpoint import digest, write_atomically
@@ -54,6 +55,13 @@ def fit(
     A list of K models of one architecture is trained as a population, K networks in one call of every layer; config,
     budget and seed are then one for all or a list of one each, and every row names its `member`. A member ends as it
     would alone, up to rounding (dropout apart, whose draws differ).
+
+    Under torchrun (see `ranks.joined`) all ranks call it with the same arguments; each takes its part of every batch of
+    config.batch_size (of a Dataset or a DataLoader every rank reads it all), and all end with the same weights, up to
+    rounding those of one process. BatchNorm (not SyncBatchNorm) sees the examples of its rank alone, and its running
+    statistics are averaged after every epoch and at every checkpoint. Dropout draws the same on all ranks. Rank 0
+    writes the checkpoint, which any number of ranks can go on from; `validation` is looked at by rank 0. `progress` is
+    called on every rank.
     """
     crew = Crew(model, config, seed)
     value = crew.check(data, loss)
@@ -121,7 +129,8 @@ def fit_posterior(
     in [0, 1]. Refuses when P has seen the bound set; writes P to `out` (default: a new temporary folder) and hashes it
     before the bound set is read; leaves a receipt without which `certify` refuses. `objective` is "seeger" or "paper".
     A `budget` holds the expected sparsity of Q. `data` may be other training data (Q may be trained on anything); n
-    and the KL stay the bound set's. A list of models, each with its own prior, is trained as a population (see `fit`).
+    and the KL stay the bound set's. A list of models, each with its own prior, is trained as a population, and several
+    ranks train together (see `fit`); rank 0 writes P, and the others wait for that.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
@@ -136,8 +145,15 @@ def fit_posterior(
     ledger = bounds.Ledger.split(delta)
     if count > 1 and isinstance(out, (str, Path)):
         raise ValueError(f"out is the one folder {str(out)!r} for {count} priors; give a list of one for each")
-    folders = [Path(tempfile.mkdtemp(prefix="pacprune-") if o is None else o) for o in spread("out", out, count)]
-    hashes = [write_prior(p, where / "prior.safetensors") for p, where in zip(priors, folders, strict=True)]
+    given: list[Any] = spread("out", out, count)
+
+    def write() -> tuple[list[Path], list[str]]:
+        folders = [Path(tempfile.mkdtemp(prefix="pacprune-") if o is None else o) for o in given]
+        return folders, [write_prior(p, where / "prior.safetensors") for p, where in zip(priors, folders, strict=True)]
+
+    folders, hashes = ranks.first(write)  # no rank goes on to the bound set before
+    if ranks.rank():  # what rank 0 wrote must be what this one goes on with
+        hashes = [p.hash for p in priors]
     data = split.bound if data is None else data
     crew.check(data, F.cross_entropy)
     n, trained, alone = len(split.bound), crew.trained, crew.population is None
@@ -148,9 +164,11 @@ def fit_posterior(
     tap = torch.zeros(() if alone else count, dtype=torch.float64, device=crew.device, requires_grad=True)
     risks = crew.objective(bounded_cross_entropy, False)
 
-    def bound(x: Tensor, y: Tensor) -> Tensor:
+    def risk_of(x: Tensor, y: Tensor) -> Tensor:
         with plain_rnn(trained):  # the model is in eval mode
-            risk = risks(x, y)
+            return risks(x, y)
+
+    def bound(risk: Tensor) -> Tensor:
         q = layers.read(trained, detach=False)
         # `pull` takes the means' part of the KL; here it only counts.
         fixed = replace(q, mean={name: m.detach() for name, m in q.mean.items()})
@@ -167,7 +185,7 @@ def fit_posterior(
 
         An explicit gradient step would diverge once rate > 2 std0^2 / price, which a small std makes tiny.
         """
-        price, tap.grad = torch.zeros_like(tap) if tap.grad is None else tap.grad, None
+        price, tap.grad = ranks.sum_(torch.zeros_like(tap) if tap.grad is None else tap.grad), None
         for site in layers.sites(trained):
             if site.mean.grad is None:  # frozen by the user
                 continue
@@ -187,7 +205,8 @@ def fit_posterior(
     check_budgets(trained, budgets or [])
     run = Run(
         stage=stage,
-        objective=bound,
+        objective=risk_of,
+        bound=bound,
         groups=groups(trained, crew.configs, rest=False),
         enter=enter,
         budgets=budgets,

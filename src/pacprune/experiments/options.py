@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pacprune import data, models, scores
+from pacprune import data, models, patterns, scores
 from pacprune.config import SCHEDULES
 from pacprune.issue import FAMILIES
 from pacprune.train import OBJECTIVES
@@ -49,6 +49,7 @@ class Options:
 _GATE_LR = "Learning rate of the keep probabilities; 100 times --lr unless given."
 _MASK_SHARE = "Share of --epochs that trains the {}; the rest fine-tunes."
 _FLOOR = "Weights that every layer keeps at least."
+_PATTERN = f"Keep so many of every 4 weights in a row: {', '.join(patterns.PATTERNS)}; --sparsity follows from it."
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Osp(Pruning):
 
     scope: str = _option("global", "One ranking (global), the same sparsity in each layer (layer), or erk budgets.")
     min_per_layer: int = _option(0, _FLOOR)
+    pattern: str | None = _option(None, _PATTERN)
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Pft(Pruning):
     eps: float = _option(1e-2, "Starting keep probability of the lower block; recipe paper only.")
     noise: bool = _option(True, "Sample the gates in training; without, they are sigmoid(logit / beta).")
     min_per_layer: int = _option(0, _FLOOR)
+    pattern: str | None = _option(None, _PATTERN)
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Gmp(Pruning):
     mask_share: float = _option(0.5, _MASK_SHARE.format("masks"))
     every: int = _option(16, "Steps from one mask to the next.")
     min_per_layer: int = _option(0, _FLOOR)
+    pattern: str | None = _option(None, _PATTERN)
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class Imp(Pruning):
 
     rounds: int = _option(3, "Rounds into which --epochs are cut.")
     min_per_layer: int = _option(0, _FLOOR)
+    pattern: str | None = _option(None, _PATTERN)
 
 
 @dataclass(frozen=True)
@@ -197,10 +202,12 @@ _Kind = TypeVar("_Kind")
 
 
 def resolve(kind: type[_Kind], *given: Mapping[str, Any]) -> _Kind:
-    """Options from the defaults, the data set's presets and `given`; the later ones win."""
+    """Options from the defaults, the data set's presets, what a pattern says, and `given`; the later ones win."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     asked = {name: value for part in given for name, value in part.items()}
     preset = PRESETS.get(asked.get("data", ""), {})
+    if asked.get("pattern") is not None:
+        preset = preset | {"sparsity": patterns.sparsity(asked["pattern"])}
     return kind(**{name: value for name, value in preset.items() if name in names} | asked)
 
 
@@ -210,10 +217,11 @@ def identity(options: Any) -> dict[str, Any]:
 
 
 def changed(options: Any) -> dict[str, Any]:
-    """The options that name the run and are not what the command would have taken for this data set by itself."""
+    """The options that name the run and are not what the command takes by itself for this data set and pattern."""
     own = identity(options)
-    usual = asdict(resolve(type(options), {name: own[name] for name in own if name == "data"}))
-    return {name: value for name, value in own.items() if value != (usual | {"data": Options.data})[name]}
+    usual = asdict(resolve(type(options), {name: own[name] for name in own if name in ("data", "pattern")}))
+    usual |= {"data": Options.data, "pattern": None}
+    return {name: value for name, value in own.items() if value != usual[name]}
 
 
 def run_name(command: str, options: Any) -> str:

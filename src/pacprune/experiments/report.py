@@ -7,6 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from pacprune.bounds import Ledger
 from pacprune.certificate import LABELS, RECORD, Certificate, rounded_up
 from pacprune.checkpoint import write_atomically
@@ -246,3 +248,18 @@ img { display: block; max-width: 100%; background: #fff; border: 1px solid var(-
   padding: 8px; box-sizing: border-box; }
 pre { background: var(--tint); padding: .8rem 1rem; overflow-x: auto; border-radius: 6px; }
 """
+
+
+def shown(result: dict[str, Any]) -> Iterator[Any]:
+    """The table of a run, what is proved, and where everything lies."""
+    names = columns(result["rows"])
+    table = Table(*names.values())
+    for row in result["rows"]:
+        table.add_row(*(cell(name, row[name]) for name in names))
+    yield table
+    if "statement" in result:
+        yield f"{result['statement']}\n{sentence(result['winner'])}"
+    folder = Path(result["folder"])
+    yield f"Report: {folder / 'report.html'}"
+    if not list(folder.glob("figures/*.png")):
+        yield plots.HINT

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from pacprune import __version__, baselines, data, models, pipelines, scores, weights
+from pacprune import __version__, baselines, data, models, pipelines, ranks, scores, weights
 from pacprune.batches import rows
 from pacprune.bounds import Ledger
 from pacprune.certificate import Certificate
@@ -70,24 +70,29 @@ Work = Callable[[Any, Callable[[], Path], Progress], dict[str, Any]]
 def execute(command: str, options: Any, work: Work, *, out: Path | None, progress: Progress) -> dict[str, Any]:
     """Runs a command in its folder: returns at once when it is finished there, goes on when it was broken off."""
     folder = out if out is not None else Path("runs") / opt.run_name(command, options)
-    done = store.claim(folder, command, options)
+    done = ranks.first(lambda: store.claim(folder, command, options))
     if done is not None:
-        store.drop_checkpoints(folder)
+        ranks.first(lambda: store.drop_checkpoints(folder))
         return done
-    existed, taken_up = folder.exists(), (folder / "config.toml").exists()
+    existed, taken_up = ranks.first(lambda: (folder.exists(), (folder / "config.toml").exists()))
     try:
         # The networks for the digits are so small that a second thread costs time.
         with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
-            found = work(options, partial(store.begin, folder, command, options), progress)
+            begin = partial(store.begin, folder, command, options)
+            found = work(options, lambda: ranks.first(begin), progress)
     except ValueError:
         # The same input fails the same way, so what was begun here is not worth keeping.
-        if not taken_up:
+        if not taken_up and ranks.rank() == 0:
             store.clear(folder, keep=existed)
         raise
     common = {"command": command, "folder": str(folder), "version": __version__, "torch": torch.__version__}
     found = common | opt.identity(options) | found
-    report.write(folder, found)
-    store.finish(folder, found)
+
+    def finish() -> None:
+        report.write(folder, found)
+        store.finish(folder, found)
+
+    ranks.first(finish)
     return found
 
 
@@ -102,6 +107,11 @@ def single(options: Options, begin: Callable[[], Path], progress: Progress) -> d
     if options.dense_epochs:
         outcomes.append(dense(options, model, split, folder / store.CHECKPOINTS, progress))
     outcomes.append(prune(options, model, split, folder / store.CHECKPOINTS, progress))
+    return ranks.first(lambda: stored(options, outcomes, split, folder))
+
+
+def stored(options: Options, outcomes: list[Outcome], split: Split, folder: Path) -> dict[str, Any]:
+    """Writes the network and its history; returns the numbers."""
     last = outcomes[-1]
     store.write_model(folder / "model.safetensors", last.model)
     store.write_metrics(folder, [row for outcome in outcomes for row in outcome.history])
@@ -245,12 +255,12 @@ def posterior(options: Pbp) -> Config:
 def procedure(options: Options) -> Callable[..., Any]:
     """The pipeline of these options, with everything given but model, data, config, folder and progress."""
     verb, names, more = {
-        Osp: (pipelines.osp, ("criterion", "scope", "min_per_layer"), {}),
-        Pft: (pipelines.pft, ("criterion", "recipe", "mask_share", "eps", "noise", "min_per_layer"), {}),
+        Osp: (pipelines.osp, ("criterion", "pattern", "scope", "min_per_layer"), {}),
+        Pft: (pipelines.pft, ("criterion", "pattern", "recipe", "mask_share", "eps", "noise", "min_per_layer"), {}),
         Pbp: (pipelines.pbp, ("criterion", *_BOUND), {"name": options.model}),
-        Gmp: (baselines.gmp, ("mask_share", "every", "min_per_layer"), {}),
-        Dpf: (baselines.gmp, ("mask_share", "every", "min_per_layer"), {"feedback": True}),
-        Imp: (baselines.imp, ("rounds", "min_per_layer"), {}),
+        Gmp: (baselines.gmp, ("pattern", "mask_share", "every", "min_per_layer"), {}),
+        Dpf: (baselines.gmp, ("pattern", "mask_share", "every", "min_per_layer"), {"feedback": True}),
+        Imp: (baselines.imp, ("pattern", "rounds", "min_per_layer"), {}),
         L0: (baselines.l0, ("mask_share", "min_per_layer"), {}),
     }[type(options)]
     if "criterion" not in names and options.criterion != "magnitude":
@@ -293,11 +303,16 @@ def prune(options: Options, model: nn.Module, split: Split, folder: Path, progre
     """Prunes the network in place by the procedure of its options, and measures it."""
     run, config = partial(procedure(options), folder=folder, progress=progress), stage(options, epochs=options.epochs)
     if not isinstance(options, Pbp):
-        found = run(model, training(options, split), config)
-        return Outcome(method(options), found.sparsity, error(found.model, split.test), found.model, found.history)
+        return measured(options, run(model, training(options, split), config), split)
     # A run that was broken off after it certified makes the same certificate again: that is one certificate, not two.
     (folder / "certify-calls.json").unlink(missing_ok=True)
-    found = run(model, split, config)
+    return measured(options, run(model, split, config), split)
+
+
+def measured(options: Options, found: Any, split: Split) -> Outcome:
+    """What a pipeline made, with its error on the test part."""
+    if not isinstance(options, Pbp):
+        return Outcome(method(options), found.sparsity, error(found.model, split.test), found.model, found.history)
     gibbs = gibbs_error(found.model, split.test, draws=TEST_DRAWS)
     plain = harden(copy.deepcopy(found.model))
     return Outcome("pbp", found.posterior.sparsity, gibbs, plain, found.history, found.certificate)

@@ -1,0 +1,184 @@
+"""The command sweep, and sweeps over machines: every run is a Ray task.
+
+Ray is an extra, and imported here alone, when it is asked for.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pacprune.experiments import claims, sweep
+from pacprune.experiments.console import Json, Seed, show, told
+from pacprune.experiments.sweep import Entry, Resources, Sweep, Work
+from pacprune.export import extra
+
+TIMEOUT = 5.0
+"""Seconds that a head node has to accept a connection."""
+
+
+def command(
+    what: Annotated[str, typer.Argument(help="TOML file: a command, its options, a [grid] of lists; or: status.")],
+    folder: Annotated[Path | None, typer.Argument(help="For status: the folder of a sweep.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Run on a Ray cluster: auto, or HOST:PORT of its head node.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs' folders [runs/FILE without .toml].")] = None,
+    seed: Seed = 0,
+    device: Annotated[str | None, typer.Option(help="Where to compute, instead of what the file says.")] = None,
+    json: Json = False,
+) -> None:
+    """Runs every combination of some options, once.
+
+    Finished runs are skipped, those that were broken off go on. Runs of one network and seed are trained together; with
+    --ray, each is a task of its own. Exit 0: none failed, 1: some did, and the table says why, 2: nothing was begun.
+    """
+    with told():
+        if what == "status":
+            if folder is None:
+                raise ValueError("the folder for `pacprune sweep status` is missing; name one, such as runs/mine")
+            found = sweep.status(folder)
+        elif folder is not None:
+            raise ValueError(f"there is a second argument, {folder}, after {what}; give the runs' folder as --out")
+        else:
+            found = sweep.run(Path(what), out=out, device=device, work=None if ray is None else on(ray))
+        show(found, json, claims.table(found), f"Runs: {found['folder']}")
+    if found["failed"]:
+        raise typer.Exit(1)
+
+
+def on(address: str) -> Work:
+    """How to run a sweep on the Ray cluster at `address`: HOST:PORT, or auto for the one of this machine."""
+    return partial(_run, address)
+
+
+def _run(address: str, asked: Sweep, folder: Path, waiting: list[Entry]) -> None:
+    """Hands every run to Ray and waits; Ray starts those again whose worker or node dies, elsewhere if need be.
+
+    Whether a run is finished, and how far it is, the shared folder tells: a driver that is killed can be started again.
+    """
+    waiting, folder = [_anywhere(entry) for entry in waiting], folder.absolute()
+    with _connected(address) as ray:
+        _check_resources(ray, asked.resources)
+        set_aside = {"num_cpus": asked.resources.num_cpus, "num_gpus": asked.resources.num_gpus}
+        _rehearse(ray, set_aside, [_anywhere(Entry("", options, {})).options for options in asked.rehearsed])
+        sweep.begin(asked, folder)
+        task = ray.remote(**set_aside, max_retries=asked.resources.max_retries)(_task)
+        pending = {task.remote(folder, asked.command, entry): entry for entry in waiting}
+        with claims.live(partial(sweep.looked_at, folder, asked)):
+            while pending:
+                done, _ = ray.wait(list(pending), num_returns=1)
+                _settle(ray, done[0], folder, pending.pop(done[0]), asked.resources)
+
+
+def _task(folder: Path, command: str, entry: Entry) -> str:
+    """One run, on a worker; returns the machine's name."""
+    sweep.alone(folder, command, entry)
+    return socket.gethostname()
+
+
+def _settle(ray: Any, done: Any, folder: Path, entry: Entry, resources: Resources) -> None:
+    """Looks at the run of a task that ended: what went wrong outside the run goes into its log, too."""
+    try:
+        host = ray.get(done)
+        if claims.state(folder, entry.name)["state"] in ("finished", "failed"):
+            return
+        reason = f"{host} has done this run, but not in {folder} as it is here; give --out a folder that they share"
+    except ray.exceptions.RayError as failure:
+        name = type(failure).__name__
+        reason = f"its workers died {resources.max_retries + 1} times ({name}); see the logs of Ray for the reason"
+        if isinstance(failure, ray.exceptions.RayTaskError):
+            reason = f"its worker could not run it ({_last_line(failure)}); see the logs of Ray"
+    with claims.claimed(folder, entry.name) as note:
+        note("failed", reason=reason)
+
+
+def _rehearse(ray: Any, set_aside: dict[str, float], some: list[Any]) -> None:
+    """The rehearsal on a worker: this machine may have neither the data nor the device."""
+    try:
+        ray.get(ray.remote(**set_aside)(sweep.rehearse).remote(some))
+    except ray.exceptions.RayTaskError as failure:
+        if isinstance(failure.cause, ValueError):
+            raise ValueError(str(failure.cause)) from None
+        raise ValueError(
+            f"a worker of the cluster cannot begin ({_last_line(failure)}); install the same pacprune on all machines"
+        ) from None
+    except ray.exceptions.RayError as failure:
+        raise ValueError(
+            f"the worker that rehearsed the sweep died ({type(failure).__name__}); give a run more in [ray], such as "
+            "num_cpus = 2, or look into the logs of Ray"
+        ) from None
+
+
+def _last_line(failure: Exception) -> str:
+    return str(failure).strip().splitlines()[-1]
+
+
+def _anywhere(entry: Entry) -> Entry:
+    """An entry that means the same on every machine."""
+    options = entry.options
+    if options.device.startswith("cuda:"):
+        raise ValueError(f"device is {options.device!r}, but Ray gives every run a GPU of its own; use cuda")
+    if options.data_dir is not None:
+        options = replace(options, data_dir=os.path.abspath(options.data_dir))
+    return replace(entry, options=options)
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[Any]:
+    """The module ray, connected to a cluster that is there."""
+    ray = extra("ray", "sweep")
+    if address != "auto":
+        _check_reachable(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as failure:  # Ray raises many kinds
+        raise ValueError(
+            f"no Ray cluster can be joined at {address!r} ({' '.join(str(failure).split())[:200]}); run ray start on "
+            "this machine first, with --head or with --address=HOST:PORT of a head node"
+        ) from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Refuses an address where no cluster answers: `ray.init` would try for minutes, and warn every second of them."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise ValueError(f"--ray is {address!r}; give auto, or HOST:PORT of the cluster's head node")
+    reason = "something else than Ray listens there"
+    ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    try:
+        socket.create_connection((host, int(port)), timeout=TIMEOUT).close()
+        if subprocess.run(ask, capture_output=True, timeout=3 * TIMEOUT).returncode == 0:
+            return
+    except subprocess.TimeoutExpired:
+        pass
+    except (OSError, OverflowError) as failure:
+        reason = str(failure)
+    raise ValueError(
+        f"no Ray cluster answers at {address} ({reason}); check the address, or start one with ray start --head"
+    )
+
+
+def _check_resources(ray: Any, resources: Resources) -> None:
+    """Warns when no machine of the cluster can take a run now; one that grows by itself may still get one."""
+    for kind, name in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
+        need = getattr(resources, name)
+        most = max((node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+        if need > most:
+            warnings.warn(
+                f"a run needs {need:g} {kind}s, but no machine of the cluster has more than {most:g}; the runs wait "
+                f"for one, or set {name} in [ray] and start again",
+                stacklevel=2,
+            )

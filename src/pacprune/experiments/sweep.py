@@ -1,0 +1,331 @@
+"""Sweeps: every combination of some options, each a run folder of its own, done once however often it is asked for.
+
+A sweep's folder holds sweep.toml (what was asked for last), and a folder and a log for each run.
+"""
+
+import copy
+import hashlib
+import itertools
+import math
+import shutil
+import tomllib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pacprune.checkpoint import write_atomically
+from pacprune.data import Split
+from pacprune.evaluate import error
+from pacprune.experiments import claims, runs, store
+from pacprune.experiments import options as opt
+from pacprune.experiments.contest import AT_ONCE
+from pacprune.experiments.options import Options, Pbp
+from pacprune.experiments.runs import Outcome
+from pacprune.loop import Progress
+from pacprune.pipelines import together
+from pacprune.train import fit
+
+ASKED, POPULATIONS = "sweep.toml", "populations"
+COMMANDS = tuple(name for name, kind in opt.COMMANDS.items() if issubclass(kind, Options))
+SHARED = (
+    *("data", "data_dir", "prior_fraction", "unlabelled", "train_on", "seed", "model", "device"),
+    *("dense_epochs", "epochs", "posterior_epochs", "batch_size", "augment", "amp"),
+    *("recipe", "noise", "mask_share", "rounds"),
+)
+"""What runs have in common that are trained as one population: data (which the seed cuts), network and stages."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a sweep: its name, all its options, and those that the grid gave it."""
+
+    name: str
+    options: Options
+    point: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What Ray sets aside for one run, and how often it starts a run again whose worker died: the table [ray]."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    max_retries: int = 3
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep file asks for."""
+
+    command: str
+    entries: list[Entry]
+    rehearsed: list[Options]
+    """Options that use every value of the grid at least once."""
+    resources: Resources
+    text: bytes
+
+
+Work = Callable[[Sweep, Path, list[Entry]], None]
+"""(sweep, folder, the runs that are not finished) -> all runs done, or their failures in their logs."""
+
+
+def read(path: Path, *, device: str | None = None) -> Sweep:
+    """A sweep file, every key and every type checked: a command, fixed options, [grid] with lists, perhaps [ray]."""
+    try:
+        text = path.read_bytes()
+        content = tomllib.loads(text.decode())
+    except (OSError, ValueError) as failure:
+        raise ValueError(f"the sweep file {path} cannot be read ({failure}); give a TOML file") from None
+    command = content.pop("command", None)
+    if command not in COMMANDS:
+        raise ValueError(f"command in {path} is {command!r}; use one of {', '.join(COMMANDS)}")
+    grid, given = content.pop("grid", {}), content.pop("ray", {})
+    if not isinstance(grid, dict) or not grid:
+        raise ValueError(
+            f"[grid] in {path} is {grid or 'missing'}; add a table of lists to be crossed, such as sparsity = [.9, .95]"
+        )
+    kind, kinds = opt.COMMANDS[command], opt.types_of(opt.COMMANDS[command])
+    fixed = {name: _checked(path, kinds, name, value) for name, value in content.items()}
+    for name, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{name} in [grid] of {path} is {values!r}; it must be a list of at least one value")
+        grid[name] = values = [_checked(path, kinds, name, value) for value in values]
+        if name in fixed:
+            raise ValueError(f"{name} in {path} is {fixed[name]!r} and also in [grid]; keep one of the two")
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} in [grid] of {path} is {values}, which names a value twice; name each once")
+
+    def resolved(point: dict[str, Any]) -> Options:
+        return opt.resolve(kind, fixed, point, {} if device is None else {"device": device})
+
+    entries = []
+    for values in itertools.product(*grid.values()):
+        point = dict(zip(grid, values, strict=True))
+        entries.append(Entry(opt.run_name(command, resolved(point)), resolved(point), point))
+    if len({entry.name for entry in entries}) < len(entries):
+        raise ValueError(f"[grid] in {path} asks for the same run more than once; leave out what names no run")
+    _check_paid(path, entries)
+    longest = max(map(len, grid.values()))
+    some = [resolved({name: values[i % len(values)] for name, values in grid.items()}) for i in range(longest)]
+    return Sweep(command, entries, some, _resources(path, given, some[0].device), text)
+
+
+def _checked(path: Path, kinds: dict[str, type], name: str, value: Any) -> Any:
+    """The value of a key, if there is such a key and the type is right."""
+    if name not in kinds:
+        raise ValueError(f"{path} has an unknown key {name!r}; use one of {', '.join(kinds)}")
+    if kinds[name] is float and type(value) is int:
+        return float(value)
+    if type(value) is not kinds[name]:
+        raise ValueError(f"{name} in {path} is {value!r}, but it must be a {kinds[name].__name__}; change it")
+    return value
+
+
+def _resources(path: Path, given: Any, device: str) -> Resources:
+    if not isinstance(given, dict):
+        raise ValueError(f"ray in {path} is {given!r}, but it must be a table: write [ray] and num_cpus = 1 below it")
+    found = {name: _checked(path, opt.types_of(Resources), name, value) for name, value in given.items()}
+    for name, value in found.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} in [ray] of {path} is {value}; it must be a number of at least 0")
+    return Resources(**{"num_gpus": 0.0 if device == "cpu" else 1.0, **found})
+
+
+def _check_paid(path: Path, entries: list[Entry]) -> None:
+    """Refuses priors on one bound set that delta is not divided among: somebody will choose the best of them."""
+    same: dict[Any, list[Pbp]] = {}
+    for options in (entry.options for entry in entries):
+        if isinstance(options, Pbp):
+            key = options.data, options.seed, options.prior_fraction, options.unlabelled
+            same.setdefault(key, []).append(options)
+    for found in same.values():
+        paid = min(options.grid for options in found)
+        if paid < len(found):
+            raise ValueError(
+                f"{path} asks for {len(found)} certificates on the same bound examples (seed {found[0].seed}), but "
+                f"grid is {paid}, so that a choice among them is not paid for; write grid = [{len(found)}] below [grid]"
+            )
+
+
+def run(file: Path, *, out: Path | None = None, device: str | None = None, work: Work | None = None) -> dict[str, Any]:
+    """Runs what is not finished of a sweep, on this machine or by `work`; returns what `status` finds then."""
+    sweep = read(file, device=device)
+    folder = Path("runs") / file.stem if out is None else out
+    if folder.is_file() or (folder / "config.toml").exists():
+        raise ValueError(f"{folder} is a file or the folder of one run; choose another --out, for one folder per run")
+    waiting = [e for e in sweep.entries if store.claim(folder / e.name, sweep.command, e.options) is None]
+    if waiting:
+        (here if work is None else work)(sweep, folder, waiting)
+    else:
+        begin(sweep, folder)
+    return status(folder)
+
+
+def status(folder: Path) -> dict[str, Any]:
+    """Every run of the sweep in a folder, with its state, and how many there are of each state."""
+    store.check_folder(folder, "a sweep")
+    if not (folder / ASKED).is_file():
+        raise ValueError(f"{folder} holds no {ASKED}, so it is not the folder of a sweep; name one, such as runs/mine")
+    return looked_at(folder, read(folder / ASKED))
+
+
+def looked_at(folder: Path, sweep: Sweep) -> dict[str, Any]:
+    """`status` of a sweep that is known."""
+    rows = [{"run": e.name, "point": e.point, **claims.state(folder, e.name)} for e in sweep.entries]
+    counts = {state: sum(row["state"] == state for row in rows) for state in claims.STATES}
+    return {"folder": str(folder), "command": sweep.command, **counts, "runs": rows}
+
+
+def begin(sweep: Sweep, folder: Path) -> None:
+    """Writes down what was asked."""
+    write_atomically(folder / ASKED, sweep.text)
+
+
+def rehearse(some: Sequence[Options]) -> None:
+    """Refuses, before anything is written, what would be refused in the middle."""
+    for options in some:
+        if options.data_dir is not None:
+            store.check_folder(Path(options.data_dir), "the data files")
+        split, model = runs.prepare(options)
+        runs.rehearse(options, model, split)
+
+
+def alone(folder: Path, command: str, entry: Entry) -> None:
+    """One run by itself, as its command would do it, unless it is finished; a failure goes into its log."""
+    with claims.claimed(folder, entry.name) as note:
+        try:
+            if store.claim(folder / entry.name, command, entry.options) is None:
+                claims.begin(note)
+                out = folder / entry.name
+                runs.execute(command, entry.options, runs.single, out=out, progress=claims.watch([note]))
+                note("finished")
+        except Exception as failure:  # one run's bad luck must not end the others
+            claims.fail(note, failure)
+
+
+# --- On this machine.
+
+
+def here(sweep: Sweep, folder: Path, waiting: list[Entry]) -> None:
+    """Runs that have enough in common as populations, the others one after another."""
+    rehearse(sweep.rehearsed)
+    begin(sweep, folder)
+    names = {entry.name for entry in waiting}
+    with claims.live(partial(looked_at, folder, sweep)):
+        for chunk in _chunks(sweep, folder):
+            # The checkpoints of a population serve the same members alone, also when some of these are finished.
+            whole = _scratch(folder, chunk).exists()
+            members = [entry for entry in chunk if whole or entry.name in names]
+            if any(entry.name in names for entry in members):
+                _population(folder, sweep.command, members)
+
+
+def _chunks(sweep: Sweep, folder: Path) -> list[list[Entry]]:
+    """All runs, in the groups that are trained together; a run that was broken off alone goes on alone."""
+    groups: dict[Any, list[Entry]] = {}
+    for entry in sweep.entries:
+        by_itself = entry.name if (folder / entry.name / store.CHECKPOINTS).exists() else ""
+        key = by_itself, *(getattr(entry.options, name, None) for name in SHARED)
+        groups.setdefault(key, []).append(entry)
+    found = []
+    for group in groups.values():
+        most = AT_ONCE["cpu" if group[0].options.device == "cpu" else "cuda"]
+        found += [group[start : start + most] for start in range(0, len(group), most)]
+    return found
+
+
+def _scratch(folder: Path, members: Sequence[Entry]) -> Path:
+    """Where these runs have their checkpoints as a population."""
+    names = " ".join(entry.name for entry in members)
+    return folder / POPULATIONS / hashlib.sha256(names.encode()).hexdigest()[:10]
+
+
+def _population(folder: Path, command: str, members: list[Entry]) -> None:
+    """Runs that are trained together; where one of them fails, in halves, until it is alone."""
+    if len(members) == 1:
+        return alone(folder, command, members[0])
+    scratch, failed = _scratch(folder, members), False
+    with ExitStack() as stack:
+        # In the order of their names, so that two processes never wait for each other.
+        notes = {name: stack.enter_context(claims.claimed(folder, name)) for name in sorted(e.name for e in members)}
+        missing = [entry for entry in members if store.claim(folder / entry.name, command, entry.options) is None]
+        try:
+            if missing:
+                _train(folder, command, members, {entry.name: notes[entry.name] for entry in missing}, scratch)
+        except Exception:  # alone, it says why
+            failed = True
+        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # as long as it holds others
+            scratch.parent.rmdir()
+    if failed:
+        half = len(missing) // 2
+        for part in (missing[:half], missing[half:]):
+            if part:
+                _population(folder, command, part)
+    return None
+
+
+def _train(folder: Path, command: str, members: list[Entry], missing: dict[str, claims.Note], scratch: Path) -> None:
+    """Trains all members, and stores those that are missing."""
+    for note in missing.values():
+        claims.begin(note)
+    outcomes, split = _trained([entry.options for entry in members], scratch, claims.watch(list(missing.values())))
+    for entry, made in zip(members, outcomes, strict=True):
+        if entry.name in missing:
+            work = partial(_stored, made, split, f"population of {len(members)}")
+            runs.execute(command, entry.options, work, out=folder / entry.name, progress=_quiet)
+            missing[entry.name]("finished")
+
+
+def _quiet(*_: Any) -> None:
+    """A progress that nobody watches."""
+
+
+def _trained(every: Sequence[Options], scratch: Path, progress: Progress) -> tuple[list[list[Outcome]], Split]:
+    """The outcomes of every run of a population, and the data they share."""
+    first = every[0]
+    with runs.one_thread() if first.data == "digits" else nullcontext():
+        split, model = runs.prepare(first)
+        part = runs.training(first, split)
+        dense = _dense(every, model, split, scratch, progress) if first.dense_epochs else []
+        for calls in scratch.glob("*/certify-calls.json"):  # as in runs.prune
+            calls.unlink()
+        verbs: list[Any] = [runs.procedure(options) for options in every]
+        results = together(
+            verbs[0].func,
+            [copy.deepcopy(dense[k].model if dense else model) for k in range(len(every))],
+            split if isinstance(first, Pbp) else part,
+            [runs.stage(options, epochs=options.epochs) for options in every],
+            folder=[scratch / str(k) for k in range(len(every))],
+            progress=progress,
+            **{name: [verb.keywords[name] for verb in verbs] for name in verbs[0].keywords},
+        )
+        pruned = [runs.measured(options, result, split) for options, result in zip(every, results, strict=True)]
+    return [[*dense[k : k + 1], pruned[k]] for k in range(len(every))], split
+
+
+def _dense(every: Sequence[Options], model: Any, split: Split, scratch: Path, progress: Progress) -> list[Outcome]:
+    """Dense training of every run; those that ask for the same are trained once."""
+    # Without gates their rate does not matter.
+    wanted = [replace(runs.stage(options, epochs=options.dense_epochs), gate_lr=None) for options in every]
+    configs = list(dict.fromkeys(wanted))
+    nets = [copy.deepcopy(model) for _ in configs]
+    one = (nets[0], configs[0]) if len(configs) == 1 else (nets, configs)
+    path, seed = scratch / "dense.pt", every[0].seed
+    part = runs.training(every[0], split)
+    history = fit(one[0], part, one[1], seed=seed, stage="dense", checkpoint=path, progress=progress)
+    found = {}
+    for k, config in enumerate(configs):
+        rows = [{n: v for n, v in row.items() if n != "member"} for row in history if row.get("member", 0) == k]
+        found[config] = Outcome("dense", 0.0, error(nets[k], split.test), nets[k], rows)
+    return [found[config] for config in wanted]
+
+
+def _stored(
+    outcomes: list[Outcome], split: Split, route: str, options: Options, begin: Callable[[], Path], progress: Progress
+) -> dict[str, Any]:
+    """A run's work when its outcomes are there: to store them, and to say by which route they were made."""
+    return runs.stored(options, outcomes, split, begin()) | {"route": route}

@@ -1,0 +1,160 @@
+"""N:M patterns: of every M consecutive weights of a row, N are kept, which is what fast sparse kernels ask for.
+
+A row is all that one output is made from: the inputs of a Linear [out, in], the in * height * width numbers of a
+convolution. For training, every group of M has one gate, which chooses among the C(M, N) sets that may be kept.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pacprune import philox
+
+PATTERNS = ("1:4", "2:4")
+KERNEL = (2, 4)
+"""What the sparse kernels of GPUs multiply with; 1:4 is a special case of it."""
+CHOICE = -3
+"""The dimension of a gate's choices, before rows and groups: as the last one, so short, softmax would be slow."""
+_KERNEL_TYPES = (torch.float16, torch.bfloat16)
+
+
+def parse(pattern: str) -> tuple[int, int]:
+    """(N, M) of "N:M"."""
+    if pattern not in PATTERNS:
+        raise ValueError(f"pattern {pattern!r} is unknown; use one of {', '.join(PATTERNS)}")
+    n, _, m = pattern.partition(":")
+    return int(n), int(m)
+
+
+def sparsity(pattern: str) -> float:
+    """1 - N / M."""
+    n, m = parse(pattern)
+    return 1 - n / m
+
+
+def grouped(weight: Tensor, m: int, *, name: str = "the weight", members: bool = False) -> Tensor:
+    """[rows, groups, M]: a row's weights in groups; with `members`, the first dimension is K models."""
+    lead = 2 if members else 1
+    inner = weight.shape[lead:].numel()
+    if weight.ndim <= lead or inner % m:
+        raise ValueError(
+            f"{name} has rows of {inner} weights, which cannot be cut into groups of {m}; "
+            "leave this layer out by prunable="
+        )
+    return weight.reshape(*weight.shape[:lead], inner // m, m)
+
+
+def top(scores: Mapping[str, Tensor], pattern: str, ties: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The mask that keeps the N largest scores of every group of M; equals by `ties`, then the first ones."""
+    n, m = parse(pattern)
+    found = {}
+    for name, score in scores.items():
+        groups = grouped(score.detach(), m, name=name)
+        order = torch.arange(m, device=score.device).expand_as(groups)
+        for key in ([] if ties is None else [grouped(ties[name].detach(), m, name=name)]) + [groups]:
+            # From the last key to the first, since a stable sort leaves equals as the sort before put them.
+            order = order.gather(-1, torch.argsort(key.gather(-1, order), dim=-1, descending=True, stable=True))
+        keep = torch.zeros(groups.shape, dtype=torch.bool, device=score.device)
+        found[name] = keep.scatter_(-1, order[..., :n], True).reshape(score.shape)
+    return found
+
+
+def first(scores: Mapping[str, Tensor], pattern: str) -> dict[str, Tensor]:
+    """The scores, infinite where the pattern keeps a weight: pruned by these little by little, a model ends in it."""
+    kept = top(scores, pattern)
+    return {name: torch.where(kept[name], torch.inf, score) for name, score in scores.items()}
+
+
+def check(weight: Tensor, n: int, m: int, *, name: str = "the weight") -> None:
+    """Refuses a weight with more than N nonzeros in a group of M, or a mask (bool) with other than N."""
+    counts = (grouped(weight.detach(), m, name=name) != 0).sum(-1)
+    wrong = (counts != n) if weight.dtype == torch.bool else (counts > n)
+    if bool(wrong.any()):
+        row, group = (int(i) for i in torch.nonzero(wrong)[0])
+        raise ValueError(
+            f"{name} is not {n}:{m}: {int(wrong.sum())} of its {counts.numel()} groups differ, and group {group} of "
+            f"row {row} keeps {int(counts[row, group])} of {m}; prune with pattern='{n}:{m}'"
+        )
+
+
+def to_semi_structured(model: nn.Module) -> list[str]:
+    """Hands the Linear weights that are 2:4, in place, to torch's semi-structured kernels; returns their names.
+
+    For inference alone, on CUDA, in float16 or bfloat16. Layers that are not 2:4, and shapes that the kernels do not
+    take, stay as they are.
+    """
+    layers = {f"{n}.weight".lstrip("."): m for n, m in model.named_modules() if type(m) is nn.Linear}
+    for name, layer in layers.items():
+        if layer.weight.device.type != "cuda" or layer.weight.dtype not in _KERNEL_TYPES:
+            raise ValueError(
+                f"{name} is {layer.weight.dtype} on {layer.weight.device}, but semi-structured kernels take "
+                "float16 or bfloat16 on CUDA; call model.to('cuda', torch.bfloat16) first"
+            )
+    found = []
+    for name, layer in layers.items():
+        rows, columns = layer.weight.shape
+        if rows % 32 or columns % 64:  # what the kernels of both of torch's libraries take
+            continue
+        n, m = KERNEL
+        if bool(((grouped(layer.weight.detach(), m) != 0).sum(-1) > n).any()):
+            continue
+        sparse = torch.sparse.to_sparse_semi_structured(layer.weight.detach())
+        layer.weight = nn.Parameter(sparse, requires_grad=False)
+        found.append(name)
+    if not found:
+        raise ValueError(
+            f"none of the {len(layers)} Linear layers has a 2:4 weight with rows in multiples of 32 and columns in "
+            "multiples of 64; prune with pattern='2:4' or '1:4' first"
+        )
+    return found
+
+
+# --- The gate of a group: one choice among C(M, N).
+
+
+def choices(n: int, m: int) -> list[tuple[int, ...]]:
+    """The sets of N out of M, in the order of the gate's logits."""
+    return list(itertools.combinations(range(m), n))
+
+
+def spread(each: Tensor, n: int, m: int) -> Tensor:
+    """[rows, groups, M] numbers of weights as [C(M, N), rows, groups] of choices: sums over the weights that one keeps.
+
+    Of logits of keep_prob, these are the logits of what independent gates keep, given that it is exactly N:
+    Pr(S | |S| = N) is proportional to prod_{i in S} p_i / (1 - p_i).
+    """
+    return _sums(each.unbind(-1), choices(n, m), dim=CHOICE)
+
+
+def membership(chosen: Tensor, n: int, m: int) -> Tensor:
+    """[C(M, N), rows, groups] probabilities of choices as [rows, groups, M] of weights being kept: they add up to N."""
+    sets = choices(n, m)
+    return _sums(chosen.unbind(CHOICE), [[c for c, kept in enumerate(sets) if i in kept] for i in range(m)], dim=-1)
+
+
+def _sums(entries: Sequence[Tensor], lists: Sequence[Sequence[int]], *, dim: int) -> Tensor:
+    """Sums over listed entries: a product with a 0/1 matrix that autocast cannot round."""
+    return torch.stack([sum((entries[j] for j in rest), entries[first]) for first, *rest in lists], dim=dim)
+
+
+def gumbel(logits: Tensor, *, seed: Tensor, step: Tensor, offset: int) -> Tensor:
+    """g = -log(-log u), one for every logit: argmax(logits + g) ~ softmax(logits) (Gumbel-max).
+
+    Numbers offset, offset + 1, ... of (seed, step); seed and step have shape [K] when the first dimension is K models.
+    """
+    size = logits.numel() // seed.numel()
+    word = philox.words(size, seed=seed, step=step, stream=philox.GATE, offset=offset, device=logits.device)
+    return -torch.log(-torch.log(philox.uniform(word).reshape(logits.shape)))
+
+
+def relaxed(logits: Tensor, beta: float) -> Tensor:
+    """softmax(logits / beta): the choice relaxed at temperature beta (Jang et al. 2017, with Gumbel noise added)."""
+    return torch.softmax(logits / beta, dim=CHOICE)
+
+
+def hard(logits: Tensor) -> Tensor:
+    """1 for the largest logit of every group, the first of equals, else 0."""
+    # F.one_hot would wait for a GPU to look at the largest index.
+    return torch.zeros_like(logits).scatter_(CHOICE, logits.detach().argmax(CHOICE, keepdim=True), 1.0)

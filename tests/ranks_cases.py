@@ -1,0 +1,240 @@
+"""What test_ranks runs in one process and, as a script under two ranks, in two: `ranks_cases.py FOLDER CASE...`."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import pacprune as pp
+from pacprune import ranks
+from pacprune.budget import Budget
+
+Found = dict[str, Any]
+
+
+def net(*, norm: bool = False, seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        middle = [nn.BatchNorm1d(32)] if norm else []
+        return nn.Sequential(nn.Linear(8, 32), *middle, nn.ReLU(), nn.Linear(32, 3))
+
+
+def pair(n: int = 200, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
+    return x, (x[:, 0] > 0).long() + (x[:, 1] + x[:, 2] > 0.5).long()
+
+
+def attached(**how: Any) -> nn.Module:
+    model = net()
+    return pp.attach(model, pp.isotropic(model, sparsity=0.5), **how)
+
+
+def masked(sparsity: float = 0.8) -> nn.Module:
+    model = net()
+    return pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=sparsity))
+
+
+FIFTY = {"epochs": 5, "batch_size": 20}
+"""50 steps at the default learning rate."""
+
+
+def fitted(model: nn.Module, config: pp.Config, data: Any = None, **how: Any) -> Found:
+    history = pp.fit(model, pair() if data is None else data, config, **how)
+    return {"history": history, "state": dict(model.state_dict())}
+
+
+def dense(folder: Path) -> Found:
+    return fitted(net(), pp.Config(**FIFTY), validation=pair(60, seed=2))
+
+
+def gates(folder: Path) -> Found:
+    model = attached()
+    found = fitted(model, pp.Config(**FIFTY), budget=Budget(0.5))
+    return found | {"mask": pp.spikeslab.top_mask(pp.read(model), sparsity=0.5)}
+
+
+def sparse(folder: Path) -> Found:
+    model = masked()
+    return fitted(model, pp.Config(**FIFTY)) | {"mask": {n: w != 0 for n, w in pp.weights.prunable(model).items()}}
+
+
+def uneven(folder: Path) -> Found:
+    """Micro-batches of 7, 7 and 6, a last batch of 3 that is too small to split, clipping, Adam."""
+    config = pp.Config(epochs=2, batch_size=20, accumulate=3, clip=0.5, optimizer="adam", lr=1e-3)
+    return fitted(attached(), config, pair(203), budget=Budget(0.5))
+
+
+def joined_last(folder: Path) -> Found:
+    return fitted(net(), pp.Config(epochs=2, batch_size=20), pair(201))
+
+
+def lagrangian(folder: Path) -> Found:
+    return fitted(attached(), pp.Config(epochs=2, batch_size=20), budget=Budget(0.5, control="lagrangian"))
+
+
+def algorithm1(folder: Path) -> Found:
+    return fitted(attached(), pp.Config(epochs=1, batch_size=20, samples=3))
+
+
+def feedback(folder: Path) -> Found:
+    return fitted(masked(0.0), pp.Config(epochs=2, batch_size=20), budget=Budget(0.7, control="feedback", every=4))
+
+
+def loader(folder: Path) -> Found:
+    return fitted(net(), pp.Config(epochs=2), DataLoader(TensorDataset(*pair()), 20, shuffle=True))
+
+
+def population(folder: Path) -> Found:
+    models = [net(seed=k) for k in range(2)]
+    history = pp.fit(models, pair(), pp.Config(epochs=2, batch_size=20), seed=[0, 1])
+    return {
+        "history": history,
+        "state": {f"{k}.{n}": t for k, m in enumerate(models) for n, t in m.state_dict().items()},
+    }
+
+
+def images(folder: Path) -> Found:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    x = torch.randn(60, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    return fitted(model, pp.Config(epochs=2, batch_size=20, augment=True), (x, pair(60)[1]))
+
+
+def unused(folder: Path) -> Found:
+    """A parameter without a gradient must not be moved by weight decay, nor keep the ranks waiting."""
+    model = net()
+    model.register_parameter("idle", nn.Parameter(torch.ones(3)))
+    return fitted(model, pp.Config(epochs=1, batch_size=20, weight_decay=0.1))
+
+
+def norm(folder: Path) -> Found:
+    """Every rank has its own batch statistics, so that only the ranks are compared with each other."""
+    return fitted(net(norm=True), pp.Config(epochs=3, batch_size=20, patience=2), validation=pair(60, seed=2))
+
+
+def pft(folder: Path) -> Found:
+    model, config = net(norm=False), pp.Config(epochs=4, batch_size=20)
+    found = pp.pft(model, pair(), config, sparsity=0.8, criterion="snip", folder=folder / "pft")
+    return {"history": found.history, "state": dict(model.state_dict()), "mask": dict(found.mask)}
+
+
+def pbp(folder: Path) -> Found:
+    """The numbers are those that every rank has; rank 0 alone has written."""
+    split = pp.data.split(*pair(300), prior_fraction=0.5, seed=0, unlabelled=20)
+    config = pp.Config(epochs=3, batch_size=20)
+    found = pp.pbp(net(norm=True), split, config, sparsity=0.5, draws=1500, folder=folder / "pbp")
+    return {"history": found.history, "posterior": found.posterior.hash, "record": found.certificate.record}
+
+
+def certificate(folder: Path) -> Found:
+    """Of a posterior that is the prior, so that one process and two have the same to the bit."""
+    split = pp.data.split(*pair(300), prior_fraction=0.5, seed=0, unlabelled=21)
+    model = net()
+    prior = pp.block_isotropic(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.5), eps=1e-2, std=2e-2)
+    pp.attach(model, prior)
+    prior = pp.read(model)
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=0), out=folder / "certificate")
+    seen: list[int] = []
+    cert = pp.certify(
+        model, prior, split, draws=2600, tolerance=0.02, progress=lambda stage, done, *_: seen.append(done)
+    )
+    return {"record": cert.record, "tensors": cert.tensors, "last": seen[-1]}
+
+
+def posterior(folder: Path) -> Found:
+    split = pp.data.split(*pair(300), prior_fraction=0.5, seed=0)
+    model = net()
+    mask = pp.top_k(pp.scores.magnitude(model), sparsity=0.5)
+    pp.attach(model, pp.block_isotropic(model, mask, eps=1e-2, std=2e-2))
+    config = pp.Config(epochs=3, batch_size=20, accumulate=2)
+    history = pp.fit_posterior(model, pp.read(model), split, config, budget=Budget(0.5))
+    return {"history": history, "state": dict(model.state_dict())}
+
+
+def thirds(folder: Path) -> Found:
+    """For three ranks: what is frozen must stay so to the bit, though no third is a binary fraction."""
+    split = pp.data.split(*pair(300), prior_fraction=0.5, seed=0)
+    found = pp.pbp(net(norm=True), split, pp.Config(epochs=2, batch_size=30), sparsity=0.5, draws=1100)
+    return {"record": found.certificate.record} | fitted(net(), pp.Config(epochs=2, batch_size=30))
+
+
+def draws(folder: Path) -> Found:
+    """One step with shared and with independent masks: the weights that the networks were called with."""
+    found: Found = {}
+    for kind in ("shared", "independent"):
+        model, used = attached(), []
+        model.get_submodule("2").register_forward_hook(lambda m, *_, used=used: used.append(m.weight.detach().clone()))
+        pp.fit(model, pair(20), pp.Config(epochs=1, batch_size=20, momentum=0.0, masks=kind))
+        steps = [int(site.sampler.step) for site in pp.layers.sites(model)]
+        found[kind] = {"used": used[-1], "state": dict(model.state_dict()), "steps": steps}
+    return found
+
+
+def other_prior(more: float) -> None:
+    split, model = pp.data.split(*pair(300), prior_fraction=0.5, seed=0), net()
+    pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.1))
+    prior = pp.isotropic(net(), sparsity=0.5, std=0.1 + more)
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=1, batch_size=20))
+
+
+def refusals(folder: Path) -> Found:
+    """What is refused by all ranks alike; alone, nothing is."""
+    here, said = ranks.rank(), {}
+
+    def told(name: str, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except ValueError as error:
+            said[name] = str(error)
+
+    config = pp.Config(epochs=1, batch_size=20)
+    told("batch", lambda: pp.fit(net(), pair(), pp.Config(epochs=1, batch_size=25), checkpoint=folder / "no.pt"))
+    told("data", lambda: pp.fit(net(), pair(seed=1 + here), config, checkpoint=folder / "no.pt"))
+    told("masks", lambda: pp.fit(masked(0.8 - 0.1 * here), pair(), config, checkpoint=folder / "no.pt"))
+    told("weights", lambda: pp.fit(net(seed=here), pair(), config, checkpoint=folder / "no.pt"))
+    told("prior", lambda: other_prior(0.1 * here))
+    told("settings", lambda: pp.fit(net(), pair(), config, seed=here, checkpoint=folder / "no.pt"))
+    told("checkpoint", lambda: pp.fit(net(), pair(), config, checkpoint=folder / f"{here}.pt"))
+    told("checkpoint again", lambda: pp.fit(net(), pair(), config, checkpoint=folder / f"{here}.pt"))
+    if ranks.world() > 1:
+        x, y = pair()
+        sampled = DataLoader(TensorDataset(x, y), 20, sampler=DistributedSampler(TensorDataset(x, y)))
+        told("sampler", lambda: pp.fit(net(), sampled, config))
+    return {"said": said, "written": sorted(path.name for path in folder.iterdir())}
+
+
+def broken(folder: Path) -> Found:
+    """Stochastic masks and BatchNorm with checkpoints every 3 steps; where FATAL says so, rank 1 dies in step 17."""
+
+    def progress(stage: str, done: int, *_: Any) -> None:
+        if os.environ.get("FATAL") and done == 17 and ranks.rank() == 1:
+            os._exit(7)
+
+    model = net(norm=True)
+    pp.attach(model, pp.isotropic(model, sparsity=0.5))
+    config = pp.Config(epochs=3, batch_size=20)
+    where = {"checkpoint": folder / "broken.pt", "every": 3, "progress": progress}
+    return fitted(model, config, budget=Budget(0.5), **where)
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    with ranks.joined():
+        for case in cases:
+            own = folder / case
+            if ranks.rank() == 0:
+                own.mkdir(parents=True, exist_ok=True)
+            ranks.meet()
+            found = globals()[case](own)
+            torch.save(found, folder / f"{case}-{ranks.rank()}.found")
+            ranks.meet()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

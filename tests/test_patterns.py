@@ -1,0 +1,392 @@
+"""N:M patterns: exact for every method and criterion, the gate of a group as a distribution, resuming, refusals."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+import pacprune as pp
+from pacprune import layers, masks, patterns, scores, weights
+from pacprune.budget import move_masks_
+from pacprune.experiments import options as opt
+from pacprune.population import Population
+
+G = torch.Generator().manual_seed(1)
+X = torch.randn(120, 8, generator=G)
+Y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
+IMAGES = torch.randn(60, 4, 6, 6, generator=G)
+LABELS = (IMAGES[:, 0].mean((1, 2)) > 0).long()
+CONFIG = pp.Config(epochs=2, lr=0.1, batch_size=32)
+METHODS = {
+    "osp": pp.osp,
+    "pft": pp.pft,
+    "pft-still": lambda *given, **how: pp.pft(*given, noise=False, **how),
+    "gmp": lambda *given, **how: pp.gmp(*given, every=1, **how),
+    "dpf": lambda *given, **how: pp.gmp(*given, every=1, feedback=True, **how),
+    "imp": pp.imp,
+}
+CASES = [(name, {"criterion": one}) for name in ("osp", "pft", "pft-still") for one in scores.NAMES]
+CASES += [(name, {}) for name in ("gmp", "dpf", "imp")]
+
+
+def seeded(*modules: Any, seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(*(make() for make in modules))
+
+
+def net(seed: int = 0) -> nn.Module:
+    return seeded(lambda: nn.Linear(8, 20), nn.ReLU, lambda: nn.Linear(20, 3), seed=seed)
+
+
+def convolution() -> nn.Module:
+    return seeded(lambda: nn.Conv2d(4, 6, 3), nn.ReLU, nn.Flatten, lambda: nn.Linear(96, 2))
+
+
+class Tied(nn.Module):
+    """One weight with two owners, read twice in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.two(torch.relu(self.one(x)))))
+
+
+def kept_per_group(weight: Tensor) -> Tensor:
+    """Counted in a second way: along each row of the weight laid flat."""
+    return torch.stack([(row.reshape(-1) != 0).float().unfold(0, 4, 4).sum(-1) for row in weight.detach()])
+
+
+def attached(model: nn.Module, pattern: str, **how: Any) -> nn.Module:
+    return pp.attach(model, pp.isotropic(model, sparsity=patterns.sparsity(pattern)), mapping=pattern, **how)
+
+
+# --- The mask is exactly the pattern.
+
+
+@pytest.mark.parametrize("pattern", patterns.PATTERNS)
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_every_method_and_criterion_keeps_exactly_n_of_m(name: str, how: dict[str, Any], pattern: str) -> None:
+    n, m = patterns.parse(pattern)
+    for model, data in ((net(), (X, Y)), (convolution(), (IMAGES, LABELS))):
+        plain = list(model.state_dict())
+        found = METHODS[name](model, data, CONFIG, pattern=pattern, dense=CONFIG, **how)
+        assert found.pattern == pattern
+        assert found.sparsity == 1 - n / m == patterns.sparsity(pattern)
+        assert list(model.state_dict()) == plain
+        for key, weight in weights.prunable(model).items():
+            assert (kept_per_group(weight) == n).all()
+            assert torch.equal(weight != 0, found.mask[key])
+
+
+def test_top_k_takes_the_largest_of_every_group_and_the_first_of_equals() -> None:
+    score = torch.tensor([[4.0, 1.0, 3.0, 2.0, 0.0, 0.0, 0.0, 0.0]])
+    assert masks.top_k({"w": score}, pattern="2:4")["w"].nonzero()[:, 1].tolist() == [0, 2, 4, 5]
+    assert masks.top_k({"w": score}, pattern="1:4", sparsity=0.75)["w"].nonzero()[:, 1].tolist() == [0, 4]
+    ties = {"w": torch.arange(8.0).reshape(1, 8)}
+    assert masks.top_k({"w": score}, pattern="2:4", ties=ties)["w"].nonzero()[:, 1].tolist() == [0, 2, 6, 7]
+
+
+def test_groups_of_a_convolution_lie_along_its_inputs_and_kernel() -> None:
+    score = torch.rand(5, 2, 2, 3, generator=G)
+    mask = masks.top_k({"w": score}, pattern="2:4")["w"]
+    for row, keep in zip(score.reshape(5, 3, 4), mask.reshape(5, 3, 4), strict=True):
+        assert torch.equal(keep.nonzero().reshape(3, 2, 2)[..., 1], row.topk(2).indices.sort().values)
+
+
+def test_layers_left_out_by_prunable_stay_dense() -> None:
+    model = net()
+    first = pp.pft(
+        model, (X, Y), CONFIG, pattern="2:4", prunable=lambda m: {"0.weight": weights.prunable(m)["0.weight"]}
+    )
+    assert set(first.mask) == {"0.weight"}
+    assert first.sparsity == 80 / 220
+    assert (kept_per_group(model[0].weight) == 2).all()
+
+
+def test_a_tied_weight_has_one_gate_and_stays_tied() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Tied()
+    found = pp.pft(model, (X, Y), CONFIG, pattern="2:4")
+    assert model.one.weight is model.two.weight
+    assert set(found.mask) == {"one.weight", "head.weight"}
+    model = attached(Tied(), "2:4")
+    assert torch.equal(model.one.weight, model.two.weight)
+
+
+def test_harden_alone_takes_the_likeliest_choice() -> None:
+    model = attached(net(), "2:4")
+    site = layers.sites(model)[0]
+    with torch.no_grad():
+        # {0, 1} is the likeliest choice, though weight 3 is the one that is kept most often.
+        chances = torch.tensor([0.30, 0.02, 0.18, 0.02, 0.18, 0.30 - 1e-3])
+        site.gate.copy_(chances.log().reshape(6, 1, 1).expand_as(site.gate))
+    assert int(site.keep_prob()[0, :4].argmax()) == 3
+    pp.harden(model)
+    assert (model[0].weight.reshape(20, 2, 4) != 0).tolist() == [[[True, True, False, False]] * 2] * 20
+
+
+# --- What is refused, in one sentence.
+
+
+def test_shapes_that_do_not_divide_are_refused_before_anything_is_trained() -> None:
+    model = seeded(lambda: nn.Linear(8, 6), nn.ReLU, lambda: nn.Linear(6, 3))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    for method in METHODS.values():
+        with pytest.raises(ValueError, match=r"2\.weight has rows of 6 weights, .* groups of 4; .* prunable="):
+            method(model, (X, Y), CONFIG, pattern="2:4", dense=CONFIG)
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, before[name])
+    with pytest.raises(ValueError, match=r"0\.weight has rows of 27 weights"):
+        masks.top_k({"0.weight": torch.rand(8, 3, 3, 3)}, pattern="1:4")
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ({"pattern": "2:4", "sparsity": 0.9}, "sparsity is 0.9, but the pattern 2:4 has sparsity 0.5"),
+        ({"pattern": "3:5"}, "pattern '3:5' is unknown"),
+        ({}, "neither a sparsity nor a pattern"),
+        ({"pattern": "2:4", "min_per_layer": 3}, "min_per_layer=3"),
+    ],
+)
+def test_requests_that_contradict_themselves_are_refused(how: dict[str, Any], sentence: str) -> None:
+    for method in METHODS.values():
+        with pytest.raises(ValueError, match=sentence):
+            method(net(), (X, Y), CONFIG, **how)
+    with pytest.raises(ValueError, match=sentence):
+        pp.top_k(scores.magnitude(net()), **how)
+
+
+def test_what_a_pattern_cannot_do_is_said() -> None:
+    with pytest.raises(ValueError, match="recipe='paper'"):
+        pp.pft(net(), (X, Y), CONFIG, pattern="2:4", recipe="paper")
+    with pytest.raises(ValueError, match="scope='erk'"):
+        pp.osp(net(), (X, Y), CONFIG, pattern="2:4", scope="erk")
+    with pytest.raises(ValueError, match="estimator='straight-through'"):
+        attached(net(), "2:4", estimator="straight-through")
+    with pytest.raises(ValueError, match="give the SpikeSlab std=0"):
+        pp.attach(net(), pp.isotropic(net(), sparsity=0.5, std=0.1), mapping="2:4")
+    with pytest.raises(ValueError, match=r"use pp\.harden"):
+        pp.read(attached(net(), "2:4"))
+    for control in ("shift", "projection", "lagrangian"):
+        with pytest.raises(ValueError, match=r"choose among 4 .* Budget\(control='none'\)"):
+            pp.fit(attached(net(), "1:4"), (X, Y), CONFIG, budget=pp.Budget(0.75, control=control))
+
+
+def test_check_names_the_group_at_fault() -> None:
+    weight = torch.tensor([[1.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
+    patterns.check(weight, 3, 4)
+    with pytest.raises(ValueError, match="fc is not 2:4: 1 of its 2 groups differ, and group 0 of row 1 keeps 3 of 4"):
+        patterns.check(weight, 2, 4, name="fc")
+    patterns.check(torch.zeros(2, 4), 2, 4)  # a kept weight may be zero, but a mask keeps what it says
+    with pytest.raises(ValueError, match="keeps 0 of 4"):
+        patterns.check(torch.zeros(2, 4, dtype=torch.bool), 2, 4)
+
+
+def test_semi_structured_kernels_need_an_accelerator() -> None:
+    with pytest.raises(ValueError, match=r"0\.weight is torch.float32 on cpu, .* model.to\('cuda', torch.bfloat16\)"):
+        patterns.to_semi_structured(net())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("pattern", patterns.PATTERNS)
+def test_semi_structured_kernels_give_the_same_outputs(pattern: str) -> None:
+    model = seeded(lambda: nn.Linear(256, 512), nn.ReLU, lambda: nn.Linear(512, 10)).to("cuda", torch.bfloat16)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="none of the 2 Linear layers"):
+        patterns.to_semi_structured(model)
+    pp.apply_mask(model, pp.top_k(scores.magnitude(model), pattern=pattern))
+    with torch.no_grad():
+        dense = model(x)
+        assert patterns.to_semi_structured(model) == ["0.weight"]
+        torch.testing.assert_close(model(x), dense, rtol=2e-2, atol=2e-2)
+
+
+# --- The gate of a group.
+
+
+@pytest.mark.parametrize("pattern", patterns.PATTERNS)
+def test_hard_draws_have_the_distribution_of_the_logits(pattern: str) -> None:
+    n, m = patterns.parse(pattern)
+    model = attached(seeded(lambda: nn.Linear(4, 500, bias=False)), pattern, seed=3).eval()
+    site, sets = layers.sites(model)[0], patterns.choices(n, m)
+    logits = torch.linspace(-1, 1.5, len(sets))
+    with torch.no_grad():
+        site.gate.copy_(logits.reshape(-1, 1, 1).expand_as(site.gate))
+    counts = torch.zeros(len(sets))
+    for _ in range(20):
+        pp.resample_(model)
+        keep = site.where().reshape(500, m) != 0
+        for i, one in enumerate(sets):
+            counts[i] += keep[:, list(one)].all(1).sum()
+    assert counts.sum() == 20 * 500
+    expected = torch.softmax(logits.double(), 0) * counts.sum()
+    assert stats.chisquare(counts.double().numpy(), expected.numpy()).pvalue > 1e-4
+    # keep_prob is what a weight is kept with: the sum over the choices that keep it.
+    by_hand = [sum(float(expected[i]) for i, one in enumerate(sets) if j in one) / 10_000 for j in range(m)]
+    torch.testing.assert_close(site.keep_prob()[0], torch.tensor(by_hand))
+
+
+def test_attach_gives_the_choice_that_independent_gates_make_when_n_are_open() -> None:
+    model = seeded(lambda: nn.Linear(4, 1))
+    p = torch.tensor([[0.1, 0.4, 0.6, 0.9]])
+    slab = pp.isotropic(model, sparsity=0.5)
+    slab.keep_prob["0.weight"].copy_(p)  # type: ignore[index]
+    site = layers.sites(pp.attach(model, slab, mapping="2:4", coupling=2.0))[0]
+    weight = {}
+    for bits in itertools.product((0, 1), repeat=4):
+        if sum(bits) == 2:
+            b = torch.tensor(bits)
+            weight[bits] = float(torch.where(b > 0, p[0], 1 - p[0]).prod())
+    expected = [sum(w for bits, w in weight.items() if bits[i]) / sum(weight.values()) for i in range(4)]
+    torch.testing.assert_close(site.keep_prob()[0], torch.tensor(expected), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("pattern", patterns.PATTERNS)
+def test_the_relaxed_gate_has_the_gradient_of_finite_differences_and_keeps_n_in_the_mean(pattern: str) -> None:
+    n, m = patterns.parse(pattern)
+    gate = torch.randn(len(patterns.choices(n, m)), 2, 3, dtype=torch.float64, generator=G, requires_grad=True)
+    noise = patterns.gumbel(gate, seed=torch.tensor(5), step=torch.tensor(2), offset=0).double()
+
+    def kept(gate: Tensor) -> Tensor:
+        return patterns.membership(patterns.relaxed(gate + noise, 0.5), n, m)
+
+    torch.testing.assert_close(kept(gate).sum(-1), torch.full((2, 3), float(n), dtype=torch.float64))
+    assert torch.autograd.gradcheck(kept, gate)
+
+
+def test_the_sampler_hands_that_gradient_to_gate_and_mean() -> None:
+    model = attached(seeded(lambda: nn.Linear(8, 2, bias=False)), "2:4", coupling=4.0, seed=1).train()
+    pp.resample_(model)
+    site, out = layers.sites(model)[0], torch.randn(2, 8, generator=G)
+    (site.where() * out).sum().backward()
+    with torch.no_grad():
+        share = site.where() / site.mean
+        torch.testing.assert_close(site.mean.grad, share * out)
+        for index in ((0, 0, 0), (3, 0, 1), (5, 1, 0)):
+            values = []
+            for h in (1e-2, -2e-2):
+                site.gate[index] += h
+                values.append(float((site.where().double() * out).sum()))
+            site.gate[index] += 1e-2
+            assert float(site.gate.grad[index]) == pytest.approx((values[0] - values[1]) / 2e-2, rel=2e-2, abs=1e-4)
+
+
+def test_a_draw_is_a_function_of_seed_and_step_and_every_group_has_its_own_noise() -> None:
+    def drawn(seed: int, steps: int) -> list[Tensor]:
+        model = attached(net(), "2:4", seed=seed).train()
+        for _ in range(steps):
+            pp.resample_(model)
+        return [site.where().detach() for site in layers.sites(model)]
+
+    one, again, later, other = drawn(0, 1), drawn(0, 1), drawn(0, 2), drawn(1, 1)
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(one, later, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    shares = torch.cat(
+        [
+            w.reshape(-1, 4) / mean.detach().reshape(-1, 4)
+            for w, mean in zip(one, weights.prunable(net()).values(), strict=True)
+        ]
+    )
+    assert len({tuple(round(float(x), 5) for x in row) for row in shares}) == len(shares)
+
+
+def test_without_noise_every_draw_is_the_same_in_training_and_hard_ones_differ() -> None:
+    model = attached(net(), "2:4", estimator="deterministic").train()
+    first = model[0].weight.detach().clone()
+    assert torch.equal(pp.resample_(model)[0].weight, first)  # type: ignore[index]
+    model.eval()
+    first = model[0].weight.detach().clone()
+    assert (kept_per_group(first) == 2).all()
+    assert not torch.equal(pp.resample_(model)[0].weight, first)  # type: ignore[index]
+
+
+def test_a_broken_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    config = pp.Config(epochs=4, lr=0.1, batch_size=32)
+
+    def go(folder: Path | None, stop: int = 10**9) -> nn.Module:
+        model, steps = net(), [0]
+
+        def watch(*_: Any) -> None:
+            steps[0] += 1
+            if steps[0] == stop:
+                raise KeyboardInterrupt
+
+        pp.pft(model, (X, Y), config, pattern="2:4", seed=5, folder=folder, progress=watch)
+        return model
+
+    whole = go(None)
+    for stop in (7, 3):
+        with pytest.raises(KeyboardInterrupt):
+            go(tmp_path, stop)
+    for name, t in go(tmp_path).state_dict().items():
+        assert torch.equal(t, whole.state_dict()[name])
+
+
+# --- Many models at once, and pruning little by little.
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_models_together_end_as_they_would_alone(name: str) -> None:
+    verb = {"osp": pp.osp, "pft": pp.pft, "pft-still": pp.pft, "imp": pp.imp}.get(name, pp.gmp)
+    how: dict[str, Any] = {"pattern": "2:4", "dense": CONFIG}
+    how |= {"pft-still": {"noise": False}, "gmp": {"every": 1}, "dpf": {"every": 1, "feedback": True}}.get(name, {})
+    seeds = [0, 1, 2]
+    crowd = pp.together(verb, [net(seed) for seed in seeds], (X, Y), CONFIG, seed=seeds, **how)
+    for seed, found in zip(seeds, crowd, strict=True):
+        alone = verb(net(seed), (X, Y), CONFIG, seed=seed, **how)
+        for key, keep in alone.mask.items():
+            assert torch.equal(found.mask[key], keep)
+        for key, t in alone.model.state_dict().items():
+            torch.testing.assert_close(found.model.state_dict()[key], t, rtol=1e-4, atol=1e-5)
+
+
+def test_a_population_draws_what_its_members_draw_alone() -> None:
+    models = [attached(net(seed), "2:4", coupling=4.0, seed=seed).train() for seed in range(3)]
+    stacked = Population(models).stacked
+    for step in range(2):
+        pp.resample_(stacked)
+        for k, model in enumerate(models):
+            pp.resample_(model)
+            for site, own in zip(layers.sites(stacked), layers.sites(model), strict=True):
+                torch.testing.assert_close(site.where()[k], own.where(), msg=f"step {step}, model {k}, {own.name}")
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_a_gradual_pattern_prunes_little_by_little_and_never_what_the_pattern_needs(feedback: bool) -> None:
+    model = net()
+    pp.apply_mask(model, {name: torch.ones_like(w, dtype=torch.bool) for name, w in weights.prunable(model).items()})
+    plan = pp.Budget(0.75, control="feedback" if feedback else "magnitude", schedule="cubic", every=1, pattern="1:4")
+    before = 220
+    for step in range(11):
+        move_masks_(model, plan, step, 10)
+        kept = sum(int(keep.sum()) for _, keep in weights.masked(model))
+        assert kept == round(220 * plan.density(step / 10)) <= before
+        assert all((kept_per_group(keep) >= 1).all() for _, keep in weights.masked(model))
+        before = kept
+    assert all((kept_per_group(keep) == 1).all() for _, keep in weights.masked(model))
+    with pytest.raises(ValueError, match="attach gates with mapping='1:4'"):
+        pp.Budget(0.75, pattern="1:4")
+
+
+# --- Options of the commands.
+
+
+def test_a_pattern_gives_the_command_its_sparsity_and_names_the_run() -> None:
+    found = opt.resolve(opt.Pft, {"pattern": "1:4", "data": "mnist"})
+    assert found.sparsity == 0.75
+    assert opt.changed(found) == {"data": "mnist", "pattern": "1:4"}
+    assert opt.command_line("pft", found) == "pacprune pft --data mnist --pattern 1:4"
+    assert opt.resolve(opt.Osp, {"pattern": "2:4", "sparsity": 0.9}).sparsity == 0.9  # which osp then refuses
+    assert opt.resolve(opt.Dpf, {"pattern": "2:4"}).sparsity == opt.resolve(opt.Imp, {"pattern": "2:4"}).sparsity == 0.5
+    assert opt.run_name("pft", found) != opt.run_name("pft", opt.resolve(opt.Pft, {"data": "mnist"}))

@@ -1,0 +1,399 @@
+"""Sweeps on this machine: the same folders as single runs leave, each made once, and sentences for bad files."""
+
+import errno
+import fcntl
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from pacprune.experiments import claims, options, ray_sweep, runs, store, sweep
+
+FIXED = "dense_epochs = 1\nepochs = 2\n"
+POSTERIOR, PAID = "posterior_epochs = 1\ndraws = 20\n", "grid = [2]\n"
+TWO = "[grid]\nsparsity = [0.9, 0.95]\n"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Reports are not drawn, which takes longer than so small a run; one command's are."""
+    if "[pft]" not in request.node.name:
+        monkeypatch.setattr(runs.report, "write", lambda *_: None)
+
+
+def file(*parts: str, command: str = "osp", name: str = "mine.toml") -> Path:
+    Path(name).write_text(f'command = "{command}"\n' + "".join(parts))
+    return Path(name)
+
+
+def quiet(*_: Any) -> None:
+    """A progress that nobody watches."""
+
+
+def single(command: str, entry: sweep.Entry, out: Path) -> dict[str, Any]:
+    return runs.execute(command, entry.options, runs.single, out=out, progress=quiet)
+
+
+def events(folder: Path, name: str, event: str) -> list[dict[str, Any]]:
+    return [line for line in claims.lines(folder, name) if line["event"] == event]
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    """Equal, numbers up to rounding."""
+    if isinstance(other, dict):
+        assert list(one) == list(other)
+        for key in other:
+            assert_alike(one[key], other[key])
+    elif isinstance(other, list):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_alike(mine, theirs)
+    else:
+        assert one == (pytest.approx(other, rel=1e-3, abs=1e-6) if isinstance(other, float) else other)
+
+
+# --- What is made.
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("command", sweep.COMMANDS)
+def test_a_population_leaves_what_single_runs_leave(command: str, tmp_path: Path) -> None:
+    more = (FIXED, POSTERIOR, TWO, PAID) if command == "pbp" else (FIXED, TWO)
+    asked = sweep.read(file(*more, command=command))
+    found = sweep.run(Path("mine.toml"))
+    assert (found["folder"], found["finished"], len(found["runs"])) == ("runs/mine", 2, 2)
+    for entry, row in zip(asked.entries, found["runs"], strict=True):
+        assert row["point"]["sparsity"] == entry.options.sparsity
+        assert row["route"] == "population of 2"
+        alone, here = tmp_path / entry.name, Path("runs/mine") / entry.name
+        expected = single(command, entry, alone)
+        result = store.result(here)
+        assert result.pop("route") == "population of 2"
+        assert {f.relative_to(here) for f in here.rglob("*")} == {f.relative_to(alone) for f in alone.rglob("*")}
+        assert (here / "config.toml").read_bytes() == (alone / "config.toml").read_bytes()
+        assert_alike(store.metrics(here), store.metrics(alone))
+        state, other = load_file(here / "model.safetensors"), load_file(alone / "model.safetensors")
+        for name, tensor in other.items():
+            assert torch.equal(state[name] == 0, tensor == 0)
+            torch.testing.assert_close(state[name], tensor, rtol=1e-3, atol=1e-5)
+        if command == "pbp":  # its 20 draws follow from Q to the bit
+            assert result["certificate"] == pytest.approx(expected["certificate"], abs=0.1)
+            assert result["kl"] == pytest.approx(expected["kl"], rel=1e-3)
+            assert store.certificate(here).is_dir()
+        else:
+            assert_alike({**result, "folder": ""}, {**expected, "folder": ""})
+
+
+def test_a_run_without_company_is_the_single_run_to_the_bit(tmp_path: Path) -> None:
+    asked = sweep.read(file(FIXED, "[grid]\nseed = [0, 1]\n"))
+    found = sweep.run(Path("mine.toml"), out=tmp_path / "out")
+    assert [row["route"] for row in found["runs"]] == ["alone", "alone"]
+    for entry in asked.entries:
+        expected = single("osp", entry, tmp_path / entry.name)
+        assert store.result(tmp_path / "out" / entry.name) == {
+            **expected,
+            "folder": str(tmp_path / "out" / entry.name),
+        }
+        for name in ("model.safetensors", "metrics.jsonl", "config.toml"):
+            assert (tmp_path / "out" / entry.name / name).read_bytes() == (tmp_path / entry.name / name).read_bytes()
+
+
+@pytest.mark.usefixtures("plain")
+def test_finished_runs_are_skipped_also_those_of_single_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = sweep.read(file(FIXED, TWO))
+    single("osp", asked.entries[0], Path("out") / asked.entries[0].name)
+    found = sweep.run(Path("mine.toml"), out=Path("out"))
+    assert [row["route"] for row in found["runs"]] == ["alone", "alone"]
+    monkeypatch.setattr(runs, "prepare", lambda _: pytest.fail("a finished run was begun again"))
+    assert sweep.run(Path("mine.toml"), out=Path("out")) == found
+
+
+def test_runs_are_grouped_by_what_they_share() -> None:
+    grid = "[grid]\nseed = [0, 1]\nepochs = [1, 2]\nlr = [0.1, 0.2]\ncriterion = ['magnitude', 'snip', 'random']\n"
+    chunks = sweep._chunks(sweep.read(file(grid)), Path("out"))
+    assert [len(chunk) for chunk in chunks] == [6] * 4
+    for chunk in chunks:
+        assert len({(entry.options.seed, entry.options.epochs) for entry in chunk}) == 1
+    many = f"[grid]\nsparsity = {[k / 100 for k in range(50, 70)]}\n"
+    assert [len(chunk) for chunk in sweep._chunks(sweep.read(file(many)), Path("out"))] == [8, 8, 4]
+
+
+@pytest.mark.usefixtures("plain")
+def test_dense_networks_that_are_the_same_are_trained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sweep, "fit", lambda model, *a, fit=sweep.fit, **k: seen.append(model) or fit(model, *a, **k))
+    sweep.run(file(FIXED, TWO, "gate_lr = [1.0, 2.0]\n", command="pft"))
+    assert len(seen) == 1
+    assert isinstance(seen[0], torch.nn.Module)
+    sweep.run(file(FIXED, TWO, "lr = [0.05, 0.2]\n", name="rates.toml"))
+    assert len(seen[1]) == 2
+
+
+# --- What goes wrong.
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_run_that_fails_does_not_take_the_others_with_it() -> None:
+    found = sweep.run(file(FIXED, "[grid]\nlr = [0.1, 1e30, 0.2]\n"))
+    good, bad, last = found["runs"]
+    assert (good["state"], last["state"], found["failed"]) == ("finished", "finished", 1)
+    assert bad["state"] == "failed"
+    assert bad["reason"].startswith("the loss became")
+    assert sorted(f.name for f in Path("runs/mine").iterdir()) == sorted(
+        ["log", "sweep.toml", good["run"], last["run"]]
+    )
+    assert len(events(Path("runs/mine"), good["run"], "finished")) == 1
+    assert sweep.status(Path("runs/mine")) == found
+
+
+@pytest.mark.usefixtures("plain")
+def test_what_nobody_foresaw_is_noted_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("out of\nluck")
+
+    monkeypatch.setattr(runs, "single", broken)
+    found = sweep.run(file(FIXED, "[grid]\nseed = [3]\n"))
+    assert found["runs"][0]["reason"] == "RuntimeError: out of luck"
+    assert "in broken" in events(Path("runs/mine"), found["runs"][0]["run"], "failed")[0]["traceback"]
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("stage", ["dense", "masks", "tune", "stored"])
+def test_a_population_broken_off_anywhere_goes_on_to_the_bit(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = file("dense_epochs = 2\nepochs = 4\n", TWO, command="pft")
+    calls: list[str] = []
+    stop = ""
+
+    def watch(_: Any) -> Any:
+        def progress(name: str, done: int, total: int, row: Any) -> None:
+            calls.append(name)
+            if name == stop and done > total // 2:
+                raise KeyboardInterrupt
+
+        return progress
+
+    def finish(folder: Path, found: Any, finish: Any = store.finish) -> None:
+        if stop == "stored" and list(Path("broken").glob("*/result.json")):  # one run is stored, the other is not
+            raise KeyboardInterrupt
+        finish(folder, found)
+
+    monkeypatch.setattr(claims, "watch", watch)
+    monkeypatch.setattr(store, "finish", finish)
+    whole = sweep.run(path, out=Path("whole"))
+    needed, stop = len(calls), stage
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(path, out=Path("broken"))
+    assert sweep.status(Path("broken"))["finished"] == (stage == "stored")
+    stop = ""
+    assert sweep.run(path, out=Path("broken"))["runs"] == whole["runs"]
+    assert len(calls) <= needed + 13  # an epoch is 12 steps, and tells when it ends
+    for row in whole["runs"]:
+        for name in ("model.safetensors", "metrics.jsonl"):
+            assert Path("broken", row["run"], name).read_bytes() == Path("whole", row["run"], name).read_bytes()
+        assert len(events(Path("broken"), row["run"], "finished")) == 1
+    assert not Path("broken", sweep.POPULATIONS).exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("sparsity = ", r"mine.toml cannot be read \(Invalid value \(at end of document\)\)"),
+        ('command = "osp"\nlr = = 1', r"cannot be read .*line 2"),
+        (TWO, "command in mine.toml is None; use one of osp, pft"),
+        ('command = "demo"\n' + TWO, "command in mine.toml is 'demo'"),
+        ('command = "osp"', r"\[grid\] in mine.toml is missing; add a table of lists"),
+        ('command = "osp"\ngrid = 3', r"\[grid\] in mine.toml is 3"),
+        ('command = "osp"\nsparsty = 0.9\n' + TWO, "mine.toml has an unknown key 'sparsty'"),
+        ('command = "osp"\n[grid]\nrecipe = ["paper"]', "unknown key 'recipe'"),
+        ('command = "osp"\n[grid]\nsparsity = 0.9', r"sparsity in \[grid\] of mine.toml is 0.9; it must be a list"),
+        ('command = "osp"\n[grid]\nsparsity = []', "must be a list of at least one value"),
+        ('command = "osp"\n[grid]\nsparsity = ["high"]', "sparsity in mine.toml is 'high', but it must be a float"),
+        ('command = "osp"\nsparsity = 0.5\n' + TWO, "is 0.5 and also in"),
+        ('command = "osp"\n[grid]\nsparsity = [0.9, 0.9]', "names a value twice"),
+        ('command = "osp"\n[grid]\ndevice = ["cpu", "cuda"]', "the same run more than once"),
+        ('command = "osp"\n[grid]\nsparsity = [0.9, 1.5]', "sparsity .*1.5"),
+        ('command = "osp"\ncriterion = "best"\n' + TWO, "'best' is unknown"),
+        ('command = "osp"\ndata_dir = "none"\n' + TWO, "none does not exist"),
+        ('command = "pbp"\n' + TWO, r"2 certificates on the same bound examples .* write grid = \[2\] below"),
+        ('command = "osp"\nray = 2\n' + TWO, "ray in mine.toml is 2, but it must be a table"),
+        ('command = "osp"\n' + TWO + "[ray]\ncpus = 2", "unknown key 'cpus'; use one of num_cpus, num_gpus"),
+        ('command = "osp"\n' + TWO + "[ray]\nnum_cpus = -1", r"num_cpus in \[ray\] of mine.toml is -1.0"),
+    ],
+)
+def test_a_bad_file_is_refused_and_nothing_is_written(content: str, words: str) -> None:
+    Path("mine.toml").write_text(content)
+    with pytest.raises(ValueError, match=words) as refusal:
+        sweep.run(Path("mine.toml"))
+    assert "\n" not in str(refusal.value)
+    assert [f.name for f in Path().iterdir()] == ["mine.toml"]
+
+
+def test_folders_of_something_else_are_refused() -> None:
+    path = file(FIXED, TWO)
+    for folder in (Path("run"), Path("out") / sweep.read(path).entries[0].name):
+        store.begin(folder, "osp", options.Osp(seed=5))
+    with pytest.raises(ValueError, match="run is a file or the folder of one run; choose another --out"):
+        sweep.run(path, out=Path("run"))
+    with pytest.raises(ValueError, match="belongs to another run"):
+        sweep.run(path, out=Path("out"))
+    with pytest.raises(ValueError, match=r"out holds no sweep.toml"):
+        sweep.status(Path("out"))
+    with pytest.raises(ValueError, match="none does not exist; name the folder of a sweep"):
+        sweep.status(Path("none"))
+    with pytest.raises(ValueError, match=r"the sweep file none.toml cannot be read"):
+        sweep.run(Path("none.toml"))
+
+
+def test_where_a_run_is_computed_can_be_given_with_the_call() -> None:
+    found = sweep.read(file(TWO), device="cuda")
+    assert {entry.options.device for entry in found.entries} == {"cuda"}
+    assert found.resources == sweep.Resources(num_gpus=1.0)
+    assert sweep.read(file(TWO, "[ray]\nnum_gpus = 0.25\n"), device="cuda").resources.num_gpus == 0.25
+    assert sweep.read(file(TWO)).resources == sweep.Resources()
+
+
+# --- Who works on a run.
+
+
+def test_a_claim_dies_with_its_holder() -> None:
+    code = "import sys, time; from pathlib import Path; from pacprune.experiments import claims\n" + (
+        "with claims.claimed(Path('out'), 'one') as note:\n"
+        "    claims.begin(note); note('running', stage='dense', done=3, total=9, epoch=1); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ) as holder:
+        while len(claims.lines(Path("out"), "one")) < 2:
+            time.sleep(0.05)
+        found = claims.state(Path("out"), "one")
+        assert (found["state"], found["stage"], found["epoch"]) == ("running", "dense", 1)
+        holder.kill()
+    assert claims.state(Path("out"), "one") == {"state": "waiting", "stage": "dense", "epoch": 1, "done": 3, "total": 9}
+    with claims.claimed(Path("out"), "one"):
+        assert claims.state(Path("out"), "one")["state"] == "running"
+
+
+def test_two_sweeps_at_once_do_every_run_once() -> None:
+    path = file(FIXED, TWO, "seed = [0, 1]\n")
+    code = "from pathlib import Path; from pacprune.experiments import sweep; sweep.run(Path('mine.toml'))"
+    both = [subprocess.Popen([sys.executable, "-c", code], env=os.environ) for _ in range(2)]
+    assert [one.wait() for one in both] == [0, 0]
+    for entry in sweep.read(path).entries:
+        assert len(events(Path("runs/mine"), entry.name, "finished")) == 1
+        assert len(events(Path("runs/mine"), entry.name, "begun")) == 1
+
+
+def test_a_file_system_without_locks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(ValueError, match=r"out lies on a file system without locks .No locks available"):
+        claims.claimed(Path("out"), "one").__enter__()
+
+
+def test_the_table_tells_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = sweep.read(file("[grid]\nseed = [0, 1, 2, 3, 4]\n"))
+    names = [entry.name for entry in asked.entries]
+    store.finish(Path("out") / names[0], {"test_error": 0.125})
+    for name, event in (names[1], "failed"), (names[2], "running"), (names[3], "running"):
+        with claims.claimed(Path("out"), name) as note:
+            claims.begin(note)
+            note(event, reason="no luck", stage="dense", done=3, total=9, epoch=1)
+    shown = io.StringIO()
+    monkeypatch.setattr(claims, "Console", partial(Console, file=shown, force_terminal=True, width=160))
+    with claims.claimed(Path("out"), names[2]), claims.live(partial(sweep.looked_at, Path("out"), asked)):
+        pass
+    found = {name: next(line for line in shown.getvalue().splitlines() if name in line) for name in names}
+    for name, words in zip(
+        names,
+        ("finished", "no luck", "dense, epoch 2, 3 of 9 steps", "broken off in dense, epoch 2", "waiting"),
+        strict=True,
+    ):
+        assert words in found[name]
+    assert "0.1250" in found[names[0]]
+    assert "1 finished, 1 running, 2 waiting, 1 failed" in shown.getvalue()
+    assert json.loads(json.dumps(sweep.looked_at(Path("out"), asked)))["running"] == 0
+
+
+# --- The command.
+
+
+def call(*words: str) -> Result:
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(ray_sweep.command)
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.mark.usefixtures("plain")
+def test_the_command_runs_a_sweep_and_tells_its_state() -> None:
+    file(FIXED, "[grid]\nlr = [0.1, 1e30]\n")
+    done = call("mine.toml", "--json")
+    assert done.exit_code == 1  # one run fails
+    found = json.loads(done.stdout)
+    assert (found["finished"], found["failed"]) == (1, 1)
+    assert json.loads(call("status", "runs/mine", "--json").stdout) == found
+    shown = call("status", "runs/mine")
+    assert shown.exit_code == 1
+    for words in ("the loss", "1 finished, 0 running, 0 waiting, 1 failed", "Runs: runs/mine"):
+        assert words in shown.stdout
+    assert call("status", "--help").stdout.count("Ray cluster") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("status",), "the folder for `pacprune sweep status` is missing; name one, such as runs/mine"),
+        (("status", "none"), "none does not exist; name the folder of a sweep"),
+        (("mine.toml", "out"), "there is a second argument, out, after mine.toml; give the runs' folder as --out"),
+        (("mine.toml",), "sparsity in mine.toml is 'high', but it must be a float; change it"),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(words: tuple[str, ...], said: str) -> None:
+    file('[grid]\nsparsity = ["high"]\n')
+    done = call(*words)
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"pacprune: error: {said}\n")
+    assert [f.name for f in Path().iterdir()] == ["mine.toml"]
+
+
+# --- Ray, as far as it can be refused without one.
+
+
+@pytest.mark.parametrize("address", ["nowhere", "ray://host:10001", "host:port"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match=r"--ray is .*; give auto, or HOST:PORT"):
+        ray_sweep._check_reachable(address)
+
+
+def test_a_cluster_that_does_not_answer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no Ray cluster answers at 127.0.0.1:9 \(.*\); check the address"):
+        ray_sweep._check_reachable("127.0.0.1:9")
+
+
+def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"ray cannot be imported .*; pip install \"pacprune\[sweep\]\""):
+        sweep.run(file(TWO), work=ray_sweep.on("auto"))
+    assert not Path("runs").exists()
+
+
+def test_ray_gives_out_the_gpus() -> None:
+    path = file('device = "cuda:1"\n', TWO)
+    with pytest.raises(ValueError, match="device is 'cuda:1', but Ray gives every run a GPU of its own; use cuda"):
+        sweep.run(path, work=ray_sweep.on("auto"))
