@@ -31,7 +31,11 @@ def joined(device: str = "cpu") -> Iterator[torch.device]:
         with ranks.joined("cuda") as device:
             pp.pft(model.to(device), data, config, sparsity=0.9, folder="run")
     """
-    here = torch.device(device)
+    try:
+        here = torch.device(device)
+    except RuntimeError as failure:
+        reason = str(failure).partition("\n")[0]
+        raise ValueError(f"the device {device!r} cannot be used here ({reason}); use --device cpu") from None
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield here
         return
