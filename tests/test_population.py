@@ -50,7 +50,7 @@ class Encoder(nn.Module):
 
 
 class Tied(nn.Module):
-    """A recurrent language model whose head is its embedding."""
+    """A recurrent network over tokens whose head is its embedding."""
 
     def __init__(self) -> None:
         super().__init__()
