@@ -45,7 +45,7 @@ def _gradient(
     to_weight = matrices.permute(0, 4, 3, 1, 2).reshape(weight.shape).to(weight.dtype)
     if not to_x:
         return x.new_empty(0), to_weight
-    return grouped.to_input(slope, _matrices(weight, groups), sizes).permute(0, 3, 1, 2), to_weight
+    return grouped.to_input(slope, _matrices(weight, groups).mT.contiguous(), sizes).permute(0, 3, 1, 2), to_weight
 
 
 @_gradient.register_fake
@@ -84,6 +84,8 @@ def _(
     k = info.batch_size
     weight = weight.expand(k, *weight.shape) if dims[1] is None else weight.movedim(dims[1], 0)
     if dims[0] is None and groups == 1:  # one input for all: a plain convolution with all their outputs
+        if x.is_cuda:  # or all that follows would be laid out otherwise than the kernels want it
+            x = x.contiguous(memory_format=torch.channels_last)
         return F.conv2d(x, weight.flatten(0, 1), None, stride, padding).unflatten(1, (k, -1)), 1
     x = x.unsqueeze(1).expand(-1, k, *x.shape[1:]) if dims[0] is None else x.movedim(dims[0], 1)
     out = _convolution(x.flatten(1, 2), weight.flatten(0, 1), stride, padding, groups * k)

@@ -3,7 +3,8 @@
 
 Images are channels-last, [n, height, width, groups * channels] in memory; weights are [groups, taps, inputs, outputs].
 A program serves one group, so that its matrix products have the group's own size instead of several groups' at once,
-and neighbouring programs serve neighbouring groups, whose channels share lines of memory. Sums are in float32.
+and neighbouring programs serve neighbouring groups, whose channels share lines of memory. The taps of one row and the
+channels are one dimension of the product: with 16 channels a single tap would fill no tensor core. Sums are in float32.
 """
 
 from collections.abc import Sequence
@@ -14,16 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_SIZES = ("HIGH", "WIDE", "ROWS", "COLUMNS", "GROUPS", "INPUTS", "OUTPUTS")
+_SIZES += ("TAPS_DOWN", "TAPS_RIGHT", "DOWN", "RIGHT", "TOP", "LEFT")
 _PLACES = 128
 """Pixels that one program multiplies at a time."""
-_PROGRAMS = 2048
+_WARPS = 4
+_PROGRAMS = 4096
 """About how many programs the gradient in the weights is divided into."""
-
-
-@triton.jit
-def _split(place, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(image, row, column) of a pixel's number."""
-    return place // (ROWS * COLUMNS), place // COLUMNS % ROWS, place % COLUMNS
 
 
 @triton.jit
@@ -45,30 +43,35 @@ def _forward(
     RIGHT: tl.constexpr,
     TOP: tl.constexpr,
     LEFT: tl.constexpr,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     group = tl.program_id(0) % GROUPS
-    place = tl.program_id(0) // GROUPS * SIZE + tl.arange(0, SIZE)
-    image, row, column = _split(place, ROWS, COLUMNS)
-    i, o = tl.arange(0, IN), tl.arange(0, OUT)
+    start = tl.program_id(0) // GROUPS * SIZE
+    place = start + tl.arange(0, SIZE)
+    first = start // (ROWS * COLUMNS)  # images are counted from it, so that offsets within the tile have 32 bits
+    image, row, column = place // (ROWS * COLUMNS) - first, place // COLUMNS % ROWS, place % COLUMNS
     inside = place < places
-    total = tl.zeros((SIZE, OUT), dtype=tl.float32)
-    weight += group * (TAPS_DOWN * TAPS_RIGHT * INPUTS * OUTPUTS) + i[:, None] * OUTPUTS + o[None, :]
-    known = (i[:, None] < INPUTS) & (o[None, :] < OUTPUTS)
+    c, o = tl.arange(0, INNER), tl.arange(0, OUTER)
+    b, i = c // INPUTS, c % INPUTS
+    x += first.to(tl.int64) * (HIGH * WIDE * GROUPS * INPUTS) + group * INPUTS
+    weight += group * (TAPS_DOWN * TAPS_RIGHT * INPUTS * OUTPUTS) + c[:, None] * OUTPUTS + o[None, :]
+    known = (c[:, None] < TAPS_RIGHT * INPUTS) & (o[None, :] < OUTPUTS)
+    z = (column * RIGHT - LEFT)[:, None] + b[None, :]
+    across = inside[:, None] & (z >= 0) & (z < WIDE) & (c[None, :] < TAPS_RIGHT * INPUTS)
+    along = (image * (HIGH * WIDE))[:, None] + z
+    total = tl.zeros((SIZE, OUTER), dtype=tl.float32)
     for a in tl.static_range(TAPS_DOWN):
-        for b in tl.static_range(TAPS_RIGHT):
-            y, z = row * DOWN + (a - TOP), column * RIGHT + (b - LEFT)
-            there = inside & (y >= 0) & (y < HIGH) & (z >= 0) & (z < WIDE)
-            at = ((image.to(tl.int64) * HIGH + y) * WIDE + z) * (GROUPS * INPUTS) + group * INPUTS
-            patch = tl.load(x + at[:, None] + i[None, :], mask=there[:, None] & (i[None, :] < INPUTS), other=0.0)
-            tap = tl.load(weight + (a * TAPS_RIGHT + b) * (INPUTS * OUTPUTS), mask=known, other=0.0)
-            total = tl.dot(patch, tap, total, input_precision=PRECISION)
-    to = place.to(tl.int64) * (GROUPS * OUTPUTS) + group * OUTPUTS
-    kept = inside[:, None] & (o[None, :] < OUTPUTS)
-    tl.store(out + to[:, None] + o[None, :], total.to(out.dtype.element_ty), mask=kept)
+        y = row * DOWN + (a - TOP)
+        at = (along + (y * WIDE)[:, None]) * (GROUPS * INPUTS) + i[None, :]
+        patch = tl.load(x + at, mask=across & ((y >= 0) & (y < HIGH))[:, None], other=0.0)
+        taps = tl.load(weight + a * (TAPS_RIGHT * INPUTS * OUTPUTS), mask=known, other=0.0)
+        total = tl.dot(patch, taps, total, input_precision=PRECISION)
+    to = (tl.arange(0, SIZE) * (GROUPS * OUTPUTS))[:, None] + o[None, :]
+    out += start.to(tl.int64) * (GROUPS * OUTPUTS) + group * OUTPUTS
+    tl.store(out + to, total.to(out.dtype.element_ty), mask=inside[:, None] & (o[None, :] < OUTPUTS))
 
 
 @triton.jit
@@ -90,33 +93,41 @@ def _to_input(
     RIGHT: tl.constexpr,
     TOP: tl.constexpr,
     LEFT: tl.constexpr,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """`weight` is [groups, taps, outputs, inputs] here."""
     group = tl.program_id(0) % GROUPS
-    pixel = tl.program_id(0) // GROUPS * SIZE + tl.arange(0, SIZE)
-    image, y, z = _split(pixel, HIGH, WIDE)
-    i, o = tl.arange(0, IN), tl.arange(0, OUT)
+    start = tl.program_id(0) // GROUPS * SIZE
+    pixel = start + tl.arange(0, SIZE)
+    first = start // (HIGH * WIDE)
+    image, y, z = pixel // (HIGH * WIDE) - first, pixel // WIDE % HIGH, pixel % WIDE
     inside = pixel < pixels
-    total = tl.zeros((SIZE, IN), dtype=tl.float32)
-    weight += group * (TAPS_DOWN * TAPS_RIGHT * INPUTS * OUTPUTS) + i[None, :] * OUTPUTS + o[:, None]
-    known = (i[None, :] < INPUTS) & (o[:, None] < OUTPUTS)
+    c, i = tl.arange(0, INNER), tl.arange(0, OUTER)
+    b, o = c // OUTPUTS, c % OUTPUTS
+    out += first.to(tl.int64) * (ROWS * COLUMNS * GROUPS * OUTPUTS) + group * OUTPUTS
+    weight += group * (TAPS_DOWN * TAPS_RIGHT * INPUTS * OUTPUTS) + c[:, None] * INPUTS + i[None, :]
+    known = (c[:, None] < TAPS_RIGHT * OUTPUTS) & (i[None, :] < INPUTS)
+    # The outputs whose taps (a, b) lie on this pixel, where there is one.
+    right = (z + LEFT)[:, None] - b[None, :]
+    column = right // RIGHT
+    across = inside[:, None] & (right >= 0) & (column < COLUMNS) & (c[None, :] < TAPS_RIGHT * OUTPUTS)
+    across = across & (column * RIGHT == right)
+    along = (image * (ROWS * COLUMNS))[:, None] + column
+    total = tl.zeros((SIZE, OUTER), dtype=tl.float32)
     for a in tl.static_range(TAPS_DOWN):
-        for b in tl.static_range(TAPS_RIGHT):
-            # The one output whose tap (a, b) lies on this pixel, if there is one.
-            down, right = y + (TOP - a), z + (LEFT - b)
-            row, column = down // DOWN, right // RIGHT
-            hit = inside & (down >= 0) & (right >= 0) & (row < ROWS) & (column < COLUMNS)
-            hit = hit & (down % DOWN == 0) & (right % RIGHT == 0)
-            at = ((image.to(tl.int64) * ROWS + row) * COLUMNS + column) * (GROUPS * OUTPUTS) + group * OUTPUTS
-            slope = tl.load(out + at[:, None] + o[None, :], mask=hit[:, None] & (o[None, :] < OUTPUTS), other=0.0)
-            tap = tl.load(weight + (a * TAPS_RIGHT + b) * (INPUTS * OUTPUTS), mask=known, other=0.0)
-            total = tl.dot(slope, tap, total, input_precision=PRECISION)
-    to = pixel.to(tl.int64) * (GROUPS * INPUTS) + group * INPUTS
-    kept = inside[:, None] & (i[None, :] < INPUTS)
-    tl.store(x + to[:, None] + i[None, :], total.to(x.dtype.element_ty), mask=kept)
+        down = y + (TOP - a)
+        row = down // DOWN
+        hit = (down >= 0) & (row < ROWS) & (row * DOWN == down)
+        at = (along + (row * COLUMNS)[:, None]) * (GROUPS * OUTPUTS) + o[None, :]
+        slope = tl.load(out + at, mask=across & hit[:, None], other=0.0)
+        taps = tl.load(weight + a * (TAPS_RIGHT * INPUTS * OUTPUTS), mask=known, other=0.0)
+        total = tl.dot(slope, taps, total, input_precision=PRECISION)
+    to = (tl.arange(0, SIZE) * (GROUPS * INPUTS))[:, None] + i[None, :]
+    x += start.to(tl.int64) * (GROUPS * INPUTS) + group * INPUTS
+    tl.store(x + to, total.to(x.dtype.element_ty), mask=inside[:, None] & (i[None, :] < INPUTS))
 
 
 @triton.jit
@@ -139,38 +150,44 @@ def _to_weight(
     RIGHT: tl.constexpr,
     TOP: tl.constexpr,
     LEFT: tl.constexpr,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One group, one tap and one chunk of the outputs; the chunks' sums are added afterwards, in a fixed order."""
-    group, tap, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    a, b = tap // TAPS_RIGHT, tap % TAPS_RIGHT
-    i, o = tl.arange(0, IN), tl.arange(0, OUT)
-    total = tl.zeros((IN, OUT), dtype=tl.float32)
+    """One group, one row of taps and one chunk of the outputs; the chunks are added afterwards, in a fixed order."""
+    group, a, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    c, o = tl.arange(0, INNER), tl.arange(0, OUTER)
+    b, i = c // INPUTS, c % INPUTS
+    start = part * BLOCKS * SIZE
+    first = start // (ROWS * COLUMNS)
+    x += first.to(tl.int64) * (HIGH * WIDE * GROUPS * INPUTS) + group * INPUTS
+    out += start.to(tl.int64) * (GROUPS * OUTPUTS) + group * OUTPUTS
+    total = tl.zeros((INNER, OUTER), dtype=tl.float32)
     for number in range(BLOCKS):
-        place = (part * BLOCKS + number) * SIZE + tl.arange(0, SIZE)
-        image, row, column = _split(place, ROWS, COLUMNS)
+        step = number * SIZE + tl.arange(0, SIZE)
+        place = start + step
+        image, row, column = place // (ROWS * COLUMNS) - first, place // COLUMNS % ROWS, place % COLUMNS
         inside = place < places
-        at = place.to(tl.int64) * (GROUPS * OUTPUTS) + group * OUTPUTS
-        slope = tl.load(out + at[:, None] + o[None, :], mask=inside[:, None] & (o[None, :] < OUTPUTS), other=0.0)
-        y, z = row * DOWN + a - TOP, column * RIGHT + b - LEFT
-        there = inside & (y >= 0) & (y < HIGH) & (z >= 0) & (z < WIDE)
-        at = ((image.to(tl.int64) * HIGH + y) * WIDE + z) * (GROUPS * INPUTS) + group * INPUTS
-        patch = tl.load(x + at[:, None] + i[None, :], mask=there[:, None] & (i[None, :] < INPUTS), other=0.0)
+        at = (step * (GROUPS * OUTPUTS))[:, None] + o[None, :]
+        slope = tl.load(out + at, mask=inside[:, None] & (o[None, :] < OUTPUTS), other=0.0)
+        y = row * DOWN + a - TOP
+        z = (column * RIGHT - LEFT)[:, None] + b[None, :]
+        there = (inside & (y >= 0) & (y < HIGH))[:, None] & (z >= 0) & (z < WIDE) & (c[None, :] < TAPS_RIGHT * INPUTS)
+        at = (((image * HIGH + y) * WIDE)[:, None] + z) * (GROUPS * INPUTS) + i[None, :]
+        patch = tl.load(x + at, mask=there, other=0.0)
         total = tl.dot(tl.trans(patch), slope, total, input_precision=PRECISION)
-    to = ((part * GROUPS + group) * (TAPS_DOWN * TAPS_RIGHT) + tap) * (INPUTS * OUTPUTS)
-    known = (i[:, None] < INPUTS) & (o[None, :] < OUTPUTS)
-    tl.store(parts + to + i[:, None] * OUTPUTS + o[None, :], total, mask=known)
+    to = ((part * GROUPS + group) * TAPS_DOWN + a) * (TAPS_RIGHT * INPUTS * OUTPUTS)
+    known = (c[:, None] < TAPS_RIGHT * INPUTS) & (o[None, :] < OUTPUTS)
+    tl.store(parts + to + c[:, None] * OUTPUTS + o[None, :], total, mask=known)
 
 
-def _options(sizes: Sequence[int], x: Tensor) -> list[Any]:
-    """The last arguments of all three kernels."""
-    inputs, outputs = sizes[5:7]
+def _options(sizes: Sequence[int], x: Tensor, *, inner: int, outer: int) -> dict[str, Any]:
+    """The last arguments of all three kernels; a row of taps has `inner` channels on one side, `outer` on the other."""
     exact = x.dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision != "tf32"  # type: ignore[attr-defined]
-    padded = (max(16, triton.next_power_of_2(n)) for n in (inputs, outputs))  # the least that a product takes
-    return [*sizes, *padded, _PLACES, "ieee" if exact else "tf32"]
+    padded = (max(16, triton.next_power_of_2(n)) for n in (sizes[8] * inner, outer))  # the least that a product takes
+    tile = dict(zip(("INNER", "OUTER"), padded, strict=True)) | {"SIZE": _PLACES, "num_warps": _WARPS}
+    return dict(zip(_SIZES, sizes, strict=True)) | tile | {"PRECISION": "ieee" if exact else "tf32"}
 
 
 def forward(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -179,29 +196,28 @@ def forward(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     sizes: height, width, rows, columns, groups, inputs, outputs, taps down and right, stride down and right, padding
     above and left.
     """
-    rows, columns, groups, outputs = *sizes[2:5], sizes[6]
+    rows, columns, groups, inputs, outputs = sizes[2:7]
     out = x.new_empty(len(x), rows, columns, groups * outputs)
-    places = len(x) * rows * columns
-    _forward[(groups * triton.cdiv(places, _PLACES),)](x, weight, out, places, *_options(sizes, x))
+    places, options = len(x) * rows * columns, _options(sizes, x, inner=inputs, outer=outputs)
+    _forward[(groups * triton.cdiv(places, options["SIZE"]),)](x, weight, out, places, **options)
     return out
 
 
 def to_input(out: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The gradient in x of the gradient in `out`."""
-    high, wide, groups, inputs = *sizes[:2], *sizes[4:6]
+    """The gradient in x of the gradient in `out`; the weights are [groups, taps, outputs, inputs] here."""
+    high, wide, groups, inputs, outputs = *sizes[:2], *sizes[4:7]
     x = out.new_empty(len(out), high, wide, groups * inputs)
-    pixels = len(out) * high * wide
-    _to_input[(groups * triton.cdiv(pixels, _PLACES),)](out, weight, x, pixels, *_options(sizes, out))
+    pixels, options = len(out) * high * wide, _options(sizes, out, inner=outputs, outer=inputs)
+    _to_input[(groups * triton.cdiv(pixels, options["SIZE"]),)](out, weight, x, pixels, **options)
     return x
 
 
 def to_weight(out: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """The gradient in the weights, [groups, taps, inputs, outputs] in float32."""
-    rows, columns, groups, inputs, outputs = sizes[2:7]
-    taps, places = sizes[7] * sizes[8], len(x) * rows * columns
-    wanted = max(1, _PROGRAMS // (groups * taps))
-    blocks = triton.cdiv(places, wanted * _PLACES)
-    chunks = triton.cdiv(places, blocks * _PLACES)
-    parts = x.new_empty(chunks, groups, taps, inputs, outputs, dtype=torch.float32)
-    _to_weight[groups, taps, chunks](out, x, parts, places, blocks, *_options(sizes, x))
+    rows, columns, groups, inputs, outputs, down, right = sizes[2:9]
+    places, options = len(x) * rows * columns, _options(sizes, x, inner=inputs, outer=outputs)
+    blocks = triton.cdiv(places, max(1, _PROGRAMS // (groups * down)) * options["SIZE"])
+    chunks = triton.cdiv(places, blocks * options["SIZE"])
+    parts = x.new_empty(chunks, groups, down * right, inputs, outputs, dtype=torch.float32)
+    _to_weight[groups, down, chunks](out, x, parts, places, blocks, **options)
     return parts.sum(0)
