@@ -62,19 +62,21 @@ def test_the_operator_keeps_torchs_rules() -> None:
 
 
 def test_which_convolutions_of_a_population_take_it() -> None:
-    few = population._has_few_channels
-    assert few(nn.Conv2d(16, 32, 3, padding=1))
-    assert few(nn.Conv2d(32, 64, 3, stride=2, padding=1))
-    assert not few(nn.Conv2d(64, 64, 3, padding=1))
-    assert not few(nn.Conv2d(16, 16, 3, padding="same"))
-    assert not few(nn.Conv2d(16, 16, 3, dilation=2))
-    assert not few(nn.Conv2d(16, 16, 3, groups=2))
-    assert not few(nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect"))
+    slow = population._is_slow_in_groups
+    assert slow(nn.Conv2d(3, 16, 3, padding=1))
+    assert slow(nn.Conv2d(32, 64, 3, stride=2, padding=1))
+    assert not slow(nn.Conv2d(16, 32, 3, padding=1))
+    assert not slow(nn.Conv2d(64, 128, 3, stride=2, padding=1))
+    assert not slow(nn.Conv2d(16, 16, 3, padding="same"))
+    assert not slow(nn.Conv2d(16, 16, 3, stride=2, dilation=2))
+    assert not slow(nn.Conv2d(16, 16, 3, stride=2, groups=2))
+    assert not slow(nn.Conv2d(16, 16, 3, stride=2, padding_mode="reflect"))
 
 
-def test_a_grouped_module_is_the_plain_one() -> None:
-    plain = nn.Conv2d(4, 6, 3, stride=2, padding=1)
-    grouped = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_grouped_module_is_the_plain_one(stride: int) -> None:
+    plain = nn.Conv2d(4, 6, 3, stride=stride, padding=1)
+    grouped = nn.Conv2d(4, 6, 3, stride=stride, padding=1)
     grouped.load_state_dict(plain.state_dict())
     grouped.__class__ = population._Grouped
     x = torch.randn(2, 4, 9, 9)

@@ -17,8 +17,8 @@ from pacprune.evaluate import evaluating, mistakes
 from pacprune.loop import Progress
 from pacprune.spikeslab import SpikeSlab, draw, top_mask
 
-NUMBERS = {"cpu": 2**20, "cuda": 2**24}
-"""About how many weights are drawn at once: what a cache holds, or what fills a GPU."""
+NUMBERS = {"cpu": 2**20, "cuda": 2**28}
+"""About how many weights are drawn at once: what a cache holds, or what keeps a GPU busy while Python prepares more."""
 
 
 @dataclass(frozen=True, eq=False)

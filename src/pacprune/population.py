@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -19,8 +20,9 @@ from pacprune.batches import device_of
 from pacprune.kernels.convolution import convolution
 from pacprune.sampler import Sampler
 
-_FEW, _FEW_STRIDED = 32, 64
-"""Channels up to which cuDNN's grouped convolutions are slower than those of `kernels.grouped`."""
+_NARROW, _FEW = 64, 16
+"""Channels up to which cuDNN's strided grouped convolutions are slower than those of `kernels.grouped`; and the fewest
+inputs that its other ones are fast with."""
 
 
 def members(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -173,7 +175,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
         layers.harden(plain, {site.name: torch.ones_like(site.mean, dtype=torch.bool) for site in found})
     if kernels.backend(device_of(model)) == "triton":
         for module in plain.modules():
-            if type(module) is nn.Conv2d and _has_few_channels(module):
+            if type(module) is nn.Conv2d and _is_slow_in_groups(module):
                 module.__class__ = _Grouped
     empty: dict[int, tuple[Tensor, Tensor]] = {}
     for module in plain.modules():  # .to("meta") would make two parameters of a tied one
@@ -189,19 +191,23 @@ def _meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def _has_few_channels(conv: nn.Conv2d) -> bool:
+def _is_slow_in_groups(conv: nn.Conv2d) -> bool:
+    """Whether cuDNN is slow at this convolution of many members at once."""
     plain = conv.dilation == (1, 1) and conv.groups == 1 and conv.padding_mode == "zeros"
-    few = _FEW if conv.stride == (1, 1) else _FEW_STRIDED
-    return plain and not isinstance(conv.padding, str) and max(conv.in_channels, conv.out_channels) <= few
+    slow = conv.in_channels < _FEW if conv.stride == (1, 1) else max(conv.in_channels, conv.out_channels) <= _NARROW
+    return plain and slow and not isinstance(conv.padding, str)
 
 
 class _Grouped(nn.Conv2d):
-    """A convolution by `convolution`, which runs that of all members at once."""
+    """A convolution that is fast for all members at once: strided by `convolution`, else with zeros as more inputs."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.is_autocast_enabled(input.device.type):
             kind = torch.get_autocast_dtype(input.device.type)
             input, weight = input.to(kind), weight.to(kind)
+        if self.stride == (1, 1):
+            more = (0, 0, 0, 0, 0, max(0, _FEW - self.in_channels))
+            return super()._conv_forward(F.pad(input, more), F.pad(weight, more), bias)
         padding = [int(width) for width in self.padding]
         out = convolution(input, weight, stride=list(self.stride), padding=padding)
         return out if bias is None else out + bias[:, None, None].to(out.dtype)

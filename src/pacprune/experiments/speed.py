@@ -130,7 +130,10 @@ def _slower(n: int, device: torch.device, scale: str) -> Iterator[Finding]:
 
 
 def _growth(device: torch.device, scale: str) -> Iterator[Finding]:
-    """Forward and backward at growing sizes, smallest first, and how far the times are from fixed cost + cost * n."""
+    """Forward and backward at growing sizes, smallest first, and how far the times are from fixed cost + cost * n.
+
+    On a GPU as CUDA graphs: of small sizes one would otherwise see the time that Python takes for a launch.
+    """
     millions = {"smoke": [0.01, 0.02, 0.04], "cuda": [1, 10, 100, 1000]}.get(scale, [1, 10, 100])
     if device.type == "cpu" and kernels.backend(device) == "reference":
         millions = millions[:2]  # minutes otherwise
@@ -138,6 +141,7 @@ def _growth(device: torch.device, scale: str) -> Iterator[Finding]:
     for n in (int(m * 1_000_000) for m in millions):
         try:
             both = _both(_part(n, device), kernels.Law())
+            both = _graph(both, device) if device.type == "cuda" else both
             times = alternate({"both": both}, device, seconds=_seconds(scale, 1))
         except torch.OutOfMemoryError:
             times = both = None

@@ -1,7 +1,7 @@
-"""Convolutions of K networks at once, as the operator pacprune::convolution.
+"""Strided convolutions of K networks at once, as the operator pacprune::convolution.
 
-vmap makes them grouped convolutions. With few channels per group cuDNN multiplies several groups' channels at once and
-throws most of the products away, and strided ones it runs group by group; the kernels of `grouped` do neither.
+vmap makes them grouped convolutions, and strided ones cuDNN runs group by group; the kernels of `grouped` do not. With
+stride 1 cuDNN multiplies the channels of several groups at once, throws most products away, and is faster all the same.
 """
 
 from typing import Any
@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_ANY_LAYOUT = (torch.Tag.flexible_layout,)
+"""torch.compile need not copy an input into the layout that it had when it was traced."""
 
-@torch.library.custom_op("pacprune::convolution", mutates_args=())
+
+@torch.library.custom_op("pacprune::convolution", mutates_args=(), tags=_ANY_LAYOUT)
 def _convolution(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], groups: int) -> Tensor:
     """F.conv2d(x, weight, None, stride, padding, 1, groups); channels-last on a GPU."""
     if not x.is_cuda:
@@ -28,7 +31,7 @@ def _(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], groups: 
     return _like(x, len(weight), rows, columns)
 
 
-@torch.library.custom_op("pacprune::convolution_gradient", mutates_args=())
+@torch.library.custom_op("pacprune::convolution_gradient", mutates_args=(), tags=_ANY_LAYOUT)
 def _gradient(
     out: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], groups: int, to_x: bool
 ) -> tuple[Tensor, Tensor]:
@@ -84,8 +87,6 @@ def _(
     k = info.batch_size
     weight = weight.expand(k, *weight.shape) if dims[1] is None else weight.movedim(dims[1], 0)
     if dims[0] is None and groups == 1:  # one input for all: a plain convolution with all their outputs
-        if x.is_cuda:  # or all that follows would be laid out otherwise than the kernels want it
-            x = x.contiguous(memory_format=torch.channels_last)
         return F.conv2d(x, weight.flatten(0, 1), None, stride, padding).unflatten(1, (k, -1)), 1
     x = x.unsqueeze(1).expand(-1, k, *x.shape[1:]) if dims[0] is None else x.movedim(dims[0], 1)
     out = _convolution(x.flatten(1, 2), weight.flatten(0, 1), stride, padding, groups * k)

@@ -282,14 +282,15 @@ def _table(found: Sequence[_Ready], starts: Sequence[int], size: int) -> tuple[T
     if key not in _TABLES:
         if capturing:
             raise RuntimeError("these weights were never drawn before the CUDA graph; run one step before capturing it")
-        rows, programs = [], []
-        for index, (one, start) in enumerate(zip(found, starts, strict=True)):
+        rows, programs = [], [0]
+        for one, start in zip(found, starts, strict=True):
             *pointers, n, offset, row, std_row, s0, s1, s2, s3 = one.numbers
             per_row = max(1, -(-(n + offset % 4) // size))
-            rows.append([*pointers, start, len(programs), per_row, n, offset, row, std_row, 0, s0, s1, s2, s3, 0])
-            programs += [index] * (per_row * one.k)
+            rows.append([*pointers, start, programs[-1], per_row, n, offset, row, std_row, 0, s0, s1, s2, s3, 0])
+            programs.append(programs[-1] + per_row * one.k)
         made = torch.tensor(rows, dtype=torch.int64, device=device)
-        _TABLES[key] = made, torch.tensor(programs, dtype=torch.int32, device=device)
+        part = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(programs).diff())
+        _TABLES[key] = made, part.to(device)
         if len(_TABLES) > _KEPT:
             _TABLES.popitem(last=False)
     _TABLES.move_to_end(key)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 _SIZES = ("HIGH", "WIDE", "ROWS", "COLUMNS", "GROUPS", "INPUTS", "OUTPUTS")
 _SIZES += ("TAPS_DOWN", "TAPS_RIGHT", "DOWN", "RIGHT", "TOP", "LEFT")
-_PLACES = 128
+_PLACES = 64
 """Pixels that one program multiplies at a time."""
 _WARPS = 4
-_PROGRAMS = 4096
+_PROGRAMS = 2048
 """About how many programs the gradient in the weights is divided into."""
 
 
@@ -79,7 +79,7 @@ def _to_input(
     out,
     weight,
     x,
-    pixels,
+    images,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -98,35 +98,37 @@ def _to_input(
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`weight` is [groups, taps, outputs, inputs] here."""
-    group = tl.program_id(0) % GROUPS
+    """Pixels that agree modulo the stride: they lie under the same taps. `weight` is [groups, taps, outputs, inputs]."""
+    group, across, below = tl.program_id(0) % GROUPS, tl.program_id(1) % RIGHT, tl.program_id(1) // RIGHT
+    high, wide = tl.cdiv(HIGH - below, DOWN), tl.cdiv(WIDE - across, RIGHT)
     start = tl.program_id(0) // GROUPS * SIZE
     pixel = start + tl.arange(0, SIZE)
-    first = start // (HIGH * WIDE)
-    image, y, z = pixel // (HIGH * WIDE) - first, pixel // WIDE % HIGH, pixel % WIDE
-    inside = pixel < pixels
+    first = start // (high * wide)
+    image, row, column = pixel // (high * wide) - first, pixel // wide % high, pixel % wide
+    inside = first + image < images
     c, i = tl.arange(0, INNER), tl.arange(0, OUTER)
-    b, o = c // OUTPUTS, c % OUTPUTS
+    o = c % OUTPUTS
     out += first.to(tl.int64) * (ROWS * COLUMNS * GROUPS * OUTPUTS) + group * OUTPUTS
-    weight += group * (TAPS_DOWN * TAPS_RIGHT * INPUTS * OUTPUTS) + c[:, None] * INPUTS + i[None, :]
-    known = (c[:, None] < TAPS_RIGHT * OUTPUTS) & (i[None, :] < INPUTS)
-    # The outputs whose taps (a, b) lie on this pixel, where there is one.
-    right = (z + LEFT)[:, None] - b[None, :]
-    column = right // RIGHT
-    across = inside[:, None] & (right >= 0) & (column < COLUMNS) & (c[None, :] < TAPS_RIGHT * OUTPUTS)
-    across = across & (column * RIGHT == right)
-    along = (image * (ROWS * COLUMNS))[:, None] + column
+    weight += group * (TAPS_DOWN * TAPS_RIGHT * INPUTS * OUTPUTS)
+    # Taps a, a + DOWN, ... of the outputs in rows y, y - 1, ... lie on this pixel; so do b and x across.
+    a, y = (below + TOP) % DOWN, row + (below + TOP) // DOWN
+    b = (across + LEFT) % RIGHT + c // OUTPUTS * RIGHT
+    x_out = (column + (across + LEFT) // RIGHT)[:, None] - (c // OUTPUTS)[None, :]
+    there = inside[:, None] & (x_out >= 0) & (x_out < COLUMNS) & (b < TAPS_RIGHT)[None, :]
+    along = (image * (ROWS * COLUMNS))[:, None] + x_out
+    known = (b[:, None] < TAPS_RIGHT) & (i[None, :] < INPUTS)
     total = tl.zeros((SIZE, OUTER), dtype=tl.float32)
-    for a in tl.static_range(TAPS_DOWN):
-        down = y + (TOP - a)
-        row = down // DOWN
-        hit = (down >= 0) & (row < ROWS) & (row * DOWN == down)
-        at = (along + (row * COLUMNS)[:, None]) * (GROUPS * OUTPUTS) + o[None, :]
-        slope = tl.load(out + at, mask=across & hit[:, None], other=0.0)
-        taps = tl.load(weight + a * (TAPS_RIGHT * INPUTS * OUTPUTS), mask=known, other=0.0)
+    for step in tl.static_range((TAPS_DOWN + DOWN - 1) // DOWN):
+        tap, y_out = a + step * DOWN, y - step
+        hit = (y_out >= 0) & (y_out < ROWS) & (tap < TAPS_DOWN)
+        at = (along + (y_out * COLUMNS)[:, None]) * (GROUPS * OUTPUTS) + o[None, :]
+        slope = tl.load(out + at, mask=there & hit[:, None], other=0.0)
+        at = ((tap * TAPS_RIGHT + b) * OUTPUTS + o)[:, None] * INPUTS + i[None, :]
+        taps = tl.load(weight + at, mask=known & (tap < TAPS_DOWN), other=0.0)
         total = tl.dot(slope, taps, total, input_precision=PRECISION)
-    to = (tl.arange(0, SIZE) * (GROUPS * INPUTS))[:, None] + i[None, :]
-    x += start.to(tl.int64) * (GROUPS * INPUTS) + group * INPUTS
+    to = (image * HIGH + row * DOWN + below) * WIDE + column * RIGHT + across
+    x += first.to(tl.int64) * (HIGH * WIDE * GROUPS * INPUTS) + group * INPUTS
+    to = (to * (GROUPS * INPUTS))[:, None] + i[None, :]
     tl.store(x + to, total.to(x.dtype.element_ty), mask=inside[:, None] & (i[None, :] < INPUTS))
 
 
@@ -183,9 +185,9 @@ def _to_weight(
 
 
 def _options(sizes: Sequence[int], x: Tensor, *, inner: int, outer: int) -> dict[str, Any]:
-    """The last arguments of all three kernels; a row of taps has `inner` channels on one side, `outer` on the other."""
+    """The last arguments of all three kernels, which multiply [places, inner] and [inner, outer] matrices."""
     exact = x.dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision != "tf32"  # type: ignore[attr-defined]
-    padded = (max(16, triton.next_power_of_2(n)) for n in (sizes[8] * inner, outer))  # the least that a product takes
+    padded = (max(16, triton.next_power_of_2(n)) for n in (inner, outer))  # the least that a product takes
     tile = dict(zip(("INNER", "OUTER"), padded, strict=True)) | {"SIZE": _PLACES, "num_warps": _WARPS}
     return dict(zip(_SIZES, sizes, strict=True)) | tile | {"PRECISION": "ieee" if exact else "tf32"}
 
@@ -198,24 +200,27 @@ def forward(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     """
     rows, columns, groups, inputs, outputs = sizes[2:7]
     out = x.new_empty(len(x), rows, columns, groups * outputs)
-    places, options = len(x) * rows * columns, _options(sizes, x, inner=inputs, outer=outputs)
+    places, options = len(x) * rows * columns, _options(sizes, x, inner=sizes[8] * inputs, outer=outputs)
     _forward[(groups * triton.cdiv(places, options["SIZE"]),)](x, weight, out, places, **options)
     return out
 
 
 def to_input(out: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     """The gradient in x of the gradient in `out`; the weights are [groups, taps, outputs, inputs] here."""
-    high, wide, groups, inputs, outputs = *sizes[:2], *sizes[4:7]
+    high, wide, groups, inputs, outputs, down, right = *sizes[:2], *sizes[4:7], *sizes[9:11]
     x = out.new_empty(len(out), high, wide, groups * inputs)
-    pixels, options = len(out) * high * wide, _options(sizes, out, inner=outputs, outer=inputs)
-    _to_input[(groups * triton.cdiv(pixels, options["SIZE"]),)](out, weight, x, pixels, **options)
+    taps = triton.cdiv(sizes[8], right)
+    options = _options(sizes, out, inner=taps * outputs, outer=inputs)
+    pixels = len(out) * triton.cdiv(high, down) * triton.cdiv(wide, right)
+    grid = groups * triton.cdiv(pixels, options["SIZE"]), down * right
+    _to_input[grid](out, weight, x, len(out), **options)
     return x
 
 
 def to_weight(out: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """The gradient in the weights, [groups, taps, inputs, outputs] in float32."""
     rows, columns, groups, inputs, outputs, down, right = sizes[2:9]
-    places, options = len(x) * rows * columns, _options(sizes, x, inner=inputs, outer=outputs)
+    places, options = len(x) * rows * columns, _options(sizes, x, inner=sizes[8] * inputs, outer=outputs)
     blocks = triton.cdiv(places, max(1, _PROGRAMS // (groups * down)) * options["SIZE"])
     chunks = triton.cdiv(places, blocks * options["SIZE"])
     parts = x.new_empty(chunks, groups, down * right, inputs, outputs, dtype=torch.float32)
