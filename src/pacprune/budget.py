@@ -1,12 +1,12 @@
 """Sparsity controllers: how keep probabilities, or the masks of plain networks, are held to a budget in training."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from pacprune import layers, masks, patterns, weights
+from pacprune import layers, masks, patterns, sharded, weights
 from pacprune.spikeslab import ETA
 
 CONTROLS = ("none", "shift", "projection", "lagrangian")
@@ -84,6 +84,9 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
         )
+    for plan in budgets:
+        if plan.pattern is not None:
+            sharded.refuse(model.parameters(), f"the pattern {plan.pattern}", "leave it out")
     if control in PLAIN_CONTROLS and (gates or not weights.masked(model)):
         what = "has gates instead" if gates else "has none"
         raise ValueError(
@@ -108,17 +111,17 @@ def move_masks_(model: nn.Module, budget: Budget | Sequence[Budget], step: int, 
         scores = {str(i): weight.abs() for i, (weight, _) in enumerate(own)}
         if plan.pattern is not None:
             scores = patterns.first(scores, plan.pattern)
-        sizes, flat = [keep.numel() for _, keep in own], torch.cat([score.reshape(-1) for score in scores.values()])
         # Tensors apart only where they have to be: every one more is looked at.
-        parts = [flat] if plan.min_per_layer == 0 else list(flat.split(sizes))
+        joined = plan.min_per_layer == 0 and not sharded.some(scores.values())
         found = masks.top_k(
-            {str(i): part for i, part in enumerate(parts)},
+            {"": torch.cat([score.reshape(-1) for score in scores.values()])} if joined else scores,
             sparsity=1 - plan.density(step / steps),
             min_per_layer=plan.min_per_layer,
             total=layers.total(model),
         )
-        for (weight, keep), new in zip(own, torch.cat(list(found.values())).split(sizes), strict=True):
-            keep.copy_(new.reshape(keep.shape))
+        each = found[""].split([keep.numel() for _, keep in own]) if joined else found.values()
+        for (weight, keep), new in zip(own, each, strict=True):
+            keep.copy_(new.reshape(keep.shape) if joined else new)
             if plan.control == "magnitude":
                 weight.masked_fill_(~keep, 0)
 
@@ -162,19 +165,20 @@ def hold_(model: nn.Module, control: str, density: Tensor, sharpness: Tensor, *,
     if control == "shift":
         if sites[0].sampler.mapping == "clamp":
             raise ValueError("control 'shift' moves logits, which the clamp mapping has not; use control='projection'")
-        raw = [site.sampler.raw(site.mean, site.gate) for site in sites]
+        raw = [site.raw() for site in sites]
         start = sites[0].sampler.shift
         tau = masks.shift(raw, density, sharpness=sharpness, start=start, members=members, look=look)
         torch._foreach_copy_([site.sampler.shift for site in sites], [tau] * len(sites))  # type: ignore[attr-defined]
     elif control == "projection":
         now = [torch.sigmoid(site.logit()) for site in sites]
         projected = masks.project(now, density, eta=ETA, members=members, look=look)
-        for site, p in zip(sites, projected, strict=True):
+        for site, new in zip(sites, projected, strict=True):
+            gate, p = sharded.local(site.gate), sharded.local(new)
             if site.sampler.mapping == "clamp":
-                site.gate.copy_(p)
+                gate.copy_(p)
             else:  # the gate whose logit is logit(p), given the coupling, the shift and the sharpness
                 raw = torch.logit(p) / _over(site.sampler.sharpness, p) + _over(site.sampler.shift, p)
-                site.gate.add_(raw - site.sampler.raw(site.mean, site.gate))
+                gate.add_(raw - sharded.local(site.raw()))
 
 
 def penalty(model: nn.Module, budget: Budget | Sequence[Budget], density: Tensor) -> Tensor:
@@ -186,8 +190,8 @@ def penalty(model: nn.Module, budget: Budget | Sequence[Budget], density: Tensor
     plans, multiplier = _per_member(sites, budget), sites[0].sampler.multiplier
     size = sum(site.gate.numel() for site in sites) // multiplier.numel()
     axes = tuple(range(multiplier.ndim, 2))  # of [K, n] the last, of [1, n] both
-    each = [torch.sigmoid(site.logit()).reshape(multiplier.numel(), -1).sum(axes) for site in sites]
-    excess = torch.stack(each).sum(0) / size - density
+    each = [torch.sigmoid(sharded.local(site.logit())).reshape(multiplier.numel(), -1).sum(axes) for site in sites]
+    excess = sharded.total(torch.stack(each).sum(0), [site.gate for site in sites]) / size - density
     # Filled on the device, since a tensor of Python numbers would be copied there, for which the host waits.
     numbers = [[plan.strength for plan in plans], [plan.strength / plan.patience for plan in plans]]
     strength, ascent = (
@@ -225,3 +229,12 @@ def _one_control(plans: Sequence[Budget]) -> str:
             "train one population for each control"
         )
     return controls[0]
+
+
+@torch.no_grad()
+def keep_means_(model: nn.Module, mask: Mapping[str, Tensor]) -> nn.Module:
+    """mean <- mean * mask for the tensors that `mask` names, in place: a weight that is hardly ever kept is then 0."""
+    for site in layers.attached(layers.forget(model)):
+        if site.name in mask:
+            site.mean.masked_fill_(~mask[site.name], 0.0)
+    return model

@@ -3,13 +3,14 @@
 import hashlib
 import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pacprune import layers, weights
+from pacprune import layers, ranks, sharded, weights
 from pacprune.batches import Data, generators
 
 
@@ -33,7 +34,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, tensor in tensors.items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(sharded.local(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -64,22 +65,71 @@ def load(path: Path, identity: str) -> dict[str, Any] | None:
     return content
 
 
+def save_shards(path: Path, **content: Any) -> None:
+    """`save` of every rank's part in a file of its own: the last one stays until all ranks have written the next."""
+    own = _own(path)
+    following = own.with_name(f"{own.name}.next")
+    save(following, **content)
+    ranks.meet()
+    following.replace(own)
+
+
+def load_shards(path: Path, identity: str) -> dict[str, Any] | None:
+    """This rank's part of the last checkpoint that all ranks have written: not always the last that it has itself."""
+    own = _own(path)
+    names = sorted(p.name for p in path.parent.iterdir()) if path.parent.exists() else []
+    parts_of = ((name, re.fullmatch(rf"{re.escape(path.name)}\.\d+-of-(\d+)(\.next)?", name)) for name in names)
+    others = [name for name, part in parts_of if part and int(part[1]) != ranks.world()]
+    parts = [load(p, identity) for p in (own, own.with_name(f"{own.name}.next"))] if not others else []
+    found = {(part["epoch"], part["batch"]): part for part in parts if part is not None}
+    everyone = ranks.gathered((others, sorted(found)))
+    if any(strangers for strangers, _ in everyone):
+        name = next(strangers[0] for strangers, _ in everyone if strangers)
+        raise ValueError(
+            f"the checkpoint {name} was written by another number of ranks, and {ranks.world()} are running; "
+            "start as many as then, or delete it"
+        )
+    common = set.intersection(*(set(moments) for _, moments in everyone))
+    if not common and any(moments for _, moments in everyone):
+        lacking = next(rank for rank, (_, moments) in enumerate(everyone) if not moments)
+        raise ValueError(
+            f"rank {lacking} has no part of the checkpoint {path}, though others have theirs; bring it back, or delete "
+            "theirs to start this stage again"
+        )
+    return found[max(common)] if common else None
+
+
+def _own(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{ranks.rank()}-of-{ranks.world()}")
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, detached, without what is only the present draw of a sharded model."""
+    draws = {id(shards.weight) for shards in layers.held(model)}
+    return {n: t.detach() for n, t in model.state_dict(keep_vars=True).items() if id(t) not in draws}
+
+
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Everything of the model that training changes, with the draw counters of its samplers and the noted masks."""
     return {
-        "state": {n: t.detach().clone() for n, t in model.state_dict().items()},
+        "state": {n: sharded.local(t).clone() for n, t in state(model).items()},
         "steps": [site.sampler.step.clone() for site in layers.sites(model)],
-        "masks": [keep.clone() for _, keep in weights.masked(model)],
+        "masks": [sharded.local(keep).clone() for _, keep in weights.masked(model)],
     }
 
 
 def load_model_state(model: nn.Module, content: dict[str, Any]) -> None:
     """Puts `model_state` back, in place."""
-    model.load_state_dict(content["state"])
+    own = state(model)
+    if sharded.some(own.values()):
+        for name, tensor in own.items():
+            sharded.local(tensor).copy_(content["state"][name])
+    else:
+        model.load_state_dict(content["state"])
     for site, step in zip(layers.sites(model), content["steps"], strict=True):
         site.sampler.step.copy_(step)
     for (_, keep), saved in zip(weights.masked(model), content["masks"], strict=True):
-        keep.copy_(saved)
+        sharded.local(keep).copy_(saved)
 
 
 def random_state(device: torch.device, data: Data) -> dict[str, Any]:

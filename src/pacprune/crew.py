@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import ranks, weights
+from pacprune import ranks, sharded, weights
 from pacprune.batches import Data, batches, device_of, forked, tensors
 from pacprune.config import Config
 from pacprune.evaluate import mean_loss
@@ -34,10 +34,14 @@ class Crew:
         self._alone = isinstance(model, nn.Module)
         if not self._alone:
             check_population(self.configs)
+            for one in self.models:
+                sharded.settle(one)
+                sharded.refuse(one.parameters(), "a population", "train the models one by one")
 
     def check(self, data: Data, loss: Loss) -> str:
         """`check` of every model; then the members are stacked, since one may take its shape from the data."""
         found = [check(model, data, loss) for model in self.models]
+        _check_shards(self.configs[0], list(self.models[0].parameters()))
         if not self._alone:
             try:
                 self.population = Population(self.models)
@@ -128,14 +132,27 @@ class Crew:
         return first + [{**row, "member": row["member"] + half} for row in second]
 
 
+def _check_shards(config: Config, params: Sequence[Tensor]) -> None:
+    """Refuses what a step of a sharded model cannot do."""
+    if config.samples:
+        sharded.refuse(params, f"Algorithm 1 (samples={config.samples})", "use samples=0")
+    if config.masks == "independent":
+        sharded.refuse(params, "a mask for every rank (masks='independent')", "use masks='shared'")
+    if config.amp:  # autocast would keep its copy of every gathered weight until the backward pass
+        sharded.refuse(params, "amp=True", "give fully_shard a MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
+    if config.execution != "eager":
+        sharded.refuse(params, f"execution={config.execution!r}", "use execution='eager'")
+
+
 def check(model: nn.Module, data: Data, loss: Loss) -> str:
     """One forward pass before anything is changed: shapes, labels and weights are told apart from bad luck later.
 
     Returns the value of a loss of the user's own on that batch, to the bit: a name does not tell two losses apart.
     """
     pair, device = tensors(data), device_of(model)
+    sharded.settle(model)
     for name, p in model.named_parameters():
-        if not torch.isfinite(p).all():
+        if sharded.count(~torch.isfinite(p)):
             raise ValueError(f"{name} holds NaN or infinite values before training; start from other weights")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("every parameter has requires_grad=False, so nothing would be trained; unfreeze some")

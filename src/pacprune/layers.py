@@ -5,25 +5,25 @@ other parameters. A weight's parameters become `mean` (original0), `gate` (origi
 logarithm of `std` (original2).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pacprune import kernels, masks, patterns, weights
-from pacprune.sampler import Pool, Sampler, casts
-from pacprune.spikeslab import ETA, SpikeSlab, top_mask
+from pacprune import kernels, masks, patterns, sharded, weights
+from pacprune.sampler import Pool, Sampler, Shards, casts, draw_shards
+from pacprune.spikeslab import ETA, SpikeSlab, check_fits, top_mask
 
 MAPPINGS = (kernels.SIGMOID, kernels.CLAMP, *patterns.PATTERNS)
-_ORDER = "_pacprune_parameter_order"
+_ORDER, _DRAWING = "_pacprune_parameter_order", "_pacprune_drawing"
 ESTIMATORS = (kernels.SOFT, kernels.STRAIGHT_THROUGH, kernels.STRETCHED, kernels.STILL)
 
 
 class Site:
     """One attached weight tensor: its plain name, its sampler and the parameters behind it."""
 
-    def __init__(self, name: str, where: parametrize.ParametrizationList) -> None:
+    def __init__(self, name: str, where: parametrize.ParametrizationList | Shards) -> None:
         self.name, self.where = name, where
 
     @property
@@ -48,23 +48,36 @@ class Site:
         """log std when it is trained, else None."""
         return getattr(self.where, "original2", None)
 
+    def raw(self) -> Tensor:
+        """gate + coupling * log(|mean| + 1e-8): the logit before shift and sharpness."""
+        return self._each(self.sampler.raw)
+
     def logit(self) -> Tensor:
         """The logit of keep_prob, differentiable in the gate."""
-        return self.sampler.logit(self.mean, self.gate)
+        return self._each(self.sampler.logit)
 
     def keep_prob(self) -> Tensor:
         """The probability that the hard gate opens, as `kernels.quantised` stores it."""
-        return self.sampler.keep_prob(self.mean, self.gate)
+        return self._each(self.sampler.keep_prob)
+
+    def _each(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """A function of mean and gate, weight by weight."""
+        return sharded.like(function(sharded.local(self.mean), sharded.local(self.gate)), self.gate)
 
 
 def sites(model: nn.Module) -> list[Site]:
     """The attached weights in the plain model's parameter order; a tied weight once; empty for a plain model."""
     found, known = [], set()
     for prefix, module in model.named_modules():
-        if not isinstance(module, parametrize.ParametrizationList) or id(module) in known:
+        if not isinstance(module, (parametrize.ParametrizationList, Shards)) or id(module) in known:
             continue
         if not isinstance(module[0], Sampler):
             continue
+        if not isinstance(module, Shards) and sharded.some(module.parameters(recurse=False)):
+            raise ValueError(
+                f"{_plain_name(prefix)} was attached before it was sharded, so that gates would be gathered with the "
+                "weights; call fully_shard on the plain model, and pp.attach after it"
+            )
         known.add(id(module))
         found.append(Site(_plain_name(prefix), module))
     return sorted(found, key=lambda site: site.sampler.offset)
@@ -128,7 +141,10 @@ def attach(
             f"estimator={estimator!r} and train_std={train_std}; use the sigmoid mapping for these"
         )
     plain = weights.prunable(model)
-    _check_fits(plain, slab, pattern)
+    if pattern is not None or train_std or any(std.ndim for std in slab.std.values()):
+        what = "a std of its own for every weight" if pattern is None else f"the pattern {mapping}"
+        sharded.refuse(plain.values(), what, "attach gates with the sigmoid mapping and one std for each tensor")
+    check_fits(plain, slab, pattern)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in slab.rest:
             tensor.copy_(slab.rest[name])
@@ -157,15 +173,19 @@ def attach(
             first,
             constant,
             pool,
-            offset=offset,
+            offset=offset + sharded.start(weight),
             seed=seed,
             mapping=mapping,
             coupling=coupling,
             estimator=estimator,
             beta=beta,
-            cast=all(casts(module) for module, _ in owners),
+            cast=not sharded.is_sharded(weight) and all(casts(module) for module, _ in owners),
         )
         sampler.train(model.training)
+        if sharded.is_sharded(weight):
+            Shards(weight, sampler).join(owner, attribute)
+            offset += weight.numel()
+            continue
         for module, _ in owners:
             module.__dict__.setdefault(_ORDER, list(module._parameters))
         parametrize.register_parametrization(owner, attribute, sampler, unsafe=True)
@@ -181,7 +201,15 @@ def attach(
                 module.__dict__.pop("_flat_weights", None)
                 type(module)._flat_weights = property(_flat_weights, lambda self, value: None)  # type: ignore[assignment]
         offset += weight.numel()
+    shards = held(model)
+    if shards:
+        model.__dict__[_DRAWING] = model.register_forward_pre_hook(lambda *_: draw_shards(shards), prepend=True)
     return model
+
+
+def held(model: nn.Module) -> list[Shards]:
+    """The attached weights of a sharded model: their own parameters hold draws, which nothing trains or stores."""
+    return [site.where for site in sites(model) if isinstance(site.where, Shards)]
 
 
 def _flat_weights(rnn: nn.RNNBase) -> list[Tensor]:
@@ -193,29 +221,6 @@ class _Alias(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight
-
-
-def _check_fits(plain: dict[str, nn.Parameter], slab: SpikeSlab, pattern: tuple[int, int] | None) -> None:
-    for name, p in slab.keep_prob.items():
-        if name not in plain:
-            raise ValueError(
-                f"the SpikeSlab names {name!r}, which is not among the model's weights: {', '.join(plain)}"
-            )
-        if p.shape != plain[name].shape:
-            raise ValueError(
-                f"{name} has shape {tuple(p.shape)} in the SpikeSlab but {tuple(plain[name].shape)} in the model"
-            )
-        if not bool(((p >= 0) & (p <= 1)).all()):
-            raise ValueError(f"{name} has keep probabilities outside [0, 1]: {float(p.min())} to {float(p.max())}")
-        if not torch.isfinite(slab.mean[name]).all():
-            raise ValueError(f"{name} has NaN or infinite means in the SpikeSlab; train it again with a smaller lr")
-        if pattern is not None:
-            patterns.grouped(p, pattern[1], name=name)
-            if bool((slab.std[name] != 0).any()):
-                raise ValueError(
-                    f"{name} has std up to {float(slab.std[name].max()):.3g}, but a pattern masks weights that have no "
-                    "noise of their own; give the SpikeSlab std=0"
-                )
 
 
 def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
@@ -255,8 +260,9 @@ def total(model: nn.Module) -> int:
 
 def _rest(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers that belong to no sampler, by their plain names."""
+    draws = {id(shards.weight) for shards in held(model)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if ".parametrizations." not in f".{name}":
+        if ".parametrizations." not in f".{name}" and id(tensor) not in draws:
             yield name, tensor
 
 
@@ -272,7 +278,7 @@ def resample_(model: nn.Module) -> nn.Module:
     torch._foreach_add_([site.sampler.step for site in found], 1)  # type: ignore[attr-defined]
     for site in found:
         if site.sampler.mapping == kernels.CLAMP:
-            site.gate.clamp_(ETA, 1 - ETA)
+            sharded.local(site.gate).clamp_(ETA, 1 - ETA)
     return model
 
 
@@ -327,6 +333,8 @@ def harden(model: nn.Module, mask: dict[str, Tensor] | None = None) -> nn.Module
     for module, attribute, key in owners:
         if key in names:
             _unparametrize(module, attribute, plain[names[key]])
+    if _DRAWING in model.__dict__:
+        model.__dict__.pop(_DRAWING).remove()
     weights.apply_mask(model, mask)
     return model
 
@@ -337,6 +345,10 @@ def _unparametrize(module: nn.Module, attribute: str, value: nn.Parameter) -> No
     torch's own remove_parametrizations deletes the property from that shared class, so the module gets a class of its
     own first.
     """
+    where = module.parametrizations[attribute]  # type: ignore[index]
+    if isinstance(where, Shards):
+        where.leave(module, attribute)
+        return
     shared = type(module)
     own = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__", attribute)}
     del module.parametrizations[attribute]  # type: ignore[operator]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from pacprune import budget, checkpoint, layers, ranks, weights
+from pacprune import budget, checkpoint, layers, ranks, sharded, weights
 from pacprune.batches import Data, device_of, forked, portions, size
 from pacprune.config import Config
 from pacprune.optim import Group
@@ -59,7 +60,8 @@ def loop(
     per_epoch = len(data) if isinstance(data, DataLoader) else len(portions(torch.arange(n), config.batch_size))
     step = Step(model, configs, run, seeds, device)
     trained = [p for group in run.groups for p in group.params]
-    frozen = [p for p in model.parameters() if p.requires_grad and not any(p is q for q in trained)]
+    known = {id(p) for p in (*trained, *(shards.weight for shards in layers.held(model)))}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     path = None if path is None else Path(path)
     identity = _identity(model, configs, run, seeds) if path or ranks.world() > 1 else ""
 
@@ -68,9 +70,12 @@ def loop(
     epoch, batch, count = 0, 0, 0
     best: dict[str, Any] | None = None
     stale, done = 0, config.epochs == 0
-    with forked(device, data, seed=seeds[0]):
+    save, load = (
+        (checkpoint.save_shards, checkpoint.load_shards) if step.sharded else (checkpoint.save, checkpoint.load)
+    )
+    with forked(device, data, seed=seeds[0]), ranks.contact(sure=False) if step.sharded else nullcontext():
         epoch_start = checkpoint.random_state(device, data)
-        saved = checkpoint.load(path, identity) if path else None
+        saved = load(path, identity) if path else None
         if saved is not None:
             checkpoint.load_model_state(model, saved["model"])
             step.optimizer.load_state_dict(saved["optimizer"])
@@ -89,8 +94,8 @@ def loop(
             ranks.sum_(step.total)
 
         def store() -> None:
-            if path and ranks.rank() == 0:
-                checkpoint.save(
+            if path and (step.sharded or ranks.rank() == 0):
+                save(
                     path,
                     identity=identity,
                     model=checkpoint.model_state(model),
@@ -146,8 +151,10 @@ def loop(
                     for row, expected in zip(rows, _expected_sparsity(model, run), strict=True):
                         row["expected_sparsity"] = expected
                 if run.validate is not None:
-                    # Of rank 0 alone, so that all ranks stop at the same epoch.
-                    for row, value in zip(rows, ranks.first(run.validate), strict=True):
+                    # Of rank 0 alone, so that all ranks stop at the same epoch; of a sharded model, all have to help.
+                    values = run.validate() if step.sharded else []
+                    judged = ranks.first(run.validate if not step.sharded else lambda values=values: values)
+                    for row, value in zip(rows, judged, strict=True):
                         row["validation_loss"] = value
                     better = best is None or rows[0]["validation_loss"] < best["validation_loss"]
                     stale = 0 if better else stale + 1
@@ -187,8 +194,10 @@ def _shown(histories: list[History]) -> dict[str, Any]:
 def _expected_sparsity(model: nn.Module, run: Run) -> list[float]:
     """sum(1 - keep_prob) / D, of every member."""
     apart = 1 if run.members else 0
-    pruned = [(1 - site.keep_prob().double()).flatten(apart).sum(-1) for site in layers.sites(model)]
-    return [one / layers.total(model) for one in _listed(sum(pruned[1:], pruned[0]))]
+    sites = layers.sites(model)
+    pruned = [(1 - sharded.local(site.keep_prob()).double()).flatten(apart).sum(-1) for site in sites]
+    everything = sharded.total(sum(pruned[1:], pruned[0]), [site.gate for site in sites])
+    return [one / layers.total(model) for one in _listed(everything)]
 
 
 def _check_finite(value: Tensor, run: Run, epoch: int, configs: Sequence[Config]) -> None:
@@ -247,9 +256,9 @@ def _identity(model: nn.Module, configs: Sequence[Config], run: Run, seeds: Sequ
         "stage": run.stage,
         "config": [asdict(config) for config in configs],
         "seed": list(seeds),
-        "model": checkpoint.digest(dict(model.state_dict())),
+        "model": _together(checkpoint.state(model)),
         "trainable": [n for n, p in model.named_parameters() if p.requires_grad],
-        "masks": [checkpoint.digest(mask) for _, mask in weights.noted(model, "mask")],
+        "masks": [_together(mask) for _, mask in weights.noted(model, "mask")],
         "samplers": [
             [s.mapping, s.coupling, s.estimator, s.beta, s.seed.tolist(), s.step.tolist()]
             for s in (site.sampler for site in layers.sites(model))
@@ -268,6 +277,12 @@ def _identity(model: nn.Module, configs: Sequence[Config], run: Run, seeds: Sequ
         }
     )
     return _hash(content, list(content))
+
+
+def _together(tensors: dict[str, Tensor]) -> str:
+    """A hash of tensors; where each rank has its rows, of all of them."""
+    own = checkpoint.digest(tensors)
+    return " ".join(ranks.gathered(own)) if sharded.some(tensors.values()) else own
 
 
 def _hash(content: dict[str, Any], keys: Sequence[str]) -> str:

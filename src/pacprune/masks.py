@@ -1,13 +1,14 @@
 """From scores to masks: exact top-k, its soft forms with an exact mean, and two numbers that describe masks."""
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pacprune import patterns
+from pacprune import patterns, sharded
 
 LOGIT_MAX = 14.0
 """Logits live in [-14, 14]: beyond about 17, sigmoid is 1 in float32 and the sampled probability would be a lie."""
@@ -18,6 +19,8 @@ the others are for the start of a schedule."""
 
 Scores = Mapping[str, Tensor]
 Mask = dict[str, Tensor]
+Ranking = Callable[[list[Tensor], list[Tensor] | None, int], list[Tensor]]
+"""(flat scores, ties, k) -> which are the k largest."""
 
 
 def check_sparsity(sparsity: float) -> float:
@@ -75,12 +78,11 @@ def top_k(
     if not sizes:
         raise ValueError("there are no scores: the model has nothing to prune")
     for name, s in scores.items():
-        if torch.isnan(s).any():
-            raise ValueError(
-                f"the scores of {name} hold {int(torch.isnan(s).sum())} NaN of {s.numel()}; "
-                "check the weights and the loss"
-            )
+        bad = sharded.count(torch.isnan(s))
+        if bad:
+            raise ValueError(f"the scores of {name} hold {bad} NaN of {s.numel()}; check the weights and the loss")
     if pattern is not None:
+        sharded.refuse(scores.values(), f"the pattern {pattern}", "give a sparsity")
         if scope != "global" or min_per_layer:
             raise ValueError(
                 f"the pattern {pattern} keeps the same share of every layer, so that scope={scope!r} and "
@@ -105,52 +107,55 @@ def top_k(
         )
     flat = [_flat(s) for s in scores.values()]
     second = [_flat(ties[name]) for name in scores] if ties is not None else None
+    rank = sharded.largest if sharded.some(scores.values()) else _largest
     if scope == "global":
-        kept = _global(flat, second, k, floors)
+        kept = _global(flat, second, k, floors, rank)
     elif scope in ("layer", "erk"):
         shapes = [tuple(s.shape) for s in scores.values()]
         want = [1.0] * len(sizes) if scope == "layer" else [sum(shape) / math.prod(shape) for shape in shapes]
         counts = _apportion(want, sizes, floors, k)
-        kept = [_largest(f, None if second is None else second[i], counts[i]) for i, f in enumerate(flat)]
+        kept = [rank([f], None if second is None else [second[i]], counts[i])[0] for i, f in enumerate(flat)]
     else:
         raise ValueError(f"scope {scope!r} is unknown; use 'global', 'layer' or 'erk'")
-    return {name: keep.reshape(s.shape) for (name, s), keep in zip(scores.items(), kept, strict=True)}
+    pairs = zip(scores.items(), kept, strict=True)
+    return {name: sharded.like(keep.reshape(sharded.local(s).shape), s) for (name, s), keep in pairs}
 
 
 def _flat(score: Tensor) -> Tensor:
     """One dimension, in a type that can be ranked: float64 stays float64, bool and integers become float32."""
-    return score.detach().reshape(-1).to(torch.promote_types(score.dtype, torch.float32))
+    return sharded.local(score.detach()).reshape(-1).to(torch.promote_types(score.dtype, torch.float32))
 
 
-def _largest(score: Tensor, ties: Tensor | None, k: int) -> Tensor:
-    """A flat bool tensor with the k largest of `score` True; equals at the edge by `ties`, then by position."""
+def _largest(scores: list[Tensor], ties: list[Tensor] | None, k: int) -> list[Tensor]:
+    """Which of several flat tensors' numbers are the k largest; equals at the edge by `ties`, then by position."""
+    device = scores[0].device
+    score = torch.cat([s.to(device) for s in scores])
     n = score.numel()
     if k == 0 or k == n:
-        return torch.full((n,), k == n, dtype=torch.bool, device=score.device)
-    edge = torch.kthvalue(score, n - k + 1).values
-    keep = score > edge
-    level = torch.nonzero(score == edge).reshape(-1)
-    order = level if ties is None else level[torch.argsort(ties[level], descending=True, stable=True)]
-    keep[order[: k - int(keep.sum())]] = True
-    return keep
+        keep = torch.full((n,), k == n, dtype=torch.bool, device=device)
+    else:
+        # kthvalue is one block's work on a GPU, which sorts a hundred times faster.
+        edge = score.sort().values[n - k] if score.is_cuda else torch.kthvalue(score, n - k + 1).values
+        keep = score > edge
+        level = torch.nonzero(score == edge).reshape(-1)
+        if ties is not None:
+            second = torch.cat([t.to(device) for t in ties])
+            level = level[torch.argsort(second[level], descending=True, stable=True)]
+        keep[level[: k - int(keep.sum())]] = True
+    return [part.to(s.device) for part, s in zip(keep.split([len(s) for s in scores]), scores, strict=True)]
 
 
-def _global(flat: list[Tensor], ties: list[Tensor] | None, k: int, floors: list[int]) -> list[Tensor]:
+def _global(flat: list[Tensor], ties: list[Tensor] | None, k: int, floors: list[int], rank: Ranking) -> list[Tensor]:
     """One ranking over all tensors, after each tensor's own best `floors` weights are set aside."""
-    device = flat[0].device
-    score = torch.cat([f.to(device) for f in flat])
-    second = None if ties is None else torch.cat([t.to(device) for t in ties])
-    keep = torch.zeros(score.numel(), dtype=torch.bool, device=device)
-    start = 0
-    for f, floor in zip(flat, floors, strict=True):
-        span = slice(start, start + f.numel())
-        if floor:
-            keep[span] = _largest(score[span], None if second is None else second[span], floor)
-        start += f.numel()
-    rest = torch.nonzero(~keep).reshape(-1)
-    chosen = _largest(score[rest], None if second is None else second[rest], k - sum(floors))
-    keep[rest[chosen]] = True
-    return [part.to(f.device) for part, f in zip(keep.split([f.numel() for f in flat]), flat, strict=True)]
+    if not any(floors):
+        return rank(flat, ties, k)
+    keep = [rank([f], None if ties is None else [ties[i]], floors[i])[0] for i, f in enumerate(flat)]
+    rest = [torch.nonzero(~one).reshape(-1) for one in keep]
+    second = None if ties is None else [t[index] for t, index in zip(ties, rest, strict=True)]
+    chosen = rank([f[index] for f, index in zip(flat, rest, strict=True)], second, k - sum(floors))
+    for one, index, more in zip(keep, rest, chosen, strict=True):
+        one[index[more]] = True
+    return keep
 
 
 def _apportion(want: list[float], sizes: list[int], floors: list[int], k: int) -> list[int]:
@@ -195,18 +200,18 @@ def shift(
     `look` asks the device after every step whether tau is there; without, it is the best of UNSEEN_STEPS.
     """
     rows, blocks, size = _blocks(logits, members)
-    device = blocks[0].device
+    device = logits[0].device
     gamma = _row(sharpness, rows, device)
     edge = 1 / (1 + math.exp(-LOGIT_MAX))
     goal = _row(density, rows, device).clamp(1 - edge, edge) * (1 - 3e-7)  # p's rounding to float32 must not lift it
-    low = torch.stack([block.amin(1) for block in blocks]).amin(0) - LOGIT_MAX / gamma
-    high = torch.stack([block.amax(1) for block in blocks]).amax(0) + LOGIT_MAX / gamma
+    low, high = _range(blocks, logits)
+    low, high = low - LOGIT_MAX / gamma, high + LOGIT_MAX / gamma
     first = (low + high) / 2 if start is None else _row(start, rows, device).clamp(low, high)
     tau = best = first.float()  # as the sampler stores it
     infinity, nearest = torch.full_like(tau, math.inf), torch.full_like(goal, math.inf)
     most, least = goal * (1 - 1e-7), goal / 2
     for trial in range(100 if look else UNSEEN_STEPS):
-        mean, slope, bend = _moments(blocks, tau, gamma.float()) / size
+        mean, slope, bend = sharded.total(_moments(blocks, tau, gamma.float()), logits) / size
         steep, far = gamma * slope, tau.abs()
         step = torch.nextafter(far, infinity) - far
         # The middle of a margin below the goal: 2e-7 of it, or a float32 step of tau, so that it holds such a tau.
@@ -246,12 +251,32 @@ def _blocks(logits: list[Tensor], members: bool) -> tuple[int, list[Tensor], int
     On a CPU pieces that stay in its cache, without a copy; elsewhere few launches, and spare memory that is bounded.
     """
     rows = logits[0].shape[0] if members else 1
-    flat = [x.detach().float().reshape(rows, -1) for x in logits]
+    flat = [sharded.local(x.detach()).float().reshape(rows, -1) for x in logits]
     on_cpu = flat[0].device.type == "cpu"
     flat = flat if on_cpu else [torch.cat(flat, dim=1)]
     width = max(1, (2**17 if on_cpu else 2**24) // rows)
     blocks = [block for part in flat for block in part.split(width, dim=1) if block.numel()]
-    return rows, blocks, sum(part.shape[1] for part in flat)
+    return rows, blocks or flat[:1], sum(x.numel() for x in logits) // rows
+
+
+def _range(blocks: list[Tensor], of: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest number of every member; a rank may have no rows."""
+    none = blocks[0].new_full((len(blocks[0]),), math.inf)
+    full = [block for block in blocks if block.numel()]
+    low = torch.stack([block.amin(1) for block in full]).amin(0) if full else none
+    high = torch.stack([block.amax(1) for block in full]).amax(0) if full else -none
+    low, high = sharded.least(torch.stack([low, -high]), of)
+    return low, -high
+
+
+@functools.cache
+def _fused() -> Callable[..., Tensor] | None:
+    """The sums of `_moments` in one pass, where Triton is installed."""
+    try:
+        from pacprune.moments import sums
+    except ImportError:
+        return None
+    return sums
 
 
 def _moments(blocks: list[Tensor], tau: Tensor, gamma: Tensor) -> Tensor:
@@ -259,6 +284,8 @@ def _moments(blocks: list[Tensor], tau: Tensor, gamma: Tensor) -> Tensor:
 
     The first in float64, since it is what is promised; the others only say where to look next.
     """
+    if tau.is_cuda and (fused := _fused()) is not None:
+        return torch.stack([fused(block, tau, gamma, most=LOGIT_MAX) for block in blocks]).sum(0)
     tau, gamma, found = tau[:, None], gamma[:, None], []
     loose = torch.float32 if tau.device.type == "cpu" else torch.float64  # an accelerator widens at no cost
     spare = torch.empty_like(max(blocks, key=Tensor.numel), memory_format=torch.contiguous_format).reshape(-1)
@@ -282,19 +309,34 @@ def project(
     `members` and `look` as in `shift`; without a look, to 2^-40 of the range of keep_prob.
     """
     rows = keep_prob[0].shape[0] if members else 1
-    flat = torch.cat([p.detach().reshape(rows, -1) for p in keep_prob], dim=1).double()
+    own = [sharded.local(p.detach()) for p in keep_prob]
+    flat = torch.cat([p.reshape(rows, -1) for p in own], dim=1).double()
     goal = _row(density, rows, flat.device).clamp(eta, 1 - eta)
-    low, high = flat.amin(1) - 1, flat.amax(1) + 1
+    low, high = _range([flat], keep_prob)
+    low, high = low - 1, high + 1
     tau = torch.zeros_like(low)  # a point that meets the budget already stays where it is
     for _ in range(100 if look else 40):
-        mean = (flat - tau[:, None]).clamp_(eta, 1 - eta).mean(1)
+        mean = _mean((flat - tau[:, None]).clamp_(eta, 1 - eta), keep_prob)
         done = (mean - goal).abs() < 1e-10
         if look and bool(done.all()):
             break
         low, high = torch.where(mean > goal, tau, low), torch.where(mean > goal, high, tau)
         tau = torch.where(done, tau, (low + high) / 2)
-    parts = (flat - tau[:, None]).clamp_(eta, 1 - eta).split([p.numel() // rows for p in keep_prob], dim=1)
-    return [part.reshape(p.shape).to(p.dtype) for part, p in zip(parts, keep_prob, strict=True)]
+    parts = (flat - tau[:, None]).clamp_(eta, 1 - eta).split([p.numel() // rows for p in own], dim=1)
+    found = [part.reshape(p.shape).to(p.dtype) for part, p in zip(parts, own, strict=True)]
+    return [sharded.like(part, p) for part, p in zip(found, keep_prob, strict=True)]
+
+
+def _mean(each: Tensor, of: list[Tensor]) -> Tensor:
+    """The mean along the last dimension, over the numbers of all ranks."""
+    if not sharded.some(of):
+        return each.mean(-1)
+    return sharded.total(each.sum(-1), of) / sum(p.numel() for p in of)
+
+
+def kept(mask: Mapping[str, Tensor]) -> int:
+    """How many weights a mask keeps."""
+    return sum(sharded.count(m) for m in mask.values())
 
 
 class Overlap(NamedTuple):
@@ -308,19 +350,18 @@ def overlap(a: Mask, b: Mask) -> Overlap:
     """|a and b| / |a|, with its chance level |b| / D: two random masks of sparsity s share 1 - s."""
     if a.keys() != b.keys():
         raise ValueError(f"the masks name different tensors: {sorted(a.keys() ^ b.keys())}")
-    both = sum(int((a[n] & b[n]).sum()) for n in a)
-    size = sum(m.numel() for m in b.values())
-    return Overlap(both / max(1, sum(int(m.sum()) for m in a.values())), sum(int(m.sum()) for m in b.values()) / size)
+    both, size = kept({n: a[n] & b[n] for n in a}), sum(m.numel() for m in b.values())
+    return Overlap(both / max(1, kept(a)), kept(b) / size)
 
 
 def entropy(keep_prob: Scores) -> float:
     """Mean entropy of the gates in nats: -p log p - (1 - p) log(1 - p), 0 for a deterministic mask, log 2 at most."""
-    p = torch.cat([v.detach().double().reshape(-1) for v in keep_prob.values()])
-    return float((-torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)).mean())
+    p = torch.cat([sharded.local(v.detach()).double().reshape(-1) for v in keep_prob.values()])
+    each = -torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)
+    return float(_mean(each, list(keep_prob.values())))
 
 
 def sparsity(mask: Mask, *, total: int | None = None) -> float:
     """The fraction of the mask that is pruned; of `total` weights, when some have no mask since they are all kept."""
-    if total is None:
-        return 1 - sum(int(m.sum()) for m in mask.values()) / sum(m.numel() for m in mask.values())
-    return sum(int((~m).sum()) for m in mask.values()) / total
+    size = sum(m.numel() for m in mask.values())
+    return 1 - kept(mask) / size if total is None else (size - kept(mask)) / total

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pacprune.sharded import local
+
 BETA2, EPS = 0.999, 1e-8
 
 
@@ -92,15 +94,17 @@ class Optimizer:
     def _state(self, p: nn.Parameter, group: Group) -> dict[str, Tensor]:
         number = self._number[id(p)]
         if number not in self.state:
-            made = {"mean": torch.zeros_like(p)} if self.kind != "sgd" or any(group.momentum) else {}
+            zeros = torch.zeros_like(local(p))
+            made = {"mean": zeros} if self.kind != "sgd" or any(group.momentum) else {}
             if self.kind != "sgd":
-                made |= {"square": torch.zeros_like(p), "step": torch.zeros((), device=p.device)}
+                made |= {"square": zeros.clone(), "step": torch.zeros((), device=p.device)}
             self.state[number] = made
         return self.state[number]
 
     def _together(self, group: Group, params: list[nn.Parameter], states: list[dict[str, Tensor]]) -> None:
         """One launch for all parameters, by the fused kernels that torch.optim's own `fused=True` calls."""
-        grads, means = [p.grad for p in params], [state["mean"] for state in states if state]
+        grads, means = [local(p.grad) for p in params], [state["mean"] for state in states if state]  # type: ignore[arg-type]
+        params = [local(p) for p in params]  # type: ignore[misc]
         momentum, decay = group.momentum[0], group.weight_decay[0]
         if self.kind == "sgd":
             torch.ops.aten._fused_sgd_.tensor_lr(

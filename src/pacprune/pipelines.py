@@ -14,9 +14,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import kernels, masks, patterns, weights
+from pacprune import kernels, masks, patterns, scores, sharded, weights
 from pacprune.batches import Data
-from pacprune.budget import Budget
+from pacprune.budget import Budget, keep_means_
 from pacprune.certificate import Certificate
 from pacprune.config import Config
 from pacprune.crew import check
@@ -289,6 +289,7 @@ def pbp(
     criterion: str = "magnitude",
     posterior: Config | None = None,
     dense: Config | None = None,
+    data: Data | None = None,
     eps: float = 1e-4,
     std: float = 2e-3,
     train_std: bool = False,
@@ -306,44 +307,38 @@ def pbp(
 ) -> Pipeline[Certified]:
     """PAC-Bayes pruning, in place: [dense] and `config` train the prior on S_P, `posterior` trains Q on the bound.
 
-    P is the block-isotropic spike and slab around the criterion's mask, trained on split.prior with its mean keep_prob
-    held at 1 - sparsity, and written down before split.bound is read. The certificate holds with probability 1 - delta;
+    P is the block-isotropic spike and slab around the criterion's mask, trained on split.prior (or on `data`, an
+    augmented form of it) with its mean keep_prob held at 1 - sparsity, and written down before split.bound is read.
+    Where gate_lr is None the gates stay as they are and the weights outside the mask have mean 0: of a network that
+    pft has pruned on split.prior, P is then a small cloud around it. The certificate holds with probability 1 - delta;
     `family` is the bound that it claims, `grid` the number of priors, fixed in advance, of which this is one.
     """
     check_request(model, sparsity, criterion)
+    sharded.refuse(model.parameters(), "a certificate", "use pp.pft")
     check_declared(family, method)
     if split.classes == 0 or split.prior.y.ndim > 1:
         raise ValueError(
             f"split has {split.classes} classes and labels of shape {tuple(split.prior.y.shape)}; "
             "a certificate bounds the error of a classifier, so give one class number per example"
         )
-    for one in (config, config if posterior is None else posterior):
-        check_rates(one)
-    stage = stages(model, split.prior, F.cross_entropy, seed, folder, progress)
-    history = (yield stage("dense", dense)) if dense else []
-    found = score(criterion, model, split.prior, seed=seed)
-    mask = masks.top_k(found, sparsity=sparsity)
-    attach(model, block_isotropic(model, mask, eps=eps, std=std), train_std=train_std, seed=seed)
-    history += yield stage("prior", config, Budget(sparsity))
-    reestimate_batchnorm(model, split.prior)
-    prior = read(model)
     last = config if posterior is None else posterior
+    for one in (config, last):
+        check_rates(one)
+    stage = stages(model, split.prior if data is None else data, F.cross_entropy, seed, folder, progress)
+    history = (yield stage("dense", dense)) if dense else []
+    mask = masks.top_k(score(criterion, model, split.prior, seed=seed), sparsity=sparsity)
+    attach(model, block_isotropic(model, mask, eps=eps, std=std), train_std=train_std, seed=seed)
+    history += yield stage("prior", config, None if config.gate_lr is None else Budget(sparsity))
+    fixed = mask if config.gate_lr is None else {}
+    keep_means_(model, fixed)
+    reestimate_batchnorm(model, split.prior)
+    prior, budget = read(model), None if last.gate_lr is None else Budget(sparsity)
     options = {"stage": "posterior", "delta": delta, "objective": objective, "progress": progress}
     where = None if folder is None else Path(folder)
-    history += yield _Stage(model, split, last, seed, Budget(sparsity), prior, where, options)
-    certificate = certify(
-        model,
-        prior,
-        split,
-        delta=delta,
-        family=family,
-        grid=grid,
-        method=method,
-        draws=draws,
-        tolerance=tolerance,
-        name=name,
-        progress=progress,
-    )
+    history += yield _Stage(model, split, last, seed, budget, prior, where, options)
+    keep_means_(model, fixed if last.gate_lr is None else {})
+    sampling = {"method": method, "draws": draws, "tolerance": tolerance, "progress": progress}
+    certificate = certify(model, prior, split, delta=delta, family=family, grid=grid, name=name, **sampling)
     return Certified(model, prior, read(model), certificate, history)
 
 
@@ -372,9 +367,10 @@ def check_request(
     model: nn.Module, sparsity: float | None, criterion: str = NAMES[0], pattern: str | None = None
 ) -> float:
     """Refuses before anything is trained what would be refused after it; returns the sparsity asked for."""
-    weights.prunable(model)
-    if criterion not in NAMES:
-        raise ValueError(f"criterion {criterion!r} is unknown; use one of {', '.join(NAMES)}")
+    plain = weights.prunable(model)
+    scores.check(criterion, model)
+    if pattern is not None:
+        sharded.refuse(plain.values(), f"the pattern {pattern}", "give a sparsity")
     return masks.asked_sparsity(sparsity, pattern)
 
 

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from pacprune import kernels, layers, weights
 from pacprune.batches import device_of
 from pacprune.kernels.convolution import convolution
+from pacprune.kernels.views import elementwise_first
 from pacprune.sampler import Sampler
 
 _NARROW, _FEW = 64, 16
@@ -65,7 +66,8 @@ class Population:
     def compile(self) -> None:
         """Lets torch.compile fuse the members' layers; batches of every new size are compiled anew."""
         # Inductor leaves grouped convolutions in the layout they come in unless told that channels-last is faster.
-        self._compiled = torch.compile(self._apply, dynamic=False, options={"force_layout_optimization": True})
+        options: dict[str, Any] = {"force_layout_optimization": True, "post_grad_custom_pre_pass": elementwise_first}
+        self._compiled = torch.compile(self._apply, dynamic=False, options=options)
 
     def outputs(self, x: Tensor, *, own: bool) -> Tensor:
         """All members' outputs [K, n, ...]: of x [n, ...], or, when each has its `own` inputs, of x [K, n, ...]."""
@@ -177,6 +179,8 @@ def _skeleton(model: nn.Module) -> nn.Module:
         for module in plain.modules():
             if type(module) is nn.Conv2d and _is_slow_in_groups(module):
                 module.__class__ = _Grouped
+            elif type(module) is nn.Linear:
+                module.__class__ = _Linear
     empty: dict[int, tuple[Tensor, Tensor]] = {}
     for module in plain.modules():  # .to("meta") would make two parameters of a tied one
         for kind in ("_parameters", "_buffers"):
@@ -199,18 +203,30 @@ def _is_slow_in_groups(conv: nn.Conv2d) -> bool:
 
 
 class _Grouped(nn.Conv2d):
-    """A convolution that is fast for all members at once: strided by `convolution`, else with zeros as more inputs."""
+    """A convolution that is fast for all members at once."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if torch.is_autocast_enabled(input.device.type):
+        half = torch.is_autocast_enabled(input.device.type)
+        if half:
             kind = torch.get_autocast_dtype(input.device.type)
             input, weight = input.to(kind), weight.to(kind)
-        if self.stride == (1, 1):
+        if self.stride == (1, 1) and half:  # channels-last: with zeros as more inputs cuDNN is fast
             more = (0, 0, 0, 0, 0, max(0, _FEW - self.in_channels))
-            return super()._conv_forward(F.pad(input, more), F.pad(weight, more), bias)
-        padding = [int(width) for width in self.padding]
-        out = convolution(input, weight, stride=list(self.stride), padding=padding)
+            out = super()._conv_forward(F.pad(input, more), F.pad(weight, more), None)
+        else:
+            padding = [int(width) for width in self.padding]
+            out = convolution(input, weight, stride=list(self.stride), padding=padding)
         return out if bias is None else out + bias[:, None, None].to(out.dtype)
+
+
+class _Linear(nn.Linear):
+    """x W^T as (W x^T)^T: the gradient in W is then laid out as W is, and no one has to transpose it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.ndim != 2:
+            return super().forward(input)
+        out = (self.weight @ input.T).T
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 def _check_alike(models: Sequence[nn.Module]) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pacprune import kernels, patterns
+from pacprune import kernels, patterns, sharded
 from pacprune.kernels import Law, Part
 
 _CAST = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
@@ -288,3 +289,71 @@ class Sampler(nn.Module):
         if where is None or where.original0 is not mean:  # called by hand, or a replica in another thread
             return kernels.sample(part, law)
         return kernels.sample(part, law, self.pool.read(self, part, law))
+
+
+class Shards(nn.ModuleList):
+    """A weight that fully_shard has cut into rows, as draws: (mean, gate) beside it, and in it the present draw.
+
+    Every rank draws its own rows, with the noise that they have in the whole model; what is gathered for a layer's
+    forward pass is drawn already. The gradient in the draw, once it is summed over the ranks and cut into rows, becomes
+    that in mean and gate, and is dropped. It stands where torch's parametrize puts its own list.
+    """
+
+    def __init__(self, weight: nn.Parameter, sampler: Sampler) -> None:
+        super().__init__([sampler])
+        mean, gate = sampler.right_inverse(weight)
+        self.original0 = nn.Parameter(mean, requires_grad=weight.requires_grad)
+        self.original1 = nn.Parameter(gate, requires_grad=weight.requires_grad)
+        self._weight = (weight,)  # in a tuple, since it is registered where it belongs
+        self._hook = weight.register_post_accumulate_grad_hook(self._backward)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter that fully_shard gathers."""
+        return self._weight[0]
+
+    def part(self) -> tuple[Part, Law]:
+        """What this rank's rows are drawn from, and how."""
+        sampler = self[0]
+        assert isinstance(sampler, Sampler)
+        part = sampler._part(sharded.local(self.original0.detach()), sharded.local(self.original1.detach()), None)
+        return part, sampler.law(part)
+
+    def _backward(self, weight: Tensor) -> None:
+        given, weight.grad = weight.grad, None
+        assert given is not None
+        pair, (part, law) = (self.original0, self.original1), self.part()
+        needs = (pair[0].requires_grad, pair[1].requires_grad, False)
+        found = kernels.gradients(part, law, sharded.local(given), needs)
+        for p, gradient in zip(pair, found, strict=False):
+            if gradient is not None and p.grad is not None:
+                sharded.local(p.grad).add_(gradient)
+            elif gradient is not None:
+                p.grad = sharded.like(gradient, p)
+
+    def join(self, owner: nn.Module, attribute: str) -> None:
+        """Takes its place beside the weight; tied weights are one parameter already, and need it once."""
+        if not parametrize.is_parametrized(owner):
+            owner.parametrizations = nn.ModuleDict()
+        owner.parametrizations[attribute] = self  # type: ignore[index]
+
+    def leave(self, owner: nn.Module, attribute: str) -> None:
+        """Puts the mean where the draw was, and takes gradients no more."""
+        del owner.parametrizations[attribute]  # type: ignore[operator]
+        if not len(owner.parametrizations):  # type: ignore[arg-type]
+            del owner.parametrizations
+        self._hook.remove()
+        sharded.local(self.weight.detach()).copy_(sharded.local(self.original0.detach()))
+
+
+@torch.no_grad()
+def draw_shards(every: Sequence[Shards]) -> None:
+    """Makes the present draw of all these weights, where fully_shard gathers them from: before every forward pass."""
+    jobs: dict[Law, list[tuple[Tensor, Part]]] = {}
+    for one in every:
+        part, law = one.part()
+        if part.mean.numel():  # a rank may have no rows of a small tensor
+            jobs.setdefault(law, []).append((sharded.local(one.weight.detach()), part))
+    for law, pairs in jobs.items():
+        rows, parts = zip(*pairs, strict=True)
+        torch._foreach_copy_(rows, kernels.draw(parts, law))  # type: ignore[attr-defined]

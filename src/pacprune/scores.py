@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pacprune import philox, weights
+from pacprune import philox, ranks, sharded, weights
 from pacprune.batches import Data, batches, device_of, forked, rows
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -28,6 +28,7 @@ def score(
     prunable: weights.Prunable = weights.prunable,
 ) -> dict[str, Tensor]:
     """The scores of a criterion by its name, for code that takes the name from a user."""
+    check(criterion, model)
     if criterion == "magnitude":
         return magnitude(model, prunable=prunable)
     if criterion == "snip":
@@ -36,9 +37,15 @@ def score(
         return grasp(model, data, loss=loss, prunable=prunable)
     if criterion == "synflow":
         return synflow(model, data, prunable=prunable)
-    if criterion == "random":
-        return random(model, seed=seed, prunable=prunable)
-    raise ValueError(f"criterion {criterion!r} is unknown; use one of {', '.join(NAMES)}")
+    return random(model, seed=seed, prunable=prunable)
+
+
+def check(criterion: str, model: nn.Module) -> None:
+    """Refuses a criterion that does not exist, or that this model cannot be scored by."""
+    if criterion not in NAMES:
+        raise ValueError(f"criterion {criterion!r} is unknown; use one of {', '.join(NAMES)}")
+    if criterion in ("grasp", "synflow") and sharded.settle(model):
+        sharded.refuse(model.parameters(), f"the criterion {criterion}", "use magnitude, snip or random")
 
 
 def magnitude(model: nn.Module, *, prunable: weights.Prunable = weights.prunable) -> dict[str, Tensor]:
@@ -50,8 +57,9 @@ def random(model: nn.Module, *, seed: int = 0, prunable: weights.Prunable = weig
     """One uniform number per weight, a function of (seed, index): the baseline that every criterion must beat."""
     found, start = {}, 0
     for name, w in prunable(model).items():
-        word = philox.words(w.numel(), seed=seed, step=0, stream=philox.SCORE, offset=start, device=w.device)
-        found[name] = philox.uniform(word).reshape(w.shape)
+        own, first = sharded.local(w.detach()), start + sharded.start(w)
+        word = philox.words(own.numel(), seed=seed, step=0, stream=philox.SCORE, offset=first, device=w.device)
+        found[name] = sharded.like(philox.uniform(word).reshape(own.shape), w)
         start += w.numel()
     return found
 
@@ -66,7 +74,8 @@ def snip(
 ) -> dict[str, Tensor]:
     """|w dL/dw|, the first-order change of the loss when w is removed (Lee et al. 2019)."""
     chosen = prunable(model)
-    gradient = _gradient(model, chosen, data, loss, examples)
+    cut = sharded.some(chosen.values())
+    gradient = (_shards_gradient if cut else _gradient)(model, chosen, data, loss, examples)
     return {name: (w.detach() * g).abs() for (name, w), g in zip(chosen.items(), gradient, strict=True)}
 
 
@@ -83,6 +92,7 @@ def grasp(
     Wang et al. 2020 prune the largest -w (H g); the sign here is turned so that larger = keep. H g is the gradient of
     g(w)'g with the second g held fixed.
     """
+    check("grasp", model)
     chosen = prunable(model)
     fixed = _gradient(model, chosen, data, loss, examples)
     product = _gradient(model, chosen, data, loss, examples, times=fixed)
@@ -95,6 +105,7 @@ def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weight
     Only the shape of the first example is used (its values too when the input is integer tokens). In float64, where
     products over deep networks do not overflow.
     """
+    check("synflow", model)
     device = device_of(model)
     with forked(device, data, seed=0):
         x = next(batches(data, 1, device=device, limit=1))[0][:1]
@@ -165,5 +176,39 @@ def _gradient(
                 gradient = torch.autograd.grad(dot, leaves, materialize_grads=True)
             sums = [s + g.detach() * len(x) for s, g in zip(sums, gradient, strict=True)]
             seen += len(x)
+    weights.mark_seen(model, rows(data))
+    return [s / seen for s in sums]
+
+
+def _shards_gradient(
+    model: nn.Module, chosen: Mapping[str, Tensor], data: Data, loss: Loss, examples: int
+) -> list[Tensor]:
+    """`_gradient` of a sharded model, by its own backward pass: each rank takes its part of every batch."""
+    seen, sums = 0, [torch.zeros_like(w) for w in chosen.values()]
+    device, buffers = device_of(model), [(b, b.clone()) for b in model.buffers()]
+    before = [(p, p.grad) for p in model.parameters()]
+    with torch.enable_grad(), forked(device, data, seed=0):
+        for x, y in batches(data, 256, device=device, limit=examples):
+            low, high = ranks.part(len(x))
+            if high - low < 1 or len(x) < 2 * ranks.world():  # too few to split: all do all of it
+                low, high = 0, len(x)
+            for p, _ in before:
+                p.grad = None
+            value = loss(model(x[low:high]), y[low:high]) * (high - low)
+            bad = ranks.sum_((~torch.isfinite(value.detach())).long())
+            if bad:
+                raise ValueError(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
+            value.backward()
+            # fully_shard takes the mean over ranks; of parts, the sum is meant.
+            times = 1 if high - low == len(x) else ranks.world()
+            for total, w in zip(sums, chosen.values(), strict=True):
+                if w.grad is not None:
+                    total += w.grad * times
+            seen += len(x)
+    with torch.no_grad():
+        for buffer, old in buffers:
+            buffer.copy_(old)
+    for p, old in before:
+        p.grad = old
     weights.mark_seen(model, rows(data))
     return [s / seen for s in sums]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pacprune import kernels, masks, weights
+from pacprune import kernels, masks, patterns, sharded, weights
 
 ETA = kernels.ETA
 """Keep probabilities under the clamp mapping live in [ETA, 1 - ETA]: a prior at 0 or 1 makes the KL infinite."""
@@ -33,7 +33,8 @@ class SpikeSlab:
     @property
     def sparsity(self) -> float:
         """Expected fraction pruned: sum(1 - keep_prob) / D."""
-        return float(sum((1 - p.detach().double()).sum() for p in self.keep_prob.values())) / self.total
+        each = (sharded.whole((1 - p.detach().double()).sum()) for p in self.keep_prob.values())
+        return float(sum(each)) / self.total
 
     @property
     def hash(self) -> str:
@@ -91,7 +92,7 @@ def isotropic(
 
 def block_isotropic(model: nn.Module, mask: Mapping[str, Tensor], *, eps: float, std: float = 0.0) -> SpikeSlab:
     """keep_prob = 1 - (D - k) eps / k on the k kept weights, eps on the others; the mean is exactly k / D."""
-    size, kept = sum(m.numel() for m in mask.values()), sum(int(m.sum()) for m in mask.values())
+    size, kept = sum(m.numel() for m in mask.values()), masks.kept(mask)
     if not ETA <= eps < 0.5:
         raise ValueError(
             f"eps is {eps}; it must lie in [{ETA}, 0.5), since a keep_prob nearer to 0 or 1 cannot be sampled"
@@ -136,11 +137,37 @@ def score_monotone(
     return _around(model, {n: torch.sigmoid(masks.bounded(x - tau).double()) for n, x in logits.items()}, std)
 
 
+def check_fits(plain: Mapping[str, Tensor], slab: SpikeSlab, pattern: tuple[int, int] | None) -> None:
+    """Refuses a SpikeSlab that does not fit a model's weights, or the N:M pattern that they are to have."""
+    for name, p in slab.keep_prob.items():
+        if name not in plain:
+            raise ValueError(
+                f"the SpikeSlab names {name!r}, which is not among the model's weights: {', '.join(plain)}"
+            )
+        if p.shape != plain[name].shape:
+            raise ValueError(
+                f"{name} has shape {tuple(p.shape)} in the SpikeSlab but {tuple(plain[name].shape)} in the model"
+            )
+        sharded.check_alike(p, plain[name], what=f"{name} of the SpikeSlab")
+        low, high = sharded.span(p)
+        if not (low >= 0 and high <= 1):
+            raise ValueError(f"{name} has keep probabilities outside [0, 1]: {low} to {high}")
+        if sharded.count(~torch.isfinite(slab.mean[name])):
+            raise ValueError(f"{name} has NaN or infinite means in the SpikeSlab; train it again with a smaller lr")
+        if pattern is not None:
+            patterns.grouped(p, pattern[1], name=name)
+            if bool((slab.std[name] != 0).any()):
+                raise ValueError(
+                    f"{name} has std up to {float(slab.std[name].max()):.3g}, but a pattern masks weights that have no "
+                    "noise of their own; give the SpikeSlab std=0"
+                )
+
+
 def log_scores(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """log(score / mean score + 1e-8), so that scale does not matter; all raised to at least 0 if some are negative."""
-    least = min(float(s.min()) for s in scores.values())
+    least = min(sharded.span(s)[0] for s in scores.values())
     raised = {n: s.detach().double() - min(least, 0.0) for n, s in scores.items()}
-    mean = sum(float(s.sum()) for s in raised.values()) / sum(s.numel() for s in raised.values())
+    mean = sum(float(sharded.whole(s.sum())) for s in raised.values()) / sum(s.numel() for s in raised.values())
     return {n: torch.log(s / (mean or 1.0) + 1e-8).float() for n, s in raised.items()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pacprune import budget, estimators, layers, masks, philox, ranks, weights
+from pacprune import budget, estimators, layers, masks, philox, ranks, sharded, weights
 from pacprune.batches import Data, batches, crop_flip, portions, size, tensors
 from pacprune.budget import Budget
 from pacprune.config import Config
@@ -85,7 +85,9 @@ class Step:
         captured = self.config.execution != "eager" and device.type == "cuda" and ranks.world() == 1
         self.left = _WARM if captured else -1
         """Steps until the capture; below 0 there is none."""
-        self.gradients = ranks.Gradients([p for group in run.groups for p in group.params])
+        params = [p for group in run.groups for p in group.params]
+        self.gradients = ranks.Gradients([p for p in params if not sharded.is_sharded(p)])
+        self.sharded = sharded.some(params)
         self.count = 0
         """How many examples the present batch has, over all ranks."""
         self._plans: dict[int, tuple[Tensor | None, list[_Piece]]] = {}
@@ -282,7 +284,8 @@ class Step:
             else:
                 found = forward()
                 with self.gradients.overlapped() if piece is pieces[-1] else nullcontext():
-                    (weight * found).sum().backward()
+                    # fully_shard takes the mean over ranks of what has to be summed.
+                    (weight * (ranks.world() if self.sharded else 1) * found).sum().backward()
                 value += weight * found.detach()
         return value
 
@@ -296,9 +299,11 @@ class Step:
 
     def _clip(self, most: float) -> None:
         """Scales every member's gradients so that their norm is at most this."""
-        grads = [p.grad for group in self.run.groups for p in group.params if p.grad is not None]
-        apart = 1 if self.run.members else 0
+        found = [p.grad for group in self.run.groups for p in group.params if p.grad is not None]
+        apart, grads = 1 if self.run.members else 0, [sharded.local(g) for g in found]
         norm = torch.stack([g.reshape(*g.shape[:apart], -1).float().norm(dim=-1) for g in grads]).norm(dim=0)
+        if self.sharded:
+            norm = sharded.total(norm.square(), found).sqrt()
         scale = (most / (norm + 1e-6)).clamp_max(1.0)
         for g in grads:
             g.mul_(scale.reshape(-1, *[1] * (g.ndim - 1)) if apart else scale)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from pacprune import bounds, layers, numeric, ranks, weights
+from pacprune import bounds, layers, numeric, ranks, sharded, weights
 from pacprune.batches import Data, labels, rows, tensors
 from pacprune.budget import Budget, check_budgets
 from pacprune.checkpoint import digest, write_atomically
@@ -62,6 +62,9 @@ def fit(
     statistics are averaged after every epoch and at every checkpoint. Dropout draws the same on all ranks. Rank 0
     writes the checkpoint, which any number of ranks can go on from; `validation` is looked at by rank 0. `progress` is
     called on every rank.
+
+    A model that torch.distributed.fsdp.fully_shard has cut (its parts, then itself, before `attach`) is trained in
+    shards: every rank keeps, draws and moves its rows alone, and writes its own part of the checkpoint.
     """
     crew = Crew(model, config, seed)
     value = crew.check(data, loss)
@@ -114,6 +117,7 @@ def fit_posterior(
     *,
     delta: float = 0.05,
     objective: str = "seeger",
+    kl_weight: float | Sequence[float] = 1.0,
     budget: Budget | Sequence[Budget] | None = None,
     data: Data | None = None,
     out: str | Path | Sequence[str | Path] | None = None,
@@ -129,15 +133,23 @@ def fit_posterior(
     in [0, 1]. Refuses when P has seen the bound set; writes P to `out` (default: a new temporary folder) and hashes it
     before the bound set is read; leaves a receipt without which `certify` refuses. `objective` is "seeger" or "paper".
     A `budget` holds the expected sparsity of Q. `data` may be other training data (Q may be trained on anything); n
-    and the KL stay the bound set's. A list of models, each with its own prior, is trained as a population, and several
-    ranks train together (see `fit`); rank 0 writes P, and the others wait for that.
+    and the KL stay the bound set's. `kl_weight` multiplies the KL in what is minimised and nowhere else: any Q may be
+    certified, and `certify` takes the whole KL; every row of the history has it. A list of models, each with its own
+    prior, is trained as a population, and several ranks train together (see `fit`); rank 0 writes P, and the others
+    wait for that.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
     crew = Crew(model, config, seed)
     count = len(crew.models)
+    factors: list[float] = spread("kl_weight", kl_weight, count)
+    if not all(0 <= one < math.inf for one in factors):
+        raise ValueError(
+            f"kl_weight is {kl_weight}; it must be a number of at least 0: 1 trains on the bound itself, 0 on the risk"
+        )
     priors: list[SpikeSlab] = spread("prior", prior, count)
     for one, p in zip(crew.models, priors, strict=True):
+        sharded.refuse(one.parameters(), "a certificate", "use pp.pft")
         layers.attached(one)
         if any(t.requires_grad for t in p.keep_prob.values()):
             raise ValueError("the prior carries gradients and forgot what it has seen; take it by pp.read(model)")
@@ -162,6 +174,7 @@ def fit_posterior(
 
     # Added to the KL, so that its gradient after a backward pass is the price d bound / d KL.
     tap = torch.zeros(() if alone else count, dtype=torch.float64, device=crew.device, requires_grad=True)
+    factor = torch.tensor(factors[0] if alone else factors, dtype=torch.float64, device=crew.device)
     risks = crew.objective(bounded_cross_entropy, False)
 
     def risk_of(x: Tensor, y: Tensor) -> Tensor:
@@ -172,7 +185,7 @@ def fit_posterior(
         q = layers.read(trained, detach=False)
         # `pull` takes the means' part of the KL; here it only counts.
         fixed = replace(q, mean={name: m.detach() for name, m in q.mean.items()})
-        divergence = kl(fixed, pinned, dtype=torch.float32, members=not alone, check=False) + tap
+        divergence = factor * (kl(fixed, pinned, dtype=torch.float32, members=not alone, check=False) + tap)
         if objective == "seeger":
             constant = math.log(bounds.xi(n) / ledger.pac_bayes)
             return numeric.kl_inverse(risk, (divergence + constant) / n)
@@ -217,6 +230,7 @@ def fit_posterior(
             "seen": digest({"data": known, "labels": labels(data)}),
             "delta": delta,
             "objective": objective,
+            "kl_weight": factors,
             "budget": None if budgets is None else [asdict(one) for one in budgets],
         },
         members=not alone,
@@ -231,6 +245,7 @@ def fit_posterior(
             crew.configs[some],
             delta=delta,
             objective=objective,
+            kl_weight=factors[some],
             budget=None if budgets is None else budgets[some],
             data=data,
             out=folders[some],
@@ -242,6 +257,8 @@ def fit_posterior(
         )
 
     history = crew.train(data, run, halves, path=checkpoint, every=every, progress=progress)
+    for row in history:
+        row["kl_weight"] = factors[row.get("member", 0)]
     for one, written, where in zip(crew.models, hashes, folders, strict=True):
         weights.notes(one)["receipt"] = {"prior": written, "bound": split.bound.hash, "written": str(where)}
     return history

@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from pacprune import sharded
+
 Prunable = Callable[[nn.Module], Mapping[str, Tensor]]
 """The type of `prunable`: pass your own function wherever a `prunable=` is taken to restrict what is pruned."""
 
@@ -21,6 +23,7 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
 
         pp.osp(model, data, config, sparsity=.9, prunable=body)
     """
+    sharded.settle(model)
     found = {n: p for n, p in model.named_parameters() if p.ndim >= 2 and p.is_floating_point()}
     if not found:
         raise ValueError(
@@ -31,8 +34,8 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
     for name, weight in found.items():
         if ".parametrizations." in f".{name}":
             _refuse_parametrized(model, name)
-        if not torch.isfinite(weight).all():
-            bad = int((~torch.isfinite(weight)).sum())
+        bad = sharded.count(~torch.isfinite(weight))
+        if bad:
             raise ValueError(
                 f"{name} has {bad} NaN or infinite weights of {weight.numel()}; train it again with a smaller lr"
             )
@@ -73,7 +76,7 @@ def total(model: nn.Module) -> int:
 
 def sparsity(model: nn.Module) -> float:
     """The counted fraction of zeros among the D weights of a plain model."""
-    return sum(int((w == 0).sum()) for w in prunable(model).values()) / total(model)
+    return sum(sharded.count(w == 0) for w in prunable(model).values()) / total(model)
 
 
 def notes(model: nn.Module) -> dict[str, Any]:
@@ -128,6 +131,7 @@ def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module
             raise ValueError(
                 f"the mask of {name} has shape {tuple(keep.shape)}, its weight {tuple(weights[name].shape)}"
             )
+        sharded.check_alike(keep, weights[name], what=f"the mask of {name}")
     notes(model)["mask"] = {n: keep.to(weights[n].device, torch.bool, copy=True) for n, keep in mask.items()}
     notes(model)["total"] = total(model)
     enforce_mask(model)
@@ -149,14 +153,14 @@ def masked(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
 def enforce_mask(model: nn.Module) -> None:
     """Puts the zeros of all noted masks back, whatever an optimiser did to them."""
     for weight, keep in masked(model):
-        weight.masked_fill_(~keep, 0)
+        sharded.local(weight).masked_fill_(~sharded.local(keep), 0)
 
 
 @contextmanager
 def pruned(model: nn.Module) -> Iterator[None]:
     """Zeros by the noted masks, for as long as this lasts; then every weight is what it was."""
-    found = [weight for weight, _ in masked(model)]
-    before = [weight.detach().clone() for weight in found]
+    found = [sharded.local(weight.detach()) for weight, _ in masked(model)]
+    before = [weight.clone() for weight in found]
     enforce_mask(model)
     try:
         yield

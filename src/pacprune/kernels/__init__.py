@@ -65,6 +65,7 @@ __all__ = [
 
 _FORCE = "PACPRUNE_KERNELS"
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_WEIGHTS, _FLOAT, _COUNTER = (torch.float32, torch.bfloat16), (torch.float32,), (torch.int64,)
 
 
 @functools.cache
@@ -114,23 +115,29 @@ def status(device: torch.device | str) -> str:
 
 def fast(part: Part) -> ModuleType | None:
     """The backend that reads this part's memory; None where plain torch must see the tensors (other types, vmap)."""
-    mean, gate, std = part.mean, part.gate, part.std
-    if mean.dtype not in (torch.float32, torch.bfloat16) or gate.dtype != torch.float32:
-        return None
-    if part.dtype not in (None, torch.float32, torch.bfloat16) or part.seed.dtype != torch.int64:
-        return None
-    if any(t is not None and t.dtype != torch.float32 for t in (std, part.shift, part.sharpness)):
-        return None
     if torch._C._len_torch_dispatch_stack():  # something wants to see every operation, or makes tensors without memory
         return None
-    for tensor in (mean, gate, std, part.seed, part.step, part.shift, part.sharpness):
+    wrapped = torch._C._are_functorch_transforms_active()
+    mean, gate, std, seed, step, _, shift, sharpness, dtype, _ = part
+    device = mean.device
+    for tensor, kinds in (
+        (mean, _WEIGHTS),
+        (gate, _FLOAT),
+        (std, _FLOAT),
+        (seed, _COUNTER),
+        (step, _COUNTER),
+        (shift, _FLOAT),
+        (sharpness, _FLOAT),
+    ):
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN or tensor.device != mean.device:
+        if type(tensor) not in _PLAIN or tensor.dtype not in kinds or tensor.device != device:
             return None
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # type: ignore[attr-defined]
+        if wrapped and torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # type: ignore[attr-defined]
             return None
-    return _for(mean.device)[0]
+    if dtype is not None and dtype not in _WEIGHTS:
+        return None
+    return _for(device)[0]
 
 
 @torch.no_grad()

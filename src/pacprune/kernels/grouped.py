@@ -98,7 +98,7 @@ def _to_input(
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Pixels that agree modulo the stride: they lie under the same taps. `weight` is [groups, taps, outputs, inputs]."""
+    """Pixels that agree modulo the stride lie under the same taps; `weight` is [groups, taps, outputs, inputs]."""
     group, across, below = tl.program_id(0) % GROUPS, tl.program_id(1) % RIGHT, tl.program_id(1) // RIGHT
     high, wide = tl.cdiv(HIGH - below, DOWN), tl.cdiv(WIDE - across, RIGHT)
     start = tl.program_id(0) // GROUPS * SIZE

@@ -1,0 +1,345 @@
+"""What test_sharded runs with a whole model in one process and, as a script under two ranks, with a sharded one.
+
+sharded_cases.py FOLDER CASE...
+"""
+
+import gc
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pacprune as pp
+from pacprune import ranks
+from pacprune.budget import Budget
+from sharded_parts import checkpoints, ties
+
+__all__ = ["checkpoints", "ties"]  # the others are here
+
+Found = dict[str, Any]
+FIFTY = {"epochs": 5, "batch_size": 20}
+"""50 steps at the default learning rate."""
+
+
+def cut(model: nn.Module, *parts: nn.Module, **how: Any) -> nn.Module:
+    """fully_shard, where there are other ranks; alone, the model stays whole."""
+    if dist.is_initialized():
+        from torch.distributed.fsdp import fully_shard
+
+        for part in parts:
+            fully_shard(part, **how)
+        fully_shard(model, **how)
+    return model
+
+
+class Gain(nn.Module):
+    """A weight of a single row: one of two ranks has nothing of it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(1, size) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def net() -> nn.Module:
+    """With an output layer of 3 rows, which two ranks cannot share evenly."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 33), nn.ReLU(), Gain(33), nn.Linear(33, 3))
+    return cut(model, model[0], model[2])
+
+
+class Tied(nn.Module):
+    """A small transformer whose embedding is also its output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h.mean(1))
+
+
+def tied_net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Tied()
+    return cut(model, *model.blocks)
+
+
+def pair(n: int = 200, seed: int = 1) -> tuple[Tensor, Tensor]:
+    x = torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
+    return x, (x[:, 0] > 0).long() + (x[:, 1] + x[:, 2] > 0.5).long()
+
+
+def tokens(n: int = 200) -> tuple[Tensor, Tensor]:
+    x = torch.randint(0, 11, (n, 6), generator=torch.Generator().manual_seed(1))
+    return x, x.amax(1)
+
+
+def attached(**how: Any) -> nn.Module:
+    model = net()
+    return pp.attach(model, pp.isotropic(model, sparsity=0.5), **how)
+
+
+def masked(sparsity: float = 0.8, **how: Any) -> nn.Module:
+    model = net()
+    return pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=sparsity, **how))
+
+
+def full(tensors: Any) -> dict[str, Tensor]:
+    """Whole tensors, one gathered after another."""
+    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in tensors.items()}
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return full(pp.checkpoint.state(model))
+
+
+def fitted(model: nn.Module, config: pp.Config, data: Any = None, **how: Any) -> Found:
+    history = pp.fit(model, pair() if data is None else data, config, **how)
+    return {"history": history, "state": state(model)}
+
+
+def pruned(found: pp.Pruned) -> Found:
+    return {"history": found.history, "state": state(found.model), "mask": full(found.mask), "sparsity": found.sparsity}
+
+
+def dense(folder: Path) -> Found:
+    return fitted(net(), pp.Config(**FIFTY), validation=pair(60, seed=2))
+
+
+def gates(folder: Path) -> Found:
+    model = attached()
+    found = fitted(model, pp.Config(**FIFTY), budget=Budget(0.5))
+    return found | {"mask": full(pp.spikeslab.top_mask(pp.read(model), sparsity=0.5))}
+
+
+def uneven(folder: Path) -> Found:
+    """Micro-batches of 7, 7 and 6, a last batch of 3 that is too small to split, clipping, Adam."""
+    config = pp.Config(epochs=2, batch_size=20, accumulate=3, clip=0.5, optimizer="adam", lr=1e-3)
+    return fitted(attached(coupling=1.0), config, pair(203), budget=Budget(0.5, control="projection"))
+
+
+def clamped(folder: Path) -> Found:
+    model = attached(mapping="clamp", estimator="straight-through")
+    return fitted(model, pp.Config(epochs=2, batch_size=20), budget=Budget(0.5, control="projection"))
+
+
+def lagrangian(folder: Path) -> Found:
+    return fitted(attached(), pp.Config(epochs=2, batch_size=20), budget=Budget(0.5, control="lagrangian"))
+
+
+def gradual(folder: Path) -> Found:
+    budget = Budget(0.7, control="magnitude", schedule="cubic", every=4, min_per_layer=2)
+    model = masked(0.0)
+    return fitted(model, pp.Config(epochs=2, batch_size=20), budget=budget)
+
+
+def feedback(folder: Path) -> Found:
+    return fitted(masked(0.0), pp.Config(epochs=2, batch_size=20), budget=Budget(0.7, control="feedback", every=4))
+
+
+def patience(folder: Path) -> Found:
+    return fitted(attached(), pp.Config(epochs=3, batch_size=20, patience=1, lr=0.1), validation=pair(60, seed=2))
+
+
+def osp(folder: Path) -> Found:
+    config = pp.Config(epochs=1, batch_size=20)
+    model = net()
+    model(pair()[0])  # after which fully_shard would leave the outermost weights whole
+    return pruned(pp.osp(model, pair(), config, sparsity=0.8, criterion="random", scope="erk"))
+
+
+def pft(folder: Path) -> Found:
+    config = pp.Config(epochs=5, batch_size=20)
+    dense = pp.Config(epochs=1, batch_size=20)
+    return pruned(pp.pft(net(), pair(), config, sparsity=0.8, criterion="snip", dense=dense, folder=folder / "pft"))
+
+
+def paper(folder: Path) -> Found:
+    config = pp.Config(epochs=2, batch_size=20)
+    return pruned(pp.pft(net(), pair(), config, sparsity=0.8, recipe="paper", min_per_layer=1))
+
+
+def thirds(folder: Path) -> Found:
+    """For three ranks, of which one has no rows of a tensor of 3, and two none of a tensor of 1."""
+    config = pp.Config(epochs=4, batch_size=30)
+    return pruned(pp.pft(net(), pair(), config, sparsity=0.8, min_per_layer=1))
+
+
+def transformer(folder: Path) -> Found:
+    model = tied_net()
+    found = pruned(pp.pft(model, tokens(), pp.Config(epochs=5, batch_size=20), sparsity=0.8))
+    return found | {"tied": model.head.weight is model.embed.weight}
+
+
+def used(model: nn.Module, name: str) -> list[Tensor]:
+    """The weights that a layer is called with from now on, whole."""
+    seen: list[Tensor] = []
+    model.get_submodule(name).register_forward_pre_hook(lambda m, _: seen.append(m.weight.detach().clone()))
+    return seen
+
+
+def draws(folder: Path) -> Found:
+    """What the layers are called with, in training and after it, with noise of its own in every slab."""
+    model = net()
+    pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.1), seed=3)
+    first, last = used(model, "0"), used(model, "3")
+    pp.fit(model, pair(20), pp.Config(epochs=1, batch_size=20), budget=Budget(0.6))
+    pp.resample_(model)
+    outputs = [model(pair(20)[0]).detach() for _ in range(2)]
+    error = pp.gibbs_error(model, pair(), draws=2)
+    mode = model.training
+    return {"first": first, "last": last, "outputs": outputs, "error": error, "training": mode}
+
+
+def bfloat16(folder: Path) -> Found:
+    """Weights gathered in bfloat16; means, gates and their gradients stay float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = cut(nn.Sequential(nn.Linear(8, 33), nn.ReLU(), nn.Linear(33, 3)), mp_policy=policy)
+    pp.attach(model, pp.isotropic(model, sparsity=0.5))
+    seen = used(model, "2")
+    found = fitted(model, pp.Config(epochs=1, batch_size=20), budget=Budget(0.5))
+    return found | {"used": [weight.dtype for weight in seen]}
+
+
+def own_loop(folder: Path) -> Found:
+    """torch's own optimiser, on all that model.parameters() yields."""
+    model, (x, y) = attached(), pair(20)
+    low, high = ranks.part(len(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        pp.resample_(model.train())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[low:high]), y[low:high]).backward()
+        optimizer.step()
+    return {"history": [], "state": state(model)}
+
+
+def memory(folder: Path) -> Found:
+    """How many bytes of every parameter are here, and the largest memory that any tensor has left."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
+    model = cut(plain, plain[0], plain[2])
+    pp.attach(model, pp.isotropic(model, sparsity=0.5))
+    x, y = torch.randn(40, 256), torch.randint(0, 3, (40,))
+    pp.fit(model, (x, y), pp.Config(epochs=1, batch_size=20), budget=Budget(0.5))
+    gc.collect()
+    sizes = [o.untyped_storage().nbytes() for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter)]
+    own = {n: p.to_local().numel() if hasattr(p, "to_local") else p.numel() for n, p in model.named_parameters()}
+    return {"own": own, "largest": max(sizes)}
+
+
+def export(folder: Path) -> Found:
+    """The state dict that torch gathers at the end; a plain model takes it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    found = pp.pft(tied_net(), tokens(), pp.Config(epochs=2, batch_size=20), sparsity=0.9)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return {"state": get_model_state_dict(found.model, options=options), "mask": full(found.mask)}
+
+
+def told(said: dict[str, str], name: str, act: Callable[[], Any]) -> None:
+    try:
+        act()
+    except ValueError as error:
+        said[name] = str(error)
+
+
+def refusals(folder: Path) -> Found:
+    from torch.distributed.fsdp import fully_shard
+
+    said: dict[str, str] = {}
+    config, split = pp.Config(epochs=1, batch_size=20), pp.data.split(*pair(), prior_fraction=0.5, seed=0)
+
+    def inside() -> None:
+        model = nn.Sequential(nn.Linear(8, 3))
+        fully_shard(model[0])
+        pp.fit(model, pair(), config)
+
+    def late() -> None:
+        model = nn.Sequential(nn.Linear(8, 3))
+        pp.attach(model, pp.isotropic(model, sparsity=0.5))
+        pp.fit(fully_shard(model), pair(), config)
+
+    def columns() -> None:
+        from torch.distributed.tensor import Shard
+
+        pp.fit(fully_shard(nn.Linear(8, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1)), pair(), config)
+
+    def nan() -> None:
+        """In the rows of one rank alone; all refuse."""
+        model = net()
+        if ranks.rank():
+            model[0].weight.to_local().data.fill_(torch.nan)
+        pp.pft(model, pair(), config, sparsity=0.5)
+
+    whole = nn.Sequential(nn.Linear(8, 33))
+    mask = pp.top_k(pp.scores.magnitude(whole), sparsity=0.5)
+    told(said, "mask", lambda: pp.apply_mask(net(), mask))
+    told(
+        said, "slab", lambda: pp.attach(whole, pp.isotropic(fully_shard(nn.Sequential(nn.Linear(8, 33))), sparsity=0.5))
+    )
+    told(said, "inside", inside)
+    told(said, "late", late)
+    told(said, "columns", columns)
+    told(said, "nan", nan)
+    told(said, "population", lambda: pp.fit([net(), net()], pair(), config))
+    told(said, "pbp", lambda: pp.pbp(net(), split, config, sparsity=0.5))
+    told(said, "pattern", lambda: pp.pft(net(), pair(), config, pattern="2:4"))
+    told(said, "attach", lambda: attached(mapping="2:4"))
+    told(said, "std", lambda: attached(train_std=True))
+    told(said, "grasp", lambda: pp.pft(net(), pair(), config, sparsity=0.5, criterion="grasp"))
+    told(said, "synflow", lambda: pp.scores.synflow(net(), pair()))
+    told(said, "samples", lambda: pp.fit(attached(), pair(), pp.Config(epochs=1, batch_size=20, samples=2)))
+    told(said, "independent", lambda: pp.fit(attached(), pair(), pp.Config(batch_size=20, masks="independent")))
+    told(said, "amp", lambda: pp.fit(net(), pair(), pp.Config(batch_size=20, amp=True)))
+    told(said, "compiled", lambda: pp.fit(net(), pair(), pp.Config(batch_size=20, execution="compiled")))
+    told(said, "top_k", lambda: pp.top_k(pp.scores.magnitude(net()), pattern="2:4"))
+    return {"said": said}
+
+
+def broken(folder: Path) -> Found:
+    """pft with a checkpoint after every epoch of 10 steps; rank 1 dies in step 14 of the stage that FATAL names."""
+
+    def progress(stage: str, done: int, *_: Any) -> None:
+        if os.environ.get("FATAL") == stage and done == 14 and ranks.rank() == 1:
+            os._exit(7)
+
+    config = pp.Config(epochs=4, batch_size=20)
+    return pruned(pp.pft(net(), pair(), config, sparsity=0.8, folder=folder / "broken", progress=progress))
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    with ranks.joined():
+        for case in cases:
+            own = folder / case
+            if ranks.rank() == 0:
+                own.mkdir(parents=True, exist_ok=True)
+            ranks.meet()
+            torch.save(globals()[case](own), folder / f"{case}-{ranks.rank()}.found")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

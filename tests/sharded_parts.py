@@ -1,0 +1,86 @@
+"""What test_sharded asks of shards without training: top-k of many equal scores, and checkpoints written in part."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pacprune as pp
+from pacprune import ranks
+
+Found = dict[str, Any]
+
+
+def ties(folder: Path) -> Found:
+    """top_k of sharded scores with few different values, against that of whole ones: how many masks differ."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (ranks.world(),))
+
+    def spread(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for n, t in tensors.items()}
+
+    wrong = count = 0
+    shapes = {"a": (5, 4), "b": (1, 7), "c": (8, 3), "d": (2, 2, 2)}
+    for seed in range(2):
+        source = torch.Generator().manual_seed(seed)
+        kinds = [torch.float32, torch.float64] if seed % 2 else [torch.float32]
+        scores = {
+            n: torch.randint(-2, 3, s, generator=source).to(kinds[i % len(kinds)]) * 0.3
+            for i, (n, s) in enumerate(shapes.items())
+        }
+        scores["c"][0, 0], scores["a"][4, 3], scores["a"][0] = torch.inf, -torch.inf, -0.0
+        second = {n: torch.randint(0, 2, s, generator=source).float() for n, s in shapes.items()}
+        for sparsity in (0.0, 0.13, 0.5, 0.9):
+            for how in ({}, {"min_per_layer": 2}, {"scope": "layer"}, {"scope": "erk", "min_per_layer": 1}):
+                if sparsity == 0.9 and "min_per_layer" in how:
+                    continue
+                for tie in (None, second):
+                    own = pp.top_k(scores, sparsity=sparsity, ties=tie, **how)
+                    other = pp.top_k(spread(scores), sparsity=sparsity, ties=tie and spread(tie), **how)
+                    assert all(isinstance(m, DTensor) for m in other.values())
+                    count += 1
+                    wrong += any(not torch.equal(m, other[n].full_tensor()) for n, m in own.items())
+    keep = {n: torch.rand(s, generator=torch.Generator().manual_seed(9)) for n, s in shapes.items()}
+    pairs = [
+        (f(keep), f(spread(keep))) for f in (pp.masks.entropy, lambda p: pp.masks.sparsity(pp.top_k(p, sparsity=0.3)))
+    ]
+    return {"wrong": wrong, "count": count, "pairs": pairs}
+
+
+def checkpoints(folder: Path) -> Found:
+    """Parts of checkpoints as they lie after a death at any moment; the epoch that is gone on from, or the refusal."""
+    from pacprune.checkpoint import load_shards, save, save_shards
+
+    path, here, found = folder / "cut.pt", ranks.rank(), {}
+    own = folder / f"cut.pt.{here}-of-{ranks.world()}"
+    later = folder / f"{own.name}.next"
+
+    def read(name: str) -> None:
+        try:
+            part = load_shards(path, "run")
+            found[name] = None if part is None else (part["epoch"], part["rank"])
+        except ValueError as error:
+            found[name] = str(error)
+        ranks.meet()
+
+    read("none")
+    save_shards(path, identity="run", epoch=1, batch=0, rank=here)
+    (folder / f"{later.name}.7.part").write_bytes(b"what a writer that was killed leaves")
+    read("whole")
+    if here == 0:
+        save(later, identity="run", epoch=2, batch=0, rank=here)
+    read("one has written")
+    if here == 1:
+        save(own, identity="run", epoch=2, batch=0, rank=here)
+    read("one has renamed")
+    if here == 1:
+        own.unlink()
+    ranks.meet()
+    read("one is lost")
+    if here == 0:
+        (folder / "cut.pt.0-of-3").write_bytes(b"")
+    ranks.meet()
+    read("three ranks")
+    return found
