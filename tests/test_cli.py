@@ -255,12 +255,12 @@ def test_draws_cost_a_share_of_delta() -> None:
 
 def test_data_list_says_what_is_missing() -> None:
     rows = {row["name"]: row for row in answer("data", "list", "--data-dir", "data")["data"]}
-    assert list(rows) == ["digits", "mnist", "fashion-mnist", "cifar10"]
+    assert list(rows) == ["digits", "mnist", "fashion-mnist", "cifar10", "tinyshakespeare"]
     assert rows["digits"]["present"]
     assert not rows["mnist"]["present"]
     assert (rows["digits"]["usable"], rows["mnist"]["usable"]) == (True, False)
     assert "data fetch cifar10" in rows["cifar10"]["detail"]
-    assert call("data", "list", "--data-dir", "data").stdout.count("missing ") == 3
+    assert call("data", "list", "--data-dir", "data").stdout.count("missing ") == 4
 
 
 def test_data_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
@@ -18,7 +20,7 @@ from pacprune.bounds import Ledger
 from pacprune.checkpoint import write_atomically
 
 FORMAT, VERSION = "pacprune certificate", 1
-RECORD = "certificate.json"
+RECORD, PACKED = "certificate.json", "packed.safetensors"
 
 LABELS = {
     "seeger": "Gibbs, Seeger-Maurer",
@@ -139,13 +141,19 @@ class Certificate:
             )
         return "\n".join(lines)
 
-    def save(self, folder: str | Path) -> Path:
-        """Writes certificate.json and the tensor files; the record, which names their hashes, is written last."""
+    def save(self, folder: str | Path, *, packed: bool = False) -> Path:
+        """Writes certificate.json and the tensor files; the record, which names their hashes, is written last.
+
+        `packed` writes one small file in place of several that can be loaded as they are: see `pack`.
+        """
         folder = Path(folder)
-        files = {
-            name: save_tensors({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()})
-            for name, tensors in self.tensors.items()
-        }
+        if packed:
+            files = {PACKED: pack(self.tensors)}
+        else:
+            files = {
+                name: save_tensors({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()})
+                for name, tensors in self.tensors.items()
+            }
         for name, content in files.items():
             write_atomically(folder / name, content)
         record = {
@@ -163,6 +171,61 @@ def digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     ).hexdigest()
+
+
+def pack(files: Mapping[str, Mapping[str, Tensor]]) -> bytes:
+    """Several tensor files as one, without loss: equal content is stored once, and mostly constant tensors as masks.
+
+    The header's "index" is {file: {name: [dtype, shape, values]}}; where most entries equal values[0] it is [dtype,
+    shape, values, bits]: the entries whose bit is set are values[1:], one each or one for all. Values may be stored in
+    a narrower integer type than their own.
+    """
+    blobs: dict[str, Tensor] = {}
+    known: dict[bytes, str] = {}
+
+    def blob(flat: Tensor) -> str:
+        content = f"{flat.dtype};".encode() + flat.view(torch.uint8).numpy().tobytes()
+        key = known.setdefault(hashlib.sha256(content).digest(), str(len(known)))
+        blobs.setdefault(key, flat)
+        return key
+
+    index: dict[str, dict[str, list[Any]]] = {}
+    for file, tensors in files.items():
+        entries = index.setdefault(file, {})
+        for name, tensor in tensors.items():
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            entry = [str(flat.dtype).removeprefix("torch."), list(tensor.shape)]
+            if not (flat.is_floating_point() or flat.dtype == torch.bool) and (flat >= 0).all() and (flat < 256).all():
+                flat = flat.to(torch.uint8)
+            # By their bytes, so that 0.0 and -0.0 stay what they are.
+            words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+            fill = words.mode().values if len(words) else words
+            keep = words != fill
+            others = flat[keep]
+            if len(others) and bool((words[keep] == words[keep][0]).all()):
+                others = others[:1]
+            if len(others) * flat.element_size() + len(flat) / 8 < 0.9 * len(flat) * flat.element_size():
+                bits = torch.from_numpy(np.packbits(keep.numpy()))
+                entry += [blob(torch.cat([flat[~keep][:1], others])), blob(bits)]
+            else:
+                entry.append(blob(flat))
+            entries[name] = entry
+    return save_tensors(blobs, metadata={"index": json.dumps(index)})
+
+
+def unpack(path: Path) -> dict[str, dict[str, Tensor]]:
+    """The files that `pack` made one of."""
+    with safe_open(path, framework="pt") as file:
+        blobs, index = {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["index"])  # noqa: SIM118
+
+    def tensor(dtype: str, shape: list[int], values: str, *bits: str) -> Tensor:
+        flat = blobs[values].to(getattr(torch, dtype))
+        if bits:
+            keep = torch.from_numpy(np.unpackbits(blobs[bits[0]].numpy())[: math.prod(shape)] == 1)
+            flat = flat[:1].repeat(len(keep)).masked_scatter(keep, flat[1:].expand(int(keep.sum())))
+        return flat.reshape(shape)
+
+    return {file: {name: tensor(*entry) for name, entry in entries.items()} for file, entries in index.items()}
 
 
 def load(folder: str | Path) -> Certificate:
@@ -191,8 +254,11 @@ def load(folder: str | Path) -> Certificate:
                 f"{folder / name} is missing, though {RECORD} names it; ask the issuer for the whole folder"
             )
         try:
-            tensors[name] = load_tensors((folder / name).read_bytes())
-        except SafetensorError as error:
+            if name == PACKED:
+                tensors |= unpack(folder / name)
+            else:
+                tensors[name] = load_tensors((folder / name).read_bytes())
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{folder / name} cannot be read ({error}); ask the issuer for it again") from error
     return Certificate(record, tensors)
 

@@ -20,6 +20,12 @@ def algorithm1_(model: nn.Module, loss: Callable[[], Tensor], *, samples: int) -
     if samples < 2:
         raise ValueError(f"Algorithm 1 compares draws and needs at least 2 samples, not {samples}")
     sites = layers.attached(model)
+    pattern = sites[0].sampler.pattern
+    if pattern is not None:
+        raise ValueError(
+            f"Algorithm 1 needs one gate for every weight, but those of the pattern {pattern[0]}:{pattern[1]} choose "
+            f"among groups of {pattern[1]}; use samples=0, or another mapping"
+        )
     ones = [torch.zeros_like(site.gate) for site in sites]
     loss_of_ones = [torch.zeros_like(site.gate) for site in sites]
     total = torch.zeros((), device=sites[0].gate.device)

@@ -22,7 +22,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from pacprune import slim, weights
+from pacprune import patterns, slim, weights
 from pacprune.checkpoint import digest, write_atomically
 
 FORMATS = ("safetensors", "onnx", "dense", "slim")
@@ -43,15 +43,21 @@ class _Entry(NamedTuple):
     tied: str | None = None
 
 
-def write(path: str | Path, model: nn.Module, *, format: str, example: Tensor) -> str:
-    """Writes the model in one of FORMATS, whole or not at all; returns a sentence about what was written."""
+def write(path: str | Path, model: nn.Module, *, format: str, example: Tensor, pattern: str | None = None) -> str:
+    """Writes the model in one of FORMATS, whole or not at all; returns a sentence about what was written.
+
+    With a `pattern`, "2:4" or "1:4", every weight is checked to follow it, and the sentence and a packed file say so.
+    """
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is unknown; use one of {', '.join(FORMATS)}")
     path, said = Path(path), ""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file to write")
+    if pattern is not None:
+        _check_pattern(weights.prunable(model), pattern)
+        said = f", {pattern}"
     if format == "safetensors":
-        save(path, model)
+        save(path, model, pattern=pattern)
     elif format == "dense":
         save_dense(path, model)
     elif format == "onnx":
@@ -59,19 +65,22 @@ def write(path: str | Path, model: nn.Module, *, format: str, example: Tensor) -
     else:
         found = slim.slim(model, example)
         save_program(path, found.model, example)
-        said = f" ({found})"
+        said = f" ({found})"  # without its dead channels, a row's groups of weights are others
     return f"{format}: {path.stat().st_size:,} bytes in {path}{said}"
 
 
 # --- Packed safetensors.
 
 
-def save(path: str | Path, model: nn.Module | Mapping[str, Tensor]) -> None:
+def save(path: str | Path, model: nn.Module | Mapping[str, Tensor], *, pattern: str | None = None) -> None:
     """Writes a plain model or state dict packed: k values, D/8 bytes of mask, the rest, and a few hundred bytes.
 
     A tied tensor is stored once. A weight of -0.0 counts as pruned; where there are any, one more bit per zero says so.
+    A `pattern` that all tensors of two or more dimensions follow is noted in the metadata; otherwise it is refused.
     """
     state = _state(model)
+    if pattern is not None:
+        _check_pattern({n: t for n, t in state.items() if t.ndim >= 2 and t.is_floating_point()}, pattern)
     parts: dict[str, list[Tensor]] = {}
     entries, owners, kept, total = [], {}, 0, 0
     for name, tensor in state.items():
@@ -90,7 +99,13 @@ def save(path: str | Path, model: nn.Module | Mapping[str, Tensor]) -> None:
     flat["layout"] = torch.frombuffer(bytearray(zlib.compress(text.encode(), 9)), dtype=torch.uint8)
     numbers = {"kept": str(kept), "total": str(total), "sparsity": f"{1 - kept / total if total else 0.0:.6f}"}
     about = {"format": FORMAT, "version": VERSION, **numbers, "sha256": digest(state)}
+    about |= {} if pattern is None else {"pattern": pattern}
     write_atomically(Path(path), to_bytes(flat, metadata=about))
+
+
+def _check_pattern(plain: Mapping[str, Tensor], pattern: str) -> None:
+    for name, weight in plain.items():
+        patterns.check(weight, *patterns.parse(pattern), name=name)
 
 
 def _packed(name: str, tensor: Tensor) -> tuple[_Entry, dict[str, Tensor]]:

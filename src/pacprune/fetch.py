@@ -1,4 +1,4 @@
-"""The official files of MNIST, Fashion-MNIST and CIFAR-10: where they lie, what their md5 is, how to get them."""
+"""The official files of MNIST, Fashion-MNIST, CIFAR-10 and Tiny Shakespeare: where they lie and how to get them."""
 
 import gzip
 import hashlib
@@ -79,6 +79,12 @@ SOURCES = {
             "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
         },
     ),
+    "tinyshakespeare": Source(
+        folder="tinyshakespeare",
+        mirrors=("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",),
+        downloads={"input.txt": "6fb458f1232090904fb40fe944165e91"},
+        contents={"input.txt": "6fb458f1232090904fb40fe944165e91"},
+    ),
 }
 
 
@@ -133,7 +139,8 @@ def fetch(
     for download, md5 in source.downloads.items():
         archive = folder / download
         packed = download.endswith(".tar.gz")
-        if all(_complete(name, file, data_dir) for file in (source.contents if packed else [archive.stem])):
+        files = source.contents if packed else [download.removesuffix(".gz")]
+        if all(_complete(name, file, data_dir) for file in files):
             continue
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -131,6 +131,71 @@ class _Block(nn.Module):
         return F.relu(out + x)
 
 
+def gpt(
+    vocabulary: int = 65,
+    *,
+    width: int = 384,
+    depth: int = 6,
+    heads: int = 6,
+    context: int = 256,
+    dropout: float = 0.2,
+    seed: int = 0,
+) -> "GPT":
+    """A decoder that predicts the next token: 10,740,096 weights by default, the head tied to the embedding.
+
+    Radford et al., "Language models are unsupervised multitask learners", 2019, without biases in its Linear layers.
+    """
+    return _seeded(lambda: GPT(vocabulary, width, depth, heads, context, dropout), seed)
+
+
+class GPT(nn.Module):
+    """The network of `gpt`."""
+
+    def __init__(self, vocabulary: int, width: int, depth: int, heads: int, context: int, dropout: float) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(
+                f"width {width} cannot be cut into {heads} heads of one size; choose a multiple of {heads}"
+            )
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*[_Decoder(width, heads, dropout) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        self.dropout = dropout
+        for name, weight in self.named_parameters():
+            if weight.ndim > 1:
+                # 2 * depth branches add up: each begins so much smaller that their sum does not grow with the depth.
+                nn.init.normal_(weight, std=0.02 / (2 * depth) ** 0.5 if name.endswith("out.weight") else 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores (n, length, vocabulary) of the token after each of x (n, length)."""
+        length, most = x.shape[1], self.places.num_embeddings
+        if length > most:
+            raise ValueError(f"this gpt reads {most} tokens at most but the batch has {length}; build another one")
+        x = F.dropout(self.tokens(x) + self.places.weight[:length], self.dropout, self.training)
+        return self.head(self.norm(self.blocks(x)))
+
+
+class _Decoder(nn.Module):
+    """Causal attention and a two-layer network, each on what its LayerNorm gives and added to its input."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.hidden = nn.Linear(width, 4 * width, bias=False)
+        self.hidden_out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.attention(self.norm1(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + F.dropout(self.attention_out(seen), self.dropout, self.training)
+        return x + F.dropout(self.hidden_out(F.gelu(self.hidden(self.norm2(x)))), self.dropout, self.training)
+
+
 class _Split(Protocol):
     """What `build` reads of a data.Split."""
 

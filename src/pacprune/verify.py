@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-FORMAT, VERSION, RECORD = "pacprune certificate", 1, "certificate.json"
+FORMAT, VERSION, RECORD, PACKED = "pacprune certificate", 1, "certificate.json", "packed.safetensors"
 FILES = {"pac-bayes": ("distributions", "draws", "single_draw", "thresholded"), "held-out": ("model",)}
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
 EVALUATION = {"mode": "eval", "dtype": "float32", "autocast": False, "tf32": False, "augmentation": False}
@@ -340,17 +340,18 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 def _read_files(folder: Path, record: dict[str, Any], files: tuple[str, ...]) -> tuple[list[Tensors], dict[str, str]]:
     """The tensors of all files, which have the names and are the numbers they must be, and the SHA-256 of the files."""
-    found, hashes = [], {}
-    for path in (folder / f"{name}.safetensors" for name in files):
+    found, hashes, packed = [], {}, PACKED in _get(record, "files", kind=dict)
+    for path in (folder / name for name in ([PACKED] if packed else [f"{x}.safetensors" for x in files])):
         content = path.read_bytes()
         hashes[path.name] = hashlib.sha256(content).hexdigest()
         try:
-            found.append(read_tensors(content))
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            found += unpack(content, files) if packed else [read_tensors(content)]
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
             _compare(record, {"files": hashes})  # a changed file is refused as such, also when it cannot be read
             raise ValueError(f"{path} cannot be read as safetensors ({error}); ask the issuer for it again") from error
-        for key in (key for key, t in found[-1].items() if t.dtype.kind in "fu" and np.isnan(_values(t)).any()):
-            raise ValueError(f"{key} in {path} holds NaN; ask the issuer for another certificate")
+    for name, tensors in zip(files, found, strict=True):
+        for key in (key for key, t in tensors.items() if t.dtype.kind in "fu" and np.isnan(_values(t)).any()):
+            raise ValueError(f"{key} in {name}.safetensors holds NaN; ask the issuer for another certificate")
     if len(files) > 1:
         names, rest = list(_get(record, "kl_per_tensor", kind=dict)), [x for x in found[0] if x.startswith("rest/")]
         slabs = [f"{whose}/{part}/{name}" for whose in BOTH for part in PARTS for name in names]
@@ -361,6 +362,20 @@ def _read_files(folder: Path, record: dict[str, Any], files: tuple[str, ...]) ->
                 fault = "missing from" if name in expected else "unknown in"
                 raise ValueError(f"{name} is {fault} {file}.safetensors; ask the issuer for the whole folder")
     return found, hashes
+
+
+def unpack(content: bytes, files: tuple[str, ...]) -> list[Tensors]:
+    """Files packed as one: by the header's index, [dtype, shape, values], or values[0] but where a bit is set."""
+    blobs, header = read_tensors(content), json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    index, found = json.loads(header["__metadata__"]["index"]), []
+    for entries in (index[f"{name}.safetensors"] for name in files):
+        found.append(tensors := {})
+        for name, (dtype, shape, values, *bits) in entries.items():
+            flat = blobs[values].astype(DTYPES["BF16"] if dtype == "bfloat16" else dtype)
+            for keep in (np.unpackbits(blobs[x])[: math.prod(shape)] for x in bits):
+                flat = flat[np.minimum(np.cumsum(keep), flat.size - 1) * keep]  # the one other value, or one for each
+            tensors[name] = flat.reshape(shape)
+    return found
 
 
 def read_tensors(content: bytes) -> Tensors:

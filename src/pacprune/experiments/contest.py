@@ -67,10 +67,13 @@ class Setting:
         return f"{self.data}-{self.model}"
 
     def pairs(self) -> list[tuple[str, str]]:
-        """All (method, criterion); a method without a criterion of its own ranks by magnitude."""
+        """All (method, criterion); a method without a criterion of its own ranks by magnitude.
+
+        So does the paper's recipe: what it is worth beside the default one is seen from one start.
+        """
         found = []
         for method in self.methods:
-            own = self.criteria if method in FROM_A_CRITERION else ("magnitude",)
+            own = self.criteria if method in ("osp", "pft") else ("magnitude",)
             found += [(method, criterion) for criterion in own]
         return found
 
@@ -125,7 +128,7 @@ def on_device(setting: Setting, job: Job) -> Setting:
     """The same setting by the fastest means of the device: what is asked stays the same."""
     if job.device.type != "cuda":
         return setting
-    means = {"execution": "compiled", "amp": True} if setting.model == "resnet20" else {"execution": "graph"}
+    means: dict[str, Any] = {"execution": "compiled" if setting.model == "resnet20" else "graph", "amp": True}
     return replace(setting, dense=replace(setting.dense, **means), after=replace(setting.after, **means))
 
 

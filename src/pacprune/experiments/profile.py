@@ -51,7 +51,8 @@ def export(run: Path, *, format: str, out: Path | None = None) -> dict[str, Any]
         raise ValueError(f"format {format!r} is unknown; use one of {', '.join(formats.FORMATS)}")
     model, x = network(run)
     path = run / FILES[format] if out is None else out
-    said = formats.write(path, model, format=format, example=x)
+    pattern = getattr(store.recorded(run)[1], "pattern", None)  # pbp has none
+    said = formats.write(path, model, format=format, example=x, pattern=pattern)
     return {"run": str(run), "format": format, "file": str(path), "bytes": path.stat().st_size, "said": said}
 
 

@@ -10,8 +10,14 @@ from rich.table import Table
 from pacprune import __version__
 from pacprune.checkpoint import write_atomically
 from pacprune.experiments import (
+    characters,
+    data_scarce,
+    error_vs_sparsity,
+    keep_probs,
+    kl_weight,
     linear_model,
     mask_stability,
+    pair_plot,
     pft_at_init,
     pft_vs_osp,
     plots,
@@ -33,6 +39,12 @@ RECIPES: dict[str, Recipe] = {
     "shared-weights": shared_weights.reproduce,
     "strong-tickets": strong_tickets.reproduce,
     "mask-stability": mask_stability.reproduce,
+    "characters": characters.reproduce,
+    "error-vs-sparsity": error_vs_sparsity.reproduce,
+    "kl-weight": kl_weight.reproduce,
+    "keep-probs": keep_probs.reproduce,
+    "pair-plot": pair_plot.reproduce,
+    "data-scarce": data_scarce.reproduce,
 }
 
 SETTINGS = "recipe.json"

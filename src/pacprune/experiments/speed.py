@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from pacprune import kernels, layers, masks, models, scores, spikeslab, weights
+from pacprune.experiments.characters import decoder_step
 from pacprune.experiments.timing import (
     Finding,
     Row,
@@ -176,6 +177,7 @@ def step(device: torch.device, *, scale: str) -> Iterator[Finding]:
     for amp in (True, False):
         measure = partial(_transformer, device, scale, shape, amp)
         yield from largest_that_fits([8, 4, 2], measure, device, what=f"sequences of {shape.length} tokens")
+    yield from decoder_step(device, scale=scale)
 
 
 def _mlp(device: torch.device, scale: str) -> Iterator[Finding]:

@@ -1,0 +1,309 @@
+"""The table of certificates: nested splits, a grid declared beforehand, moved images, rows, packed folders."""
+
+import csv
+import hashlib
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pacprune as pp
+from pacprune import certificate, data
+from pacprune.experiments import certificates
+from pacprune.experiments.certificates import Cell, Grid, Motion, Setting, moved, read_grid
+from pacprune.experiments.error_vs_sparsity import DECLARED
+from pacprune.experiments.figures import Job
+from pacprune.verify import verify as arithmetic
+
+TINY = """
+delta = 0.05
+[[setting]]
+data = "digits"
+model = "mlp"
+split_seed = 3
+alphas = [0.4, 0.8]
+sparsities = [0.9]
+seeds = [0, 1]
+margin = 0.002
+eps = 1e-5
+std = [0.01, 0.003]
+draws = 300
+tolerance = 0.01
+[setting.motion]
+copies = 2
+pixels = 1
+[setting.dense]
+epochs = 2
+lr = 0.1
+[setting.pruning]
+epochs = 2
+lr = 0.1
+[setting.prior]
+epochs = 1
+lr = 0.01
+[setting.posterior]
+epochs = 2
+lr = 1.0
+"""
+
+
+def job(out: Path, **other: Any) -> Job:
+    given = {"scale": "smoke", "seed": 0, "device": torch.device("cpu"), "data_dir": None, "progress": lambda *_: None}
+    return Job(**(given | {"out": out} | other))
+
+
+@pytest.fixture(scope="module")
+def grid() -> Grid:
+    return read_grid(TINY)
+
+
+@pytest.fixture(scope="module")
+def filled(grid: Grid, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("table")
+    return certificates.run(grid, grid.settings[0], job(folder)), folder
+
+
+# --- The protocol: one permutation, and a grid that is declared
+
+
+def test_splits_of_one_seed_are_nested() -> None:
+    cuts = [data.load("digits", prior_fraction=alpha, seed=7) for alpha in (0.4, 0.6, 0.8)]
+    for smaller, larger in pairwise(cuts):
+        assert torch.equal(larger.prior.index[: len(smaller.prior)], smaller.prior.index)
+        assert torch.equal(smaller.bound.index[-len(larger.bound) :], larger.bound.index)
+    first, last = set(cuts[0].prior.index.tolist()), set(cuts[-1].bound.index.tolist())
+    assert not first & last
+    assert all(first <= set(cut.prior.index.tolist()) and last <= set(cut.bound.index.tolist()) for cut in cuts)
+
+
+def test_the_declared_grid_has_every_row_that_is_published() -> None:
+    grid = read_grid(DECLARED.read_text())
+    names = [setting.name for setting in grid.settings]
+    assert sorted(names) == ["cifar10-resnet20", "fashion-mnist-lenet5", "mnist-lenet5", "mnist-mlp"]
+    assert len({(setting.data, setting.split_seed) for setting in grid.settings}) == 3  # one permutation per data set
+    for setting in grid.settings:
+        cells = {(cell.sparsity, cell.alpha) for cell in setting.cells()}
+        assert {(0.9, 0.4), (0.9, 0.8), (0.975, 0.4), (0.975, 0.8)} <= cells
+        assert len(setting.seeds) >= 3
+        assert setting.prior.gate_lr is None
+        assert setting.posterior.gate_lr is None
+    rows = [(setting.name, cell) for setting in grid.settings for cell in setting.cells()]
+    assert len(set(rows)) == len(rows) == grid.size - grid.tried
+    assert math.log(grid.size) < 5  # what the whole table costs every row, in nats
+
+
+def test_k_counts_cells_times_seeds(grid: Grid) -> None:
+    assert grid.size == 2 * 1 * 2
+    assert grid.settings[0].cells()[1] == Cell(0.4, 0.9, 1)
+    assert replace(grid, settings=grid.settings * 2).size == 8
+    assert read_grid(TINY.replace("delta = 0.05", "delta = 0.05\ntried = 3")).size == 7
+
+
+def test_what_was_not_declared_is_not_certified(grid: Grid, tmp_path: Path) -> None:
+    (setting,) = grid.settings
+    with pytest.raises(ValueError, match=r"eps of digits-mlp is 0\.001, but the grid declares 1e-05"):
+        certificates.run(grid, replace(setting, eps=1e-3), job(tmp_path))
+    with pytest.raises(ValueError, match="digits-lenet5 is not in the grid, which has digits-mlp"):
+        certificates.run(grid, replace(setting, model="lenet5"), job(tmp_path))
+    with pytest.raises(ValueError, match="'width' in a setting"):
+        read_grid(TINY.replace("margin =", "width = 3\nmargin ="))
+    with pytest.raises(ValueError, match="give one std for every alpha"):
+        read_grid(TINY.replace("std = [0.01, 0.003]", "std = [0.01]"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_of_another_grid_are_not_mixed_in(grid: Grid, filled: Any, tmp_path: Path) -> None:
+    name = "digits-mlp.jsonl"
+    (tmp_path / name).write_text((filled[1] / name).read_text())
+    other = replace(grid, delta=0.1)
+    with pytest.raises(ValueError, match="was filled under the grid"):
+        certificates.run(other, other.settings[0], job(tmp_path))
+
+
+# --- Moved images
+
+
+def test_moved_images_are_the_same_examples() -> None:
+    split = data.load("digits", prior_fraction=0.5)
+    part = moved(split.prior, Motion(copies=3, degrees=10, zoom=0.1, pixels=1), seed=1)
+    assert len(part) == 3 * len(split.prior)
+    assert torch.equal(part.x[: len(split.prior)], split.prior.x)
+    assert torch.equal(part.y, split.prior.y.repeat(3))
+    assert set(part.ids.tolist()) == set(split.prior.ids.tolist())
+    assert not torch.equal(part.x[len(split.prior) : 2 * len(split.prior)], split.prior.x)
+    again = moved(split.prior, Motion(copies=3, degrees=10, zoom=0.1, pixels=1), seed=1)
+    assert torch.equal(part.x, again.x)
+    assert moved(split.prior, Motion()) is split.prior
+
+
+def test_a_network_trained_on_moved_bound_examples_is_refused() -> None:
+    split = data.load("digits", prior_fraction=0.5)
+    net = pp.models.build("mlp", split)
+    pp.fit(net, moved(split.bound, Motion(copies=2, pixels=1)), pp.Config(epochs=1))
+    with pytest.raises(ValueError, match="has seen the bound set"):
+        pp.certify_held_out(net, split)
+
+
+def test_an_image_moves_as_asked() -> None:
+    part = data.load("digits").prior
+    still = moved(part, Motion(copies=2))
+    assert torch.allclose(still.x[len(part) :], part.x, atol=1e-5)
+    flipped = moved(part, Motion(copies=2, flip=True)).x[len(part) :]
+    close = [(flipped - x).flatten(1).abs().amax(1) < 1e-4 for x in (part.x, part.x.flip(-1))]
+    assert bool((close[0] | close[1]).all())
+    assert 0.4 < float(close[1].double().mean()) < 0.6
+
+
+# --- Rows
+
+
+def test_every_row_is_certified_at_its_share_of_delta(grid: Grid, filled: Any) -> None:
+    rows, _ = filled
+    (setting,) = grid.settings
+    assert [Cell(row["alpha"], row["sparsity"], row["seed"]) for row in rows] == setting.cells()
+    for row in rows:
+        assert set(certificates.COLUMNS) <= set(row)
+        assert row["rows_declared"] == grid.size == 4
+        assert row["n"] == 1437 - round(row["alpha"] * 1437)
+        assert row["expected_sparsity"] >= row["sparsity"]
+        assert row["single_sparsity"] >= row["sparsity"]
+        assert row["kl"] > 0
+        assert row["gibbs_risk"] < row["gibbs_certificate"] < 1
+        delta = pp.bounds.Ledger.split(0.05, grid=4).pac_bayes_each
+        bound = pp.bounds.seeger(row["risk_upper"], n=row["n"], kl=row["kl"], delta=delta)
+        assert row["gibbs_certificate"] == pytest.approx(bound, rel=1e-6)
+
+
+def test_first_seeds_leave_a_folder_that_verifies_and_the_others_a_digest(filled: Any) -> None:
+    rows, folder = filled
+    left = sorted(path.name for path in (folder / "certificates").iterdir())
+    assert left == ["digits-mlp-0.9-0.4-0", "digits-mlp-0.9-0.8-0"]
+    for name, row in zip(left, (rows[0], rows[2]), strict=True):
+        report = pp.verify(folder / "certificates" / name, recount=True)
+        assert report.valid, report.failure
+        assert json.loads((folder / "certificates" / name / "certificate.json").read_text())["digest"] == row["digest"]
+    assert len({row["digest"] for row in rows}) == len(rows)
+
+
+def test_finished_portions_are_not_done_again(grid: Grid, filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, folder = filled
+    path = folder / "digits-mlp.jsonl"
+    lines = path.read_text().splitlines()
+    done = []
+    monkeypatch.setattr(
+        certificates, "_certified", lambda _g, _s, alpha, cells, _j: done.append(alpha) or [rows[2] for _ in cells]
+    )
+    path.write_text("\n".join(lines[:2]) + "\n")
+    assert certificates.run(grid, grid.settings[0], job(folder))[:2] == rows[:2]
+    assert done == [0.8]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_the_tables_have_the_columns_of_the_results(filled: Any, tmp_path: Path) -> None:
+    rows, _ = filled
+    certificates.write_tables(rows, tmp_path)
+    before = (tmp_path / "certificates.csv").stat().st_mtime_ns
+    certificates.write_tables(rows, tmp_path)
+    assert (tmp_path / "certificates.csv").stat().st_mtime_ns == before
+    with (tmp_path / "certificates.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert [tuple(row) for row in found] == [certificates.COLUMNS] * len(rows)
+    with (tmp_path / "certificates-hashes.csv").open() as file:
+        assert [row["digest"] for row in csv.DictReader(file)] == [row["digest"] for row in rows]
+
+
+# --- P and Q of frozen gates, and their packed form
+
+
+@pytest.fixture(scope="module")
+def proved() -> pp.Certified:
+    split = data.load("digits", prior_fraction=0.5, seed=0)
+    net = pp.models.build("mlp", split)
+    pp.pft(net, split.prior, pp.Config(epochs=2, lr=0.1), sparsity=0.902)
+    still = pp.Config(epochs=1, lr=0.1, gate_lr=None)
+    return pp.pbp(net, split, still, posterior=replace(still, lr=1.0), sparsity=0.902, eps=1e-5, std=0.01, draws=300)
+
+
+def test_frozen_gates_leave_two_keep_probabilities_and_zeros(proved: pp.Certified) -> None:
+    p, q = proved.prior, proved.posterior
+    for name, keep in p.keep_prob.items():
+        likely = keep > 0.5
+        assert len(keep.unique()) <= 2
+        assert torch.equal(keep, q.keep_prob[name])
+        assert not p.mean[name][~likely].any()
+        assert not q.mean[name][~likely].any()
+    assert any(not torch.equal(p.mean[name], q.mean[name]) for name in p.mean)
+    assert proved.certificate.kl > 0
+
+
+def test_a_packed_certificate_is_small_and_the_same_to_the_bit(proved: pp.Certified, tmp_path: Path) -> None:
+    full, packed = proved.certificate.save(tmp_path / "full"), proved.certificate.save(tmp_path / "packed", packed=True)
+    one, other = certificate.load(full), certificate.load(packed)
+    assert one.tensors.keys() == other.tensors.keys()
+    for file, tensors in one.tensors.items():
+        assert tensors.keys() == other.tensors[file].keys()
+        for name, tensor in tensors.items():
+            again = other.tensors[file][name]
+            assert (tensor.dtype, tensor.shape) == (again.dtype, again.shape)
+            assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (tensor, again)))
+    sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in (full, packed)]
+    assert sizes[1] < 0.12 * sizes[0]
+    split = data.load("digits", prior_fraction=0.5, seed=0)
+    model = pp.models.build("mlp", split)
+    for folder in (full, packed):
+        assert pp.verify(folder, split=split, model=model, replay=True, draws=300).valid
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor(2.5), torch.arange(300), -torch.zeros(40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool])
+def test_packing_loses_nothing(tensor: torch.Tensor, dtype: torch.dtype, tmp_path: Path) -> None:
+    given = tensor.to(dtype)
+    sparse = torch.zeros(64, 9, dtype=dtype)
+    sparse[3, 1:5] = 1
+    (tmp_path / "x").write_bytes(certificate.pack({"f": {"given": given, "sparse": sparse, "again": sparse.clone()}}))
+    found = certificate.unpack(tmp_path / "x")["f"]
+    assert found["given"].shape == given.shape
+    assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (found["given"], given)))
+    assert torch.equal(found["sparse"], sparse)
+    assert torch.equal(found["again"], sparse)
+    assert {t.dtype for t in found.values()} == {dtype}
+
+
+def test_a_changed_or_broken_packed_file_is_refused(proved: pp.Certified, tmp_path: Path) -> None:
+    folder = proved.certificate.save(tmp_path, packed=True)
+    path = folder / certificate.PACKED
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "files.packed.safetensors" in (arithmetic(folder).failure or "")
+    # A forger brings the hashes up to date: what the tensors say is still checked.
+    save_file(load_file(path), path)  # the index is lost
+    record = json.loads((folder / "certificate.json").read_text())
+    _forge(folder, record)
+    with pytest.raises(ValueError, match=r"packed.safetensors cannot be read"):
+        arithmetic(folder)
+    tensors = {file: dict(own) for file, own in proved.certificate.tensors.items()}
+    name = "posterior/mean/layers.0.weight"
+    tensors["distributions.safetensors"][name] = tensors["distributions.safetensors"][name] * 1.5
+    path.write_bytes(certificate.pack(tensors))
+    _forge(folder, record)
+    assert "hashes.posterior" in (arithmetic(folder).failure or "")
+
+
+def _forge(folder: Path, record: dict[str, Any]) -> None:
+    record["files"] = {certificate.PACKED: hashlib.sha256((folder / certificate.PACKED).read_bytes()).hexdigest()}
+    record["digest"] = certificate.digest(record)
+    (folder / "certificate.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def test_a_setting_is_run_by_the_fastest_means_of_the_device(grid: Grid) -> None:
+    (setting,) = grid.settings
+    assert setting.on_device(torch.device("cpu")) is setting
+    fast: Setting = setting.on_device(torch.device("cuda"))
+    assert fast.dense.execution == fast.pruning.execution == "graph"
+    assert replace(setting, model="resnet20").on_device(torch.device("cuda")).dense.amp

@@ -1,0 +1,108 @@
+"""The data-scarce study: disjoint subsets, ledgers that pay for the grid, a constant that no bound example chose."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import pacprune as pp
+from pacprune import bounds
+from pacprune.experiments import data_scarce, figures, plots
+from pacprune.experiments.figures import Job
+
+TINY = replace(
+    data_scarce.SETTINGS["smoke"][0],
+    sizes=(150, 300),
+    dense_steps=10,
+    prune_steps=20,
+    prior_steps=5,
+    posterior_steps=5,
+    draws=50,
+)
+TRAIN = pp.data.digits(seed=0).train
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job("smoke", tmp_path, 0, torch.device("cpu"), None, lambda *_: None)
+
+
+def test_subsets_of_seeds_are_disjoint_and_smaller_ones_lie_in_larger_ones(job: Job) -> None:
+    found = {(n, seed): part.index for n, seed, part in data_scarce.subsets(TRAIN, TINY, job)}
+    assert {len(index) for (n, _), index in found.items() if n == 150} == {150}
+    assert not torch.isin(found[300, 0], found[300, 1]).any()
+    assert torch.isin(found[150, 1], found[300, 1]).all()
+    other = {(n, seed): part.index for n, seed, part in data_scarce.subsets(TRAIN, TINY, replace(job, seed=1))}
+    assert not torch.equal(found[300, 0], other[300, 1000])
+
+
+def test_subsets_do_not_depend_on_how_the_training_part_is_ordered(job: Job) -> None:
+    one, two = (
+        {(n, seed): part.index for n, seed, part in data_scarce.subsets(pp.data.digits(seed=s).train, TINY, job)}
+        for s in (0, 5)
+    )
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_more_seeds_than_examples_are_refused(job: Job) -> None:
+    with pytest.raises(ValueError, match="2 seeds of 900 examples each need more than the 1437 of digits"):
+        next(data_scarce.subsets(TRAIN, replace(TINY, sizes=(900,)), job))
+
+
+def test_the_rows_are_certificates_that_pay_for_the_grid(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    certify = data_scarce.certify
+    monkeypatch.setattr(data_scarce, "certify", lambda *a, **k: seen.append(certify(*a, **k)) or seen[-1])
+    setting = replace(TINY, sizes=(300,), sparsities=(0.8, 0.95))
+    rows = data_scarce.rows(setting, job)
+    assert len(rows) == 2 * 2 * 2
+    assert {one.ledger.grid for one in seen} == {setting.grid} == {4}
+    for row, one in zip(rows, seen, strict=True):
+        assert row["n"] == 300 - round(300 * row["alpha"])
+        delta = 0.04 / 4
+        errors = round(row["held_out_error"] * row["n"])
+        assert row["held_out"] == bounds.clopper_pearson(errors, n=row["n"], delta=0.05 / 4)
+        assert row["seeger"] == bounds.seeger(row["risk_upper"], n=row["n"], kl=row["kl"], delta=delta)
+        assert row["catoni"] == bounds.catoni(row["risk_upper"], n=row["n"], kl=row["kl"], delta=delta, c=row["c"])
+        assert one.sparsity == pytest.approx(row["sparsity"], abs=2e-3)
+
+
+def test_a_run_that_was_broken_off_goes_on_where_it_stopped(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = data_scarce.rows(TINY, job)
+    (path,) = job.out.glob("*-part.csv")
+    path.write_bytes(plots.csv_of(whole[:5]))
+    done = []
+    certified = data_scarce.certified
+
+    def counted(*given: object) -> list:
+        done.append(given)
+        return list(certified(*given))
+
+    monkeypatch.setattr(data_scarce, "certified", counted)
+    assert data_scarce.rows(TINY, job) == whole
+    assert len(done) == len(whole) - 5
+
+
+@pytest.mark.parametrize(("risk", "n"), [(0.02, 3_000), (0.1, 500), (0.4, 5_000), (1.0, 100)])
+def test_catonis_constant_is_the_best_for_the_expected_risk(risk: float, n: int) -> None:
+    def bound(c: float) -> float:
+        return bounds.catoni(risk, n=n, kl=2.0, delta=0.01, c=c)
+
+    chosen = data_scarce.constant(risk, n=n, kl=2.0, delta=0.01)
+    finest = min(bound(0.01 * 1.005**k) for k in range(1390))
+    assert bound(chosen) - risk <= 1.01 * (finest - risk) + 1e-12
+
+
+def test_every_arm_chooses_its_own_alpha_by_its_own_certificate() -> None:
+    arms = list(data_scarce.ARMS)
+    rows = [
+        {"dataset": "digits", "model": "mlp", "examples": 300, "seed": seed, "alpha": alpha, "sparsity": 0.9}
+        | {arm: 0.5 - 0.1 * (alpha == (0.3 if k % 2 else 0.6)) + 0.01 * seed for k, arm in enumerate(arms)}
+        for seed in (0, 1)
+        for alpha in (0.3, 0.6)
+    ]
+    (line,) = data_scarce.table(rows)
+    assert [line[f"{arm}_alpha"] for arm in arms] == ["0.6/0.6", "0.3/0.3", "0.6/0.6", "0.3/0.3"]
+    assert [line[arm] for arm in arms] == pytest.approx([figures.interval([0.4, 0.41]).mean] * 4)
+    assert plots.png_of(data_scarce.paint, rows)[:4] == b"\x89PNG"
