@@ -112,3 +112,22 @@ def test_the_triton_kernels_in_their_interpreter() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_sums_of_a_gpu_in_tritons_interpreter() -> None:
+    script = """
+        import torch
+        from pacprune import masks, moments
+        logits = torch.randn(3, 20_011) * 9
+        tau, gamma = torch.randn(3), torch.tensor([1.0, 2.0, 0.5])
+        exact = masks._moments([logits[:, 5:]], tau, gamma)
+        found = moments.sums(logits[:, 5:], tau, gamma, most=masks.LOGIT_MAX)
+        assert found.dtype == torch.float64
+        assert ((found - exact).abs() < 1e-6 * exact[0]).all()
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ def _sums(logit, tau, gamma, out, n, stride, parts, MOST: tl.constexpr, SIZE: tl
     left = n - part * (ROUNDS * SIZE)
     first = tl.zeros((SIZE,), dtype=tl.float32)
     second, third = first, first
-    for number in tl.static_range(ROUNDS):
+    for number in range(ROUNDS):  # not unrolled: that takes 212 registers, and few programs fit beside each other
         at = number * SIZE + tl.arange(0, SIZE)
         x = sharpness * (tl.load(logit + at, mask=at < left, other=0.0) - shift)
         x = tl.where(x < -MOST, -MOST, x)  # not minimum and maximum: these would hide a NaN

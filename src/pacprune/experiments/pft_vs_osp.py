@@ -23,8 +23,8 @@ _GREY = Setting(
     criteria=("magnitude", "snip", "random"),
     methods=tuple(METHODS),
     seeds=3,
-    dense=Config(epochs=15, lr=0.05, schedule="cosine"),
-    after=replace(_AFTER, epochs=16),
+    dense=Config(epochs=12, lr=0.05, schedule="cosine"),
+    after=replace(_AFTER, epochs=12),
     rates=_RATES,
     tuned_at=0.98,
 )
@@ -34,8 +34,8 @@ _COLOUR = replace(
     model="resnet20",
     sparsities=(0.8, 0.9, 0.95, 0.98, 0.99),
     criteria=CRITERIA,
-    dense=Config(epochs=24, lr=0.1, schedule="cosine", warmup=0.05, augment=True, weight_decay=5e-4),
-    after=replace(_AFTER, epochs=20, augment=True),
+    dense=Config(epochs=20, lr=0.1, schedule="cosine", warmup=0.05, augment=True, weight_decay=5e-4),
+    after=replace(_AFTER, epochs=16, augment=True),
 )
 
 SETTINGS: dict[str, tuple[Setting, ...]] = {
