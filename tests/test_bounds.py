@@ -298,3 +298,14 @@ def test_docstring_examples_run():
     result = doctest.testmod(bounds)
     assert result.attempted >= 2
     assert result.failed == 0
+
+
+def test_catonis_constant_for_an_expected_risk_is_tighter_than_seeger_and_than_the_grid() -> None:
+    n, kl, delta = 12_000, 3.0, 0.04 / 100
+    c = bounds.catoni_constant(0.01, n=n, kl=0.0, delta=delta)
+    for risk in (0.008, 0.01, 0.012):  # the guess need not be exact
+        own = bounds.catoni(risk, n=n, kl=kl, delta=delta, c=c)
+        assert risk < own < bounds.catoni(risk, n=n, kl=kl, delta=delta) < 1
+        assert own < bounds.seeger(risk, n=n, kl=kl, delta=delta)
+    with pytest.raises(ValueError, match=r"risk is 1\.5"):
+        bounds.catoni_constant(1.5, n=n, kl=0.0, delta=delta)

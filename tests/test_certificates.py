@@ -33,6 +33,7 @@ seeds = [0, 1]
 margin = 0.002
 eps = 1e-5
 std = [0.01, 0.003]
+expected_risk = 0.1
 draws = 300
 tolerance = 0.01
 [setting.motion]
@@ -176,7 +177,12 @@ def test_every_row_is_certified_at_its_share_of_delta(grid: Grid, filled: Any) -
         assert row["kl"] > 0
         assert row["gibbs_risk"] < row["gibbs_certificate"] < 1
         delta = pp.bounds.Ledger.split(0.05, grid=4).pac_bayes_each
-        bound = pp.bounds.seeger(row["risk_upper"], n=row["n"], kl=row["kl"], delta=delta)
+        common = {"n": row["n"], "delta": delta}
+        assert row["seeger_certificate"] == pytest.approx(pp.bounds.seeger(row["risk_upper"], kl=row["kl"], **common))
+        c = pp.bounds.catoni_constant(setting.expected_risk, kl=0.0, **common)
+        unmoved = pp.bounds.catoni(row["prior_risk_upper"], kl=0.0, c=c, **common)
+        assert row["q_equals_p_certificate"] == pytest.approx(unmoved)
+        bound = pp.bounds.catoni(row["risk_upper"], kl=row["kl"], c=c, **common)
         assert row["gibbs_certificate"] == pytest.approx(bound, rel=1e-6)
 
 

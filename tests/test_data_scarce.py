@@ -89,7 +89,7 @@ def test_catonis_constant_is_the_best_for_the_expected_risk(risk: float, n: int)
     def bound(c: float) -> float:
         return bounds.catoni(risk, n=n, kl=2.0, delta=0.01, c=c)
 
-    chosen = data_scarce.constant(risk, n=n, kl=2.0, delta=0.01)
+    chosen = bounds.catoni_constant(risk, n=n, kl=2.0, delta=0.01)
     finest = min(bound(0.01 * 1.005**k) for k in range(1390))
     assert bound(chosen) - risk <= 1.01 * (finest - risk) + 1e-12
 

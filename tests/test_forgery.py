@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import pacprune as pp
@@ -37,3 +38,15 @@ def test_draws_that_agree_with_the_reference_too_well_are_refused_by_a_replay(tm
     place = forged(tmp_path, agree, noisy())
     assert pp.verify(place).valid
     assert "replay: " in str(check(place, replay=True, draws=300).failure)
+
+
+@pytest.mark.parametrize(("c", "words"), [(0.5, "bounds.catoni.bound"), (0.0, "null or lie in"), ("1", "float")])
+def test_a_constant_that_does_not_give_the_stated_bound_is_refused(tmp_path: Path, c: object, words: str) -> None:
+    def change(record: Record, tensors: Tensors) -> None:
+        record["catoni_c"] = c
+
+    try:
+        failure = str(pp.verify(forged(tmp_path, change)).failure)
+    except ValueError as error:
+        failure = str(error)
+    assert words in failure

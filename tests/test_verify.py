@@ -134,6 +134,7 @@ SORTS: dict[str, Callable[[], Record]] = {
     "trained std": lambda: {"train_std": True},
     "excess loss, a grid, a choice": lambda: {"family": "excess", "grid": 3, "certified": 2, "delta": 0.1},
     "Catoni, no unlabelled inputs": lambda: {"family": "catoni", "unlabelled": 0},
+    "Catoni, its own c": lambda: {"family": "catoni", "expected_risk": 0.1},
     "one layer of two": lambda: {"names": "layers.0"},
     "buffers": lambda: {
         "model": nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))

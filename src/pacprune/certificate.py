@@ -25,7 +25,7 @@ RECORD, PACKED = "certificate.json", "packed.safetensors"
 LABELS = {
     "seeger": "Gibbs, Seeger-Maurer",
     "paper": "Gibbs, the paper's theorem (follows from Seeger-Maurer)",
-    "catoni": "Gibbs, Catoni on its fixed grid",
+    "catoni": "Gibbs, Catoni",
     "excess": "Gibbs, excess loss over the thresholded prior",
     "q_equals_p": "Gibbs of the prior, Q = P",
     "vote": "majority vote, twice the Gibbs bound",

@@ -49,6 +49,7 @@ def certify(
     *,
     delta: float = 0.05,
     family: str = "seeger",
+    expected_risk: float | None = None,
     grid: int = 1,
     certified: int = 1,
     method: str = "betting",
@@ -61,8 +62,10 @@ def certify(
 
     Refuses when P saw the bound set, when no receipt of `fit_posterior` shows that P was written before the bound set
     was read, when the receipt is for another P or another bound set, or when anything outside Q moved. `family` is the
-    bound declared beforehand: "seeger", "catoni" or "excess". `grid` counts the priors, fixed in advance, among which
-    this one was chosen, `certified` the certificates among which this one may be chosen: delta is divided by both.
+    bound declared beforehand: "seeger", "catoni" or "excess"; Catoni's constant is the best for the `expected_risk`, a
+    guess made without the bound set; without one it is the best of a fixed grid, which costs log 20 nats. `grid` counts
+    the priors, fixed in advance, among which this one was chosen, `certified` the certificates among which this one may
+    be chosen: delta is divided by both.
     Sampling stops when the Monte-Carlo slack is at most `tolerance` (default: .001, or 0.1/sqrt(n) where that is more,
     since n examples cannot tell finer), or after `draws`; with method "chernoff", which may not look, after `draws`.
     All seeds follow from the hashes of P and Q: certifying twice gives the same certificate. `name` tells verifiers
@@ -75,7 +78,7 @@ def certify(
     ledgers = tally.ledgers(delta, grid=grid, certified=certified)
     plain = layers.harden(copy.deepcopy(model))
     refuse_batch_statistics(plain)
-    n, bound_set = len(split.bound), split.bound
+    n, bound_set, each = len(split.bound), split.bound, ledgers["gibbs"].pac_bayes_each
     hashes = {"prior": prior.hash, "posterior": posterior.hash, "rest": tensor_hash(prior.rest)}
     same = {what: (hashes[what], "certify the same model on every rank") for what in ("prior", "posterior")}
     ranks.agree(same | {"bound set": (bound_set.hash, "make the same split on every rank")})
@@ -89,7 +92,7 @@ def certify(
             return tally.summarise(counts, reference_errors, n, delta_mc, method) | {"seed": seed}
 
         def watch(counts: Counts) -> tuple[bool, dict[str, float]]:
-            now = bounds.seeger(summary(counts)["risk_upper"], n=n, kl=0.0, delta=ledgers["gibbs"].pac_bayes_each)
+            now = bounds.seeger(summary(counts)["risk_upper"], n=n, kl=0.0, delta=each)
             done = method == "betting" and tally.slack(counts, reference_errors, n, delta_mc) <= tolerance
             return done, {"bound": now}
 
@@ -134,6 +137,7 @@ def certify(
             "posterior": q,
             "prior": p,
         },
+        "catoni_c": None if expected_risk is None else bounds.catoni_constant(expected_risk, n=n, kl=0.0, delta=each),
         "reference": {"errors": reference_errors},
         "single_draw": single,
         "thresholded": flat,

@@ -296,6 +296,7 @@ def pbp(
     delta: float = 0.05,
     objective: str = "seeger",
     family: str = "seeger",
+    expected_risk: float | None = None,
     grid: int = 1,
     method: str = "betting",
     draws: int = 20_000,
@@ -311,7 +312,8 @@ def pbp(
     augmented form of it) with its mean keep_prob held at 1 - sparsity, and written down before split.bound is read.
     Where gate_lr is None the gates stay as they are and the weights outside the mask have mean 0: of a network that
     pft has pruned on split.prior, P is then a small cloud around it. The certificate holds with probability 1 - delta;
-    `family` is the bound that it claims, `grid` the number of priors, fixed in advance, of which this is one.
+    `family` is the bound that it claims, Catoni's for an `expected_risk`, if that is given; `grid` is the number of
+    priors, fixed in advance, of which this is one.
     """
     check_request(model, sparsity, criterion)
     sharded.refuse(model.parameters(), "a certificate", "use pp.pft")
@@ -338,7 +340,8 @@ def pbp(
     history += yield _Stage(model, split, last, seed, budget, prior, where, options)
     keep_means_(model, fixed if last.gate_lr is None else {})
     sampling = {"method": method, "draws": draws, "tolerance": tolerance, "progress": progress}
-    certificate = certify(model, prior, split, delta=delta, family=family, grid=grid, name=name, **sampling)
+    claim = {"family": family, "expected_risk": expected_risk, "grid": grid, "name": name}
+    certificate = certify(model, prior, split, delta=delta, **claim, **sampling)
     return Certified(model, prior, read(model), certificate, history)
 
 

@@ -58,7 +58,7 @@ def all_bounds(record: dict[str, Any], ledgers: dict[str, Ledger], counts: Count
     found = {
         "seeger": (seeger, gibbs_ledger),
         "paper": (bounds.paper(q, n=n, kl=kl, delta=delta), gibbs_ledger),
-        "catoni": (bounds.catoni(q, n=n, kl=kl, delta=delta), gibbs_ledger),
+        "catoni": (bounds.catoni(q, n=n, kl=kl, delta=delta, c=record.get("catoni_c")), gibbs_ledger),
         "excess": (
             bounds.excess_loss(
                 reference_errors=record["reference"]["errors"],

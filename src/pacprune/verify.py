@@ -28,7 +28,7 @@ SHARES = {"excess": (0.2, 0.2, 0.0), "thresholded": (0.2, 0.0, 0.2), "single_dra
 TRUSTED = (
     "the counts: errors of the reference, single and thresholded networks and of every draw; disagreements",
     "the split: that its parts are disjoint, were cut at random and are the examples that their hashes name",
-    "the order in time: that priors and reference, as many as stated, were fixed before the bound set was looked at",
+    "the order in time: that priors, reference and catoni_c, as stated, were fixed before the bound set was looked at",
     "the draws: that they come from Q and P by the seeds, which are checked, and that none was left out",
     "the data and the model: files, duplicates, standardisation, and that these tensors are the network in use",
 )
@@ -128,7 +128,9 @@ def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors,
     yield "the thresholded network", {"thresholded": {"sparsity": zeros / total, "inputs": inputs}}
     risk, count = drawn["posterior"]["risk_upper"], drawn["posterior"]["draws"]
     pac, delta = shares["seeger"][0], sum(shares["held_out"])
-    found = gibbs(risk, n, kl, pac) | {
+    own = None if record.get("catoni_c") is None else _get(record, "catoni_c", kind=float)
+    _require(own is None or 1e-3 <= own <= 100, f"catoni_c is {own}, but must be null or lie in [0.001, 100]")
+    found = gibbs(risk, n, kl, pac, own) | {
         "q_equals_p": kl_inverse(drawn["prior"]["risk_upper"], complexity(n, 0.0, pac)),
         "single_draw": kl_inverse(single / n, max(0.0, complexity(n, ratio, delta))),
         "held_out": clopper_pearson(errors, n, delta),
@@ -265,10 +267,11 @@ def complexity(n: int, kl: float, delta: float) -> float:
     return (kl + math.log(xi) - math.log(delta)) / n
 
 
-def gibbs(risk: float, n: int, kl: float, delta: float) -> dict[str, float]:
-    """Bounds on the Gibbs risk: Seeger and Maurer's, the paper's, Catoni's over 20 fixed c, and the vote's."""
-    c, e = 0.02 * 400.0 ** (np.arange(20) / 19), (kl + math.log(2 * math.sqrt(n)) - math.log(delta)) / n
-    catoni = np.expm1(-c * risk - (kl + math.log(20) - math.log(delta)) / n) / np.expm1(-c)
+def gibbs(risk: float, n: int, kl: float, delta: float, own: float | None = None) -> dict[str, float]:
+    """Bounds on the Gibbs risk: Seeger and Maurer's, the paper's, Catoni's at its own c or over 20, and the vote's."""
+    c = 0.02 * 400.0 ** (np.arange(20) / 19) if own is None else np.array([own])
+    catoni = np.expm1(-c * risk - (kl + math.log(c.size) - math.log(delta)) / n) / np.expm1(-c)
+    e = (kl + math.log(2 * math.sqrt(n)) - math.log(delta)) / n
     paper = risk + min(e + math.sqrt(e * (e + 2 * risk)), math.sqrt(e / 2))
     seeger = kl_inverse(risk, complexity(n, kl, delta))
     found = {"seeger": seeger, "paper": paper, "catoni": float(catoni.min()), "vote": 2 * seeger}

@@ -195,7 +195,7 @@ def certified(setting: Setting, split: Split, seed: int, job: Job) -> Iterator[d
     ledger = bounds.Ledger.split(setting.delta, grid=setting.grid)
     expected = [(error(net, last) * len(last) + 1) / (len(last) + 2) for net in nets]
     given = {"n": len(split.bound), "kl": setting.expected_kl, "delta": ledger.pac_bayes_each}
-    constants = [constant(risk, **given) for risk in expected]
+    constants = [bounds.catoni_constant(risk, **given) for risk in expected]
     pruned = together(
         gmp,
         nets,
@@ -235,15 +235,6 @@ def certified(setting: Setting, split: Split, seed: int, job: Job) -> Iterator[d
             "held_out_test_error": int(wrong.sum()) / len(wrong),
             "test_error": gibbs_error(net, split.test, draws=_TEST_DRAWS),
         }
-
-
-def constant(risk: float, *, n: int, kl: float, delta: float) -> float:
-    """Catoni's c that is best for a risk and a KL that are expected, before the bound set is looked at.
-
-    Of a geometric grid from .01 to 10, fine enough that the next value would not be better by a hundredth of the gap.
-    """
-    grid = [0.01 * 1.1**k for k in range(73)]
-    return min(grid, key=lambda c: bounds.catoni(risk, n=n, kl=kl, delta=delta, c=c))
 
 
 def best(found: Table, arm: str) -> dict[float, dict[str, Any]]:

@@ -27,6 +27,7 @@ seeds = [0, 1, 2]
 margin = 0.002
 eps = 1e-5
 std = [0.003, 0.003]
+expected_risk = 0.1
 draws = 1000
 tolerance = 0.003
 [setting.dense]

@@ -151,6 +151,9 @@ class Pbp(Options):
     delta: float = _option(0.05, "Probability with which the certificate may fail.")
     objective: str = _option("seeger", f"Bound that trains the posterior: {', '.join(OBJECTIVES)}.")
     family: str = _option("seeger", f"Bound that the certificate claims: {', '.join(FAMILIES)}.")
+    expected_risk: float | None = _option(
+        None, "Risk that Catoni's constant is made for: a guess without the bound set."
+    )
     grid: int = _option(1, "Priors, fixed in advance, of which this is one: each pays delta / grid.")
     unlabelled: int = _option(100, "Training inputs kept aside, to certify the thresholded network by.")
     draws: int = _option(4000, "Most networks to draw in estimating the risk of Q, and of P.")

@@ -36,7 +36,7 @@ FEW = 64
 """Examples that a rehearsal looks at."""
 TEST_DRAWS = 20
 """Networks drawn from Q to estimate its Gibbs error on the test part."""
-_BOUND = ("eps", "std", "delta", "objective", "family", "grid", "draws", "tolerance")
+_BOUND = ("eps", "std", "delta", "objective", "family", "expected_risk", "grid", "draws", "tolerance")
 
 
 @dataclass(frozen=True, eq=False)
