@@ -152,7 +152,11 @@ class Optimizer:
             elif any(group.weight_decay):
                 grad = grad + decay * p
             if self.kind == "sgd":
-                p.addcmul_(state["mean"].mul_(momentum).add_(grad) if state else grad, -rate)
+                if state and len(set(group.momentum)) == 1:  # one pass over memory less
+                    grad = torch.add(grad, state["mean"], alpha=group.momentum[0], out=state["mean"])
+                elif state:
+                    grad = state["mean"].mul_(momentum).add_(grad)
+                p.addcmul_(grad, -rate)
                 continue
             mean, square, step = state["mean"], state["square"], state["step"].add_(1)
             mean.mul_(momentum).addcmul_(grad, 1 - momentum)
