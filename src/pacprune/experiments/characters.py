@@ -9,7 +9,6 @@ import copy
 import gc
 import json
 import math
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from pacprune.checkpoint import write_atomically
 from pacprune.config import Config
 from pacprune.evaluate import mean_loss
 from pacprune.experiments import figures
+from pacprune.experiments.contest import surviving
 from pacprune.experiments.figures import Drawn, Job
 from pacprune.experiments.plots import Table
 from pacprune.experiments.timing import Finding, Row, largest_that_fits, wait
@@ -224,12 +224,12 @@ def _losses(
     by: Windows,
     job: Job,
 ) -> list[tuple[int, float]]:
-    """(weights kept, loss) of entries of one method; one that diverges has no finite loss, the others go on."""
-    nets = [copy.deepcopy(dense[entry.seed]) for entry in entries]
-    try:
+    """(weights kept, loss) of entries of one method; one that diverges has no finite loss."""
+
+    def attempt(entries: list[Entry]) -> list[tuple[int, float]]:
         results = together(
             METHODS[entries[0].method],
-            nets,
+            [copy.deepcopy(dense[entry.seed]) for entry in entries],
             on,
             [replace(setting.after, lr=entry.lr) for entry in entries],
             sparsity=[entry.sparsity for entry in entries],
@@ -237,16 +237,10 @@ def _losses(
             loss=next_character,
             progress=job.progress,
         )
-    except ValueError as failure:
-        if not re.match("the loss .*became", str(failure)):
-            raise
-        if len(entries) == 1:
-            return [(0, math.inf)]
-        half = len(entries) // 2
-        both = (_losses(setting, part, dense, on, by, job) for part in (entries[:half], entries[half:]))
-        return [found for part in both for found in part]
-    kept = [sum(int((w != 0).sum()) for w in weights.prunable(one.model).values()) for one in results]
-    return [(k, mean_loss(one.model, by, loss=next_character)) for k, one in zip(kept, results, strict=True)]
+        kept = [sum(int((w != 0).sum()) for w in weights.prunable(one.model).values()) for one in results]
+        return [(k, mean_loss(one.model, by, loss=next_character)) for k, one in zip(kept, results, strict=True)]
+
+    return surviving(list(entries), attempt, (0, math.inf))
 
 
 def paint(canvas: Any, rows: Table) -> None:

@@ -27,6 +27,7 @@ from pacprune.pipelines import Pruned, osp, pft, together
 from pacprune.train import fit
 
 _Any = TypeVar("_Any")
+_R = TypeVar("_R")
 
 METHODS: dict[str, tuple[Callable[..., Pruned], dict[str, Any]]] = {
     "osp": (osp, {}),
@@ -214,33 +215,40 @@ def _contest(
     judged: tuple[Tensor, Tensor],
     job: Job,
 ) -> list[dict[str, Any]]:
-    """Prunes entries of one method as a population; one that diverges has error 1, the others go on without it."""
+    """Prunes entries of one method as a population; one that diverges has error 1."""
     verb, options = METHODS[entries[0].method]
-    if entries[0].method in FROM_A_CRITERION:
-        options = options | {"criterion": [entry.criterion for entry in entries]}
-    nets = [copy.deepcopy(dense[entry.seed]) for entry in entries]
-    total = weights.total(nets[0])
-    try:
+    total = weights.total(dense[entries[0].seed])
+
+    def attempt(entries: list[Entry]) -> list[dict[str, Any]]:
+        own = {"criterion": [entry.criterion for entry in entries]} if entries[0].method in FROM_A_CRITERION else {}
         results = together(
             verb,
-            nets,
+            [copy.deepcopy(dense[entry.seed]) for entry in entries],
             on,
             [replace(setting.after, lr=entry.lr) for entry in entries],
             sparsity=[entry.sparsity for entry in entries],
             seed=[entry.seed for entry in entries],
             progress=job.progress,
             **options,
+            **own,
         )
+        errors = error([result.model for result in results], judged)
+        return [
+            {"kept": total - round(weights.sparsity(result.model) * total), "total": total, "error": wrong}
+            for result, wrong in zip(results, errors, strict=True)
+        ]
+
+    return surviving(entries, attempt, {"kept": 0, "total": total, "error": 1.0})
+
+
+def surviving(entries: list[_Any], attempt: Callable[[list[_Any]], list[_R]], lost: _R) -> list[_R]:
+    """attempt(entries); where one of them diverges, the others go on without it, and it has the result `lost`."""
+    try:
+        return attempt(entries)
     except ValueError as failure:
         if not re.match("the loss .*became|the scores .*hold .*NaN", str(failure)):  # either may notice it first
             raise
         if len(entries) == 1:
-            return [{"kept": 0, "total": total, "error": 1.0}]
+            return [lost]
         half = len(entries) // 2
-        rest = [_contest(setting, part, dense, on, judged, job) for part in (entries[:half], entries[half:])]
-        return rest[0] + rest[1]
-    errors = error([result.model for result in results], judged)
-    return [
-        {"kept": total - round(weights.sparsity(result.model) * total), "total": total, "error": wrong}
-        for result, wrong in zip(results, errors, strict=True)
-    ]
+        return [one for part in (entries[:half], entries[half:]) for one in surviving(part, attempt, lost)]
