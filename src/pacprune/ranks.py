@@ -3,6 +3,7 @@
 Without a process group, or in one of a single process, every function here gives back what it was given.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,9 @@ def joined(device: str = "cpu") -> Iterator[torch.device]:
     yield here
     # Not after a failure: the other ranks may wait in an exchange that leaving in order would wait for, too.
     _own.clear()
+    # A model that fully_shard has cut holds the group in a cycle; only once nobody does are the group's threads ended,
+    # and one that let go of a tensor while the interpreter shuts down would abort a job that is done.
+    gc.collect()
     dist.destroy_process_group()
 
 
