@@ -27,10 +27,12 @@ EQUAL = [
 ALL = [*EQUAL, "norm", "pbp", "certificate", "draws", "refusals"]
 
 
-def start(rank: int, folder: Path, *cases: str, port: int, **more: str) -> subprocess.Popen[str]:
+def start(
+    rank: int, folder: Path, *cases: str, port: int, script: str = ranks_cases.__file__, **more: str
+) -> subprocess.Popen[str]:
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     env = os.environ | own | {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"} | more
-    command = [sys.executable, "-W", "error", ranks_cases.__file__, str(folder), *cases]
+    command = [sys.executable, "-W", "error", script, str(folder), *cases]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

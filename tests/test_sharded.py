@@ -1,7 +1,7 @@
 """Two gloo processes with a model cut by fully_shard against one with the whole: the same masks to the bit."""
 
+import functools
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +13,8 @@ from torch import Tensor
 
 import pacprune as pp
 import sharded_cases
+import test_ranks
+from test_ranks import results
 
 EQUAL = [
     *("dense", "gates", "uneven", "clamped", "lagrangian", "gradual", "feedback", "patience", "own_loop"),
@@ -26,32 +28,7 @@ def command(folder: Path, *cases: str) -> list[str]:
     return ["-W", "error", sharded_cases.__file__, str(folder), *cases]
 
 
-def run(folder: Path, *cases: str, world: int = 2, **more: str) -> list[tuple[int, str]]:
-    """Runs the cases on several ranks; how each ended, and what it said."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)} | more
-    every = [
-        subprocess.Popen(
-            [sys.executable, *command(folder, *cases)],
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [one.communicate(timeout=120)[0] for one in every]
-    finally:
-        for one in every:
-            one.kill()
-    return [(one.returncode, text) for one, text in zip(every, said, strict=True)]
-
-
-def results(folder: Path, case: str, world: int = 2) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"{case}-{rank}.found", weights_only=False) for rank in range(world)]
+run = functools.partial(test_ranks.run, script=sharded_cases.__file__)
 
 
 @pytest.fixture(scope="session")
