@@ -22,6 +22,7 @@ SETTING = Setting(
     dense=pp.Config(epochs=1, lr=0.1),
     after=pp.Config(epochs=2, schedule="cosine"),
     rates=(0.05, 0.1),
+    gated=((0.1, 100.0), (0.1, 500.0)),
     tuned_at=0.95,
 )
 
@@ -50,7 +51,8 @@ def test_every_method_has_the_same_grid_and_the_rates_come_from_validation(tmp_p
     judged = []
     monkeypatch.setattr(contest, "error", lambda nets, on: [judged.append(on) or 0.5] * len(nets))
     chosen = contest.tune(SETTING, split, job(tmp_path))
-    assert chosen == dict.fromkeys(SETTING.pairs(), 0.05)  # all equal: the smaller rate
+    found = {method: {point for (m, _), point in chosen.items() if m == method} for method in SETTING.methods}
+    assert found == {"osp": {(0.05, 100.0)}, "pft": {(0.1, 100.0)}, "gmp": {(0.05, 100.0)}}  # all equal: the smaller
     (tried,) = {
         len([k for k in lines if k]) for lines in [(tmp_path / "digits-mlp-tuning.jsonl").read_text().split("\n")]
     }
@@ -61,13 +63,19 @@ def test_every_method_has_the_same_grid_and_the_rates_come_from_validation(tmp_p
 
 
 def test_one_rate_needs_no_tuning(tmp_path: Path) -> None:
-    one = replace(SETTING, rates=(0.1,))
-    assert contest.tune(one, data.load("digits"), job(tmp_path)) == dict.fromkeys(SETTING.pairs(), 0.1)
+    one = replace(SETTING, rates=(0.1,), gated=((0.1, 500.0),))
+    chosen = contest.tune(one, data.load("digits"), job(tmp_path))
+    assert chosen == {(m, c): (0.1, 500.0 if m == "pft" else 100.0) for m, c in SETTING.pairs()}
     assert not list(tmp_path.iterdir())
 
 
+def test_a_method_with_more_points_in_its_grid_is_refused() -> None:
+    with pytest.raises(ValueError, match="pft would try 2 points of its grid and the others 1; give as many"):
+        replace(SETTING, rates=(0.1,))
+
+
 def test_finished_networks_are_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(SETTING, methods=("osp",), criteria=("magnitude",), rates=(0.1,))
+    small = replace(SETTING, methods=("osp",), criteria=("magnitude",), rates=(0.1,), gated=((0.1, 100.0),))
     rows = contest.run(small, job(tmp_path))
     lines = (tmp_path / "digits-mlp.jsonl").read_text().splitlines()
     (tmp_path / "digits-mlp.jsonl").write_text("\n".join(lines[:3]) + "\n")
@@ -81,7 +89,7 @@ def test_finished_networks_are_not_trained_again(tmp_path: Path, monkeypatch: py
 
 def test_a_network_that_diverges_does_not_stop_the_others(tmp_path: Path) -> None:
     wild = replace(SETTING, methods=("osp",), criteria=("magnitude",), rates=(0.1, 1e12))
-    assert set(contest.tune(wild, data.load("digits"), job(tmp_path)).values()) == {0.1}
+    assert set(contest.tune(wild, data.load("digits"), job(tmp_path)).values()) == {(0.1, 100.0)}
     assert '"error": 1.0' in (tmp_path / "digits-mlp-tuning.jsonl").read_text()
 
 

@@ -1,8 +1,8 @@
 """Pruning methods on equal terms: the same dense networks, epochs, schedules, data order and effort in tuning.
 
-Every method starts from the same dense networks and has the same epochs after them. Its learning rate is chosen on a
-tenth of the training set that it does not train on, from one grid that is declared beforehand and the same for all; the
-test set is looked at once, by the networks that are reported. Networks of one method are trained as a population.
+Every method starts from the same dense networks and has the same epochs after them. Its learning rates are chosen on a
+tenth of the training set that it does not train on, from a grid that is declared beforehand and has as many points for
+each; the test set is looked at once, by the networks that are reported. Networks of one method are a population.
 """
 
 import copy
@@ -33,13 +33,16 @@ METHODS: dict[str, tuple[Callable[..., Pruned], dict[str, Any]]] = {
     "osp": (osp, {}),
     "pft": (pft, {}),
     "pft-paper": (pft, {"recipe": "paper"}),
+    "pft-still": (pft, {"noise": False}),
     "gmp": (gmp, {}),
     "dpf": (gmp, {"feedback": True}),
     "imp": (imp, {}),
     "l0": (l0, {}),
 }
-FROM_A_CRITERION = ("osp", "pft", "pft-paper")
+FROM_A_CRITERION = ("osp", "pft", "pft-paper", "pft-still")
 """Methods that begin with a criterion's scores; the others rank by magnitude, or learn their own."""
+RATIO = 100.0
+"""gate_lr / lr unless it is asked for."""
 VALIDATION = 0.1
 AT_ONCE = {"cpu": 8, "cuda": 96}
 """Networks in one population; where they do not fit into memory, `fit` trains them in halves."""
@@ -59,8 +62,16 @@ class Setting:
     dense: Config
     after: Config
     rates: tuple[float, ...]
+    gated: tuple[tuple[float, float], ...]
+    """(lr, gate_lr / lr) that pft tries, as many as the others have rates."""
     tuned_at: float
     """The sparsity at which the learning rates are chosen."""
+
+    def __post_init__(self) -> None:
+        if len(self.rates) != len(self.gated):
+            raise ValueError(
+                f"pft would try {len(self.gated)} points of its grid and the others {len(self.rates)}; give as many"
+            )
 
     @property
     def name(self) -> str:
@@ -70,13 +81,17 @@ class Setting:
     def pairs(self) -> list[tuple[str, str]]:
         """All (method, criterion); a method without a criterion of its own ranks by magnitude.
 
-        So does the paper's recipe: what it is worth beside the default one is seen from one start.
+        So do the variants of pft: what they are worth beside the default recipe is seen from one start.
         """
         found = []
         for method in self.methods:
             own = self.criteria if method in ("osp", "pft") else ("magnitude",)
             found += [(method, criterion) for criterion in own]
         return found
+
+    def points(self, method: str) -> tuple[tuple[float, float], ...]:
+        """The grid of a method, (lr, gate_lr / lr); the paper's recipe and L0 have gates, too, at the default ratio."""
+        return self.gated if method in ("pft", "pft-still") else tuple((lr, RATIO) for lr in self.rates)
 
 
 class Entry(NamedTuple):
@@ -87,6 +102,8 @@ class Entry(NamedTuple):
     sparsity: float
     seed: int
     lr: float
+    ratio: float
+    """gate_lr / lr, where there are gates."""
 
 
 def run(setting: Setting, job: Job) -> list[dict[str, Any]]:
@@ -97,7 +114,7 @@ def run(setting: Setting, job: Job) -> list[dict[str, Any]]:
     x, y = (t.to(job.device) for t in (split.train.x, split.train.y))
     dense = dense_networks(setting, split, (x, y), seeds, job, "dense")
     entries = [
-        Entry(method, criterion, sparsity, seed, chosen[method, criterion])
+        Entry(method, criterion, sparsity, seed, *chosen[method, criterion])
         for method, criterion in setting.pairs()
         for sparsity in setting.sparsities
         for seed in seeds
@@ -140,26 +157,26 @@ def chunks(entries: Sequence[_Any], job: Job) -> Iterator[list[_Any]]:
         yield list(entries[start : start + most])
 
 
-def tune(setting: Setting, split: Split, job: Job) -> dict[tuple[str, str], float]:
-    """The learning rate of every (method, criterion): the best on validation data, the smaller one of equals."""
+def tune(setting: Setting, split: Split, job: Job) -> dict[tuple[str, str], tuple[float, float]]:
+    """(lr, gate_lr / lr) of every (method, criterion): the best on validation data, the smaller one of equals."""
     pairs = setting.pairs()
     if len(setting.rates) == 1:
-        return dict.fromkeys(pairs, setting.rates[0])
+        return {(method, criterion): setting.points(method)[0] for method, criterion in pairs}
     order = philox.permutation(len(split.train), seed=job.seed)
     cut = round(len(order) * VALIDATION)
     held, used = order[:cut], order[cut:]
     x, y = (t.to(job.device) for t in (split.train.x, split.train.y))
     seeds = job.seeds(1)
     dense = dense_networks(setting, split, (x[used], y[used]), seeds, job, "tuning")
-    entries = [Entry(m, c, setting.tuned_at, seeds[0], lr) for m, c in pairs for lr in setting.rates]
+    entries = [Entry(m, c, setting.tuned_at, seeds[0], *point) for m, c in pairs for point in setting.points(m)]
     found = _pruned(
         setting, entries, dense, (x[used], y[used]), (x[held], y[held]), job, f"{setting.name}-tuning.jsonl"
     )
-    best: dict[tuple[str, str], tuple[float, float]] = {}
+    best: dict[tuple[str, str], tuple[float, float, float]] = {}
     for entry, row in found:
         key = entry.method, entry.criterion
-        best[key] = min(best.get(key, (2.0, 0.0)), (row["error"], entry.lr))
-    return {key: lr for key, (_, lr) in best.items()}
+        best[key] = min(best.get(key, (2.0, 0.0, 0.0)), (row["error"], entry.lr, entry.ratio))
+    return {key: (lr, ratio) for key, (_, lr, ratio) in best.items()}
 
 
 def dense_networks(
@@ -225,7 +242,7 @@ def _contest(
             verb,
             [copy.deepcopy(dense[entry.seed]) for entry in entries],
             on,
-            [replace(setting.after, lr=entry.lr) for entry in entries],
+            [replace(setting.after, lr=entry.lr, gate_lr=entry.lr * entry.ratio) for entry in entries],
             sparsity=[entry.sparsity for entry in entries],
             seed=[entry.seed for entry in entries],
             progress=job.progress,

@@ -55,6 +55,7 @@ _BASE = Setting(
     dense=Config(epochs=10, lr=0.05, schedule="cosine"),
     after=Config(),
     rates=(),
+    gated=(),
     tuned_at=0.9,
 )
 _COLOUR = replace(

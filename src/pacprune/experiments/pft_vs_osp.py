@@ -15,17 +15,17 @@ from pacprune.experiments.plots import Table
 from pacprune.scores import NAMES as CRITERIA
 
 _AFTER = Config(schedule="cosine", warmup=0.05)
-_RATES = (0.02, 0.05, 0.1, 0.2)
 _GREY = Setting(
     data="mnist",
     model="mlp",
     sparsities=(0.9, 0.95, 0.98, 0.99),
     criteria=("magnitude", "snip", "random"),
     methods=tuple(METHODS),
-    seeds=3,
+    seeds=5,
     dense=Config(epochs=12, lr=0.05, schedule="cosine"),
     after=replace(_AFTER, epochs=12),
-    rates=_RATES,
+    rates=(0.02, 0.05, 0.1, 0.2),
+    gated=((0.05, 100.0), (0.1, 100.0), (0.2, 100.0), (0.1, 500.0)),
     tuned_at=0.98,
 )
 _COLOUR = replace(
@@ -34,6 +34,8 @@ _COLOUR = replace(
     model="resnet20",
     sparsities=(0.8, 0.9, 0.95, 0.98, 0.99),
     criteria=CRITERIA,
+    seeds=3,
+    gated=((0.1, 100.0), (0.2, 100.0), (0.1, 500.0), (0.2, 500.0)),
     dense=Config(epochs=20, lr=0.1, schedule="cosine", warmup=0.05, augment=True, weight_decay=5e-4),
     after=replace(_AFTER, epochs=16, augment=True),
 )
@@ -49,6 +51,7 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
             dense=Config(epochs=4, lr=0.1, schedule="cosine"),
             after=replace(_AFTER, epochs=4),
             rates=(0.05, 0.1),
+            gated=((0.1, 100.0), (0.1, 500.0)),
         ),
     ),
     "reduced": (
@@ -74,6 +77,7 @@ _STYLE = {
     "osp": ("one-shot", "#999999", "o"),
     "pft": ("PFT", "#D55E00", "s"),
     "pft-paper": ("PFT, the paper's recipe", "#E69F00", "D"),
+    "pft-still": ("PFT without noise", "#8B4513", "d"),
     "gmp": ("GMP", "#0072B2", "^"),
     "dpf": ("DPF", "#56B4E9", "v"),
     "imp": ("IMP, rewinding", "#009E73", "P"),

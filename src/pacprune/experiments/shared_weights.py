@@ -28,12 +28,15 @@ NOISE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 _CRITERIA = ("magnitude", "snip", "random")
 
 SETTINGS: dict[str, Setting] = {
-    "smoke": replace(pft_vs_osp.SETTINGS["smoke"][0], sparsities=(0.6, 0.9), rates=(0.1,)),
-    "reduced": replace(pft_vs_osp.SETTINGS["reduced"][-1], sparsities=(0.6, 0.8, 0.9, 0.95, 0.98), rates=(0.1,)),
+    "smoke": replace(pft_vs_osp.SETTINGS["smoke"][0], sparsities=(0.6, 0.9), rates=(0.1,), gated=((0.1, 100.0),)),
+    "reduced": replace(
+        pft_vs_osp.SETTINGS["reduced"][-1], sparsities=(0.6, 0.8, 0.9, 0.95, 0.98), rates=(0.1,), gated=((0.1, 100.0),)
+    ),
     "paper": replace(
         pft_vs_osp.SETTINGS["reduced"][-1],
         sparsities=(0.6, 0.7, 0.8, 0.9, 0.95, 0.98),
         rates=(0.1,),
+        gated=((0.1, 100.0),),
         seeds=5,
         dense=Config(epochs=120, lr=0.1, schedule="step", augment=True, weight_decay=5e-4),
         after=replace(pft_vs_osp.SETTINGS["reduced"][-1].after, epochs=180),
