@@ -171,7 +171,8 @@ def crop_flip(x: Tensor, word: Tensor, *, pad: int = 4) -> Tensor:
     column = (word >> 16 & 0x7FFF) % (2 * pad + 1) + torch.arange(w, device=x.device)
     column = torch.where(word >> 31 > 0, column.flip(1), column)
     n = len(word)
-    image = torch.arange(n, device=x.device).view(n, 1, 1, 1)
-    channel = torch.arange(c, device=x.device).view(1, c, 1, 1)
     padded = F.pad(x.reshape(n, c, h, w), (pad, pad, pad, pad))
-    return padded[image, channel, row.view(n, 1, h, 1), column.view(n, 1, 1, w)].reshape(x.shape)
+    plane = torch.arange(n * c, device=x.device).view(n, c, 1, 1) * (h + 2 * pad)
+    # One number per pixel says where it comes from; with an index per dimension torch would write four.
+    place = (plane + row.view(n, 1, h, 1)) * (w + 2 * pad) + column.view(n, 1, 1, w)
+    return padded.take(place).reshape(x.shape)

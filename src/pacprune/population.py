@@ -18,7 +18,7 @@ from torch.func import functional_call
 from pacprune import kernels, layers, weights
 from pacprune.batches import device_of
 from pacprune.kernels.convolution import convolution
-from pacprune.kernels.views import elementwise_first
+from pacprune.kernels.views import compiler_pass
 from pacprune.sampler import Sampler
 
 _NARROW, _FEW = 64, 16
@@ -66,7 +66,7 @@ class Population:
     def compile(self) -> None:
         """Lets torch.compile fuse the members' layers; batches of every new size are compiled anew."""
         # Inductor leaves grouped convolutions in the layout they come in unless told that channels-last is faster.
-        options: dict[str, Any] = {"force_layout_optimization": True, "post_grad_custom_pre_pass": elementwise_first}
+        options: dict[str, Any] = {"force_layout_optimization": True, "post_grad_custom_pre_pass": compiler_pass()}
         self._compiled = torch.compile(self._apply, dynamic=False, options=options)
 
     def outputs(self, x: Tensor, *, own: bool) -> Tensor:
@@ -181,6 +181,8 @@ def _skeleton(model: nn.Module) -> nn.Module:
                 module.__class__ = _Grouped
             elif type(module) is nn.Linear:
                 module.__class__ = _Linear
+            elif type(module) is nn.BatchNorm2d:
+                module.__class__ = _BatchNorm
     empty: dict[int, tuple[Tensor, Tensor]] = {}
     for module in plain.modules():  # .to("meta") would make two parameters of a tied one
         for kind in ("_parameters", "_buffers"):
@@ -217,6 +219,13 @@ class _Grouped(nn.Conv2d):
             padding = [int(width) for width in self.padding]
             out = convolution(input, weight, stride=list(self.stride), padding=padding)
         return out if bias is None else out + bias[:, None, None].to(out.dtype)
+
+
+class _BatchNorm(nn.BatchNorm2d):
+    """A BatchNorm that keeps its input's type, as it does outside of vmap; inside, float32 weights would change it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).to(input.dtype)
 
 
 class _Linear(nn.Linear):

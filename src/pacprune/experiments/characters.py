@@ -327,4 +327,4 @@ def _decoder(device: torch.device, shape: dict[str, Any], batch: int) -> Iterato
     yield Row(f"PFT step, {name}, bfloat16 autocast", (end - start) * 1e3, "ms")
     yield Row(f"memory held between PFT steps, {name}", held / size, "bytes per weight")
     yield Row(f"peak memory of a PFT step, {name}", most / size, "bytes per weight")
-    yield Row(f"peak memory of a PFT step, {name}", most / 2**30, "GiB")
+    yield Row(f"peak memory of a PFT step, {name}, in all", most / 2**30, "GiB")

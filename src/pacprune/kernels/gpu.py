@@ -34,10 +34,10 @@ from pacprune.kernels.parts import (
 
 NAME = "triton"
 VERSION = triton.__version__
-BLOCK, WARPS = 2048, 8
-"""Weights and warps of one program that draws."""
-BACKWARD_BLOCK, BACKWARD_WARPS = 4096, 8
-"""The same of one that makes gradients."""
+BLOCK = 2048
+"""Weights of one program."""
+WARPS, FEWER_WARPS = 8, 4
+"""Of a program that draws without std, and of one with more to hold in its registers."""
 
 _MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, STILL)
 _FIELDS = tl.constexpr(20)
@@ -173,7 +173,11 @@ def _sampler(
     elif (MODE == 0 or MODE == 3) or (TO_GATE and MODE == 1):  # not in a chain, which Triton may refuse
         # u and 1 - u are multiples of 2^-24 and exact, so that one logarithm gives logit(u).
         u = (word >> 9).to(tl.float32) + 0.5
-        x = (logit + libdevice.fast_logf(u / (8388608.0 - u))) * sharper
+        odds = u / (8388608.0 - u)
+        if MAPPING == 0:
+            x = (logit + libdevice.fast_logf(odds)) * sharper
+        else:  # a small p multiplies what the quick logarithm is off by
+            x = (logit + tl.log(odds)) * sharper
         if MODE == 3:
             x = x - _ODDS
         soft = 1.0 / (1.0 + tl.exp(-x))
@@ -276,14 +280,14 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return _CONSTANTS.setdefault((value, device), torch.tensor(value, device=device))
 
 
-def _table(found: Sequence[_Ready], starts: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
+def _table(found: Sequence[_Ready], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(addresses and sizes of all parts, the part of each program), on the device; kept, and never freed under a graph.
 
     Columns: mean, gate, std, seed, step, shift, sharpness, start in the output, first program, programs per row, n,
     offset, then what one row more adds: to mean and gate, to std, unused, to seed, step, shift, sharpness.
     """
     device = found[0].part.mean.device
-    key = (size, device.index, *(n for one, s in zip(found, starts, strict=True) for n in (one.k, s, *one.numbers)))
+    key = (device.index, *(n for one, s in zip(found, starts, strict=True) for n in (one.k, s, *one.numbers)))
     capturing = torch.cuda.is_current_stream_capturing()
     if key not in _TABLES:
         if capturing:
@@ -291,7 +295,7 @@ def _table(found: Sequence[_Ready], starts: Sequence[int], size: int) -> tuple[T
         rows, programs = [], [0]
         for one, start in zip(found, starts, strict=True):
             *pointers, n, offset, row, std_row, s0, s1, s2, s3 = one.numbers
-            per_row = max(1, -(-(n + offset % 4) // size))
+            per_row = max(1, -(-(n + offset % 4) // BLOCK))
             rows.append([*pointers, start, programs[-1], per_row, n, offset, row, std_row, 0, s0, s1, s2, s3, 0])
             programs.append(programs[-1] + per_row * one.k)
         made = torch.tensor(rows, dtype=torch.int64, device=device)
@@ -306,8 +310,7 @@ def _table(found: Sequence[_Ready], starts: Sequence[int], size: int) -> tuple[T
 
 
 def _launch(found: Sequence[_Ready], starts: Sequence[int], law: Law, out: Tensor, back: dict[str, Any] | None) -> None:
-    size, warps = (BLOCK, WARPS) if back is None else (BACKWARD_BLOCK, BACKWARD_WARPS)
-    table, programs = _table(found, starts, size)
+    table, programs = _table(found, starts)
     std, bf16, aligned = found[0].kind
     given, to_mean, to_gate, to_std = (None,) * 4 if back is None else back.values()
     kernel: Any = _sampler
@@ -332,8 +335,8 @@ def _launch(found: Sequence[_Ready], starts: Sequence[int], law: Law, out: Tenso
             TO_MEAN=to_mean is not None,
             TO_GATE=to_gate is not None,
             TO_STD=to_std is not None,
-            SIZE=size,
-            num_warps=warps,
+            SIZE=BLOCK,
+            num_warps=WARPS if back is None and not std else FEWER_WARPS,
         )
 
 

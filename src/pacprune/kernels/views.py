@@ -3,8 +3,9 @@
 vmap computes relu(conv(x)) of K members on a view [K, n, channels, height, width] of what the grouped convolution wrote
 as [n, K * channels, height, width], channels last. The compiler lays its result out as the view's shape says, which is
 another order in memory, and the next convolution has to bring it back. An elementwise operation gives the same numbers
-before a view as after it: moved before it, and taken on [n, height, width, K * channels], which is the order in memory,
-everything between two convolutions stays as they use it.
+before a view as after it: moved before it, and taken on [n * height * width, K * channels], which is the order in
+memory, everything between two convolutions stays as they use it. Two dimensions, since of four the compiler would think
+that the second one holds the channels.
 """
 
 from typing import Any, NamedTuple
@@ -50,6 +51,20 @@ def elementwise_first(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
+def compiler_pass() -> Any:
+    """elementwise_first for torch.compile, which keeps what it compiles only with passes that have a name."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # slow to import
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            elementwise_first(graph)
+
+        def uuid(self) -> bytes:
+            return get_hash_for_files((__file__,))
+
+    return Pass()
+
+
 def _look(graph: Graph, node: Node, views: dict[Node, _View]) -> None:
     """Notes what a view is a view of; one that shows images as they are gives way to them."""
     source, rest = node.args[0], node.args[1:]
@@ -58,18 +73,22 @@ def _look(graph: Graph, node: Node, views: dict[Node, _View]) -> None:
         if source.meta["val"].ndim != 4:
             return
         with graph.inserting_before(node):
-            base = _call(graph, _ATEN.permute.default, (source, _LAST), {})
-        views[source] = _View(base, [(_ATEN.permute.default, (_SECOND,))], _fresh(base).permute(_SECOND))
+            last = _call(graph, _ATEN.permute.default, (source, _LAST), {})
+            shape = list(last.meta["val"].shape)
+            base = _call(graph, _ATEN.reshape.default, (last, [-1, shape[-1]]), {})
+        steps = [(_ATEN.view.default, (shape,)), (_ATEN.permute.default, (_SECOND,))]
+        views[source] = _View(base, steps, _fresh(last).permute(_SECOND))
     base, steps, places = views[source]
     try:
         places = (_ATEN.view.default if node.target in _SHAPES else node.target)(places, *rest)  # type: ignore[operator]
     except RuntimeError:  # this one needs a copy
         return
-    if _equal(places, _fresh(base).permute(_SECOND)):
+    first = steps[:2]
+    if _equal(places, _fresh(base).view(first[0][1][0]).permute(_SECOND)):
         with graph.inserting_before(node):
-            plain = _call(graph, _ATEN.permute.default, (base, _SECOND), {})
+            plain = _taken(graph, base, first)
         node.replace_all_uses_with(plain)
-        views[plain] = _View(base, steps[:1], places)
+        views[plain] = _View(base, first, places)
     else:
         views[node] = _View(base, [*steps, (node.target, rest)], places)
 
@@ -83,9 +102,8 @@ def _move(graph: Graph, node: Node, views: dict[Node, _View]) -> None:
         return
     with graph.inserting_before(node):
         bases = [_based(graph, arg, node, seen[0], views) for arg in node.args]
-        moved = found = _call(graph, node.target, tuple(bases), dict(node.kwargs))
-        for target, rest in seen[0].steps:
-            found = _call(graph, target, (found, *rest), {})
+        moved = _call(graph, node.target, tuple(bases), dict(node.kwargs))
+        found = _taken(graph, moved, seen[0].steps)
     node.replace_all_uses_with(found)
     views[found] = _View(moved, seen[0].steps, seen[0].places)
 
@@ -105,6 +123,13 @@ def _based(graph: Graph, arg: Any, node: Node, view: _View, views: dict[Node, _V
     order = sorted(range(view.places.ndim), key=lambda axis: -view.places.stride(axis))
     ordered = _call(graph, _ATEN.permute.default, (arg, order), {})
     return _call(graph, _ATEN.reshape.default, (ordered, list(view.base.meta["val"].shape)), {})
+
+
+def _taken(graph: Graph, node: Node, steps: list[tuple[Any, tuple[Any, ...]]]) -> Node:
+    """The view that the steps lead to."""
+    for target, rest in steps:
+        node = _call(graph, target, (node, *rest), {})
+    return node
 
 
 def _tags(node: Node) -> Any:
