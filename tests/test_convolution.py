@@ -54,8 +54,9 @@ def test_all_members_at_once_are_each_by_itself(shape: tuple[int, ...], shared: 
         torch.testing.assert_close(one, two, rtol=scale, atol=scale * float(two.detach().abs().max()))
 
 
-def test_the_operator_keeps_torchs_rules() -> None:
-    x, weight, stride, padding = problem(SHAPES[1], "cpu")
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_operator_keeps_torchs_rules(device: str) -> None:
+    x, weight, stride, padding = problem(SHAPES[1], device)
     torch.library.opcheck(op._convolution, (x[0].detach(), weight[0].detach(), stride, padding, 1))
     leaves = [t[0].detach().requires_grad_() for t in (x, weight)]
     torch.library.opcheck(op._convolution, (*leaves, stride, padding, 1))

@@ -181,8 +181,8 @@ def _skeleton(model: nn.Module) -> nn.Module:
                 module.__class__ = _Grouped
             elif type(module) is nn.Linear:
                 module.__class__ = _Linear
-            elif type(module) is nn.BatchNorm2d:
-                module.__class__ = _BatchNorm
+    for module in plain.modules():
+        module.__class__ = _NORMS.get(type(module), type(module))
     empty: dict[int, tuple[Tensor, Tensor]] = {}
     for module in plain.modules():  # .to("meta") would make two parameters of a tied one
         for kind in ("_parameters", "_buffers"):
@@ -221,11 +221,20 @@ class _Grouped(nn.Conv2d):
         return out if bias is None else out + bias[:, None, None].to(out.dtype)
 
 
-class _BatchNorm(nn.BatchNorm2d):
-    """A BatchNorm that keeps its input's type, as it does outside of vmap; inside, float32 weights would change it."""
+class _KeepsType(nn.modules.batchnorm._BatchNorm):
+    """A BatchNorm whose outputs have its inputs' type, as outside of vmap; inside, float32 weights would change it.
+
+    Not compiled, it computes in float32: torch has no gradient of vmap's BatchNorm for bfloat16.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).to(input.dtype)
+        wider = input.float() if input.dtype.itemsize == 2 and not torch.compiler.is_compiling() else input
+        return super().forward(wider).to(input.dtype)
+
+
+_NORMS: dict[type[nn.Module], Any] = {
+    kind: type(f"_{kind.__name__}", (_KeepsType, kind), {}) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+}
 
 
 class _Linear(nn.Linear):

@@ -45,7 +45,7 @@ def _gradient(
 
     sizes, slope = _sizes(x, weight, stride, padding, groups), _innermost(out)
     matrices = grouped.to_weight(slope, _innermost(x), sizes).unflatten(1, weight.shape[2:])
-    to_weight = matrices.permute(0, 4, 3, 1, 2).reshape(weight.shape).to(weight.dtype)
+    to_weight = matrices.permute(0, 4, 3, 1, 2).reshape(weight.shape).to(weight.dtype).contiguous()  # one group: a view
     if not to_x:
         return x.new_empty(0), to_weight
     return grouped.to_input(slope, _matrices(weight, groups).mT.contiguous(), sizes).permute(0, 3, 1, 2), to_weight
