@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import population
+from pacprune import batches, population
 from pacprune.kernels import convolution as op
 
 SHAPES = [  # members, inputs, outputs, height, width, stride, padding, taps
@@ -132,3 +132,29 @@ def test_the_sums_of_a_gpu_in_tritons_interpreter() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_crops_of_a_gpu_in_tritons_interpreter() -> None:
+    script = """
+        import torch
+        from pacprune import batches, crops
+        for shape in ((5, 7, 3, 8, 6), (6, 3, 9, 8), (50, 2, 3, 4, 4)):
+            x, word = torch.randn(shape), torch.randint(2**32, shape[:-3])
+            found = crops.crop_flip(x, word, pad=4)
+            assert torch.equal(found, batches.crop_flip(x, word))
+            assert found.stride(-3) == 1  # channels innermost
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("shape", [(5, 128, 3, 32, 32), (6, 1, 28, 28)], ids=str)
+def test_the_crops_of_a_gpu_are_those_of_a_cpu(shape: tuple[int, ...]) -> None:
+    x, word = torch.randn(shape), torch.randint(2**32, shape[:-3])
+    found = batches.crop_flip(x.cuda(), word.cuda(), channels_last=True)
+    assert torch.equal(found.cpu(), batches.crop_flip(x, word))

@@ -159,11 +159,19 @@ def batches(
             yield x.to(device), torch.as_tensor(y).to(device)
 
 
-def crop_flip(x: Tensor, word: Tensor, *, pad: int = 4) -> Tensor:
+def crop_flip(x: Tensor, word: Tensor, *, pad: int = 4, channels_last: bool = False) -> Tensor:
     """A crop after zero padding, and a horizontal flip, of each image of (..., c, h, w), as its random `word` says.
 
-    Zero is the mean pixel of standardised images.
+    Zero is the mean pixel of standardised images. Where they will be wanted with their `channels_last`, a GPU may write
+    them so at once.
     """
+    if x.is_cuda and channels_last:
+        try:
+            from pacprune.crops import crop_flip as at_once
+        except ImportError:  # no Triton
+            pass
+        else:
+            return at_once(x, word, pad=pad)
     *_, c, h, w = x.shape
     word = word.reshape(-1, 1)
     # 16, 15 and 1 bits of a word: a place is likelier than another by less than 1 in 3,000.
