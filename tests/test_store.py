@@ -1,14 +1,14 @@
 """Options and run folders: names, config files, and who owns a folder."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pacprune import certificate, data
+from pacprune.experiments import figures, pft_vs_osp, runs, store
 from pacprune.experiments import options as opt
-from pacprune.experiments import runs, store
 from pacprune.experiments.options import Demo, Osp, Pbp, Pft
 from pacprune.loop import Progress
 
@@ -46,9 +46,9 @@ def test_where_a_run_happens_does_not_change_its_name() -> None:
 
 
 def test_a_preset_is_a_default() -> None:
-    plain, spelled = opt.resolve(Pft, {"data": "mnist"}), opt.resolve(Pft, {"data": "mnist", "lr": 0.01})
+    plain, spelled = opt.resolve(Pft, {"data": "mnist"}), opt.resolve(Pft, {"data": "mnist", "lr": 0.1})
     assert plain == spelled
-    assert plain.lr == 0.01
+    assert plain.lr == 0.1
     assert opt.changed(plain) == {"data": "mnist"}
 
 
@@ -57,10 +57,41 @@ def test_later_options_win() -> None:
     assert (found.model, found.augment, found.lr, found.seed) == ("resnet20", True, 0.3, 2)
 
 
-def test_presets_name_data_sets_and_options_that_exist() -> None:
-    known = {f.name for kind in opt.COMMANDS.values() for f in fields(kind)}
-    assert set(opt.PRESETS) <= set(data.NAMES)
-    assert {name for preset in opt.PRESETS.values() for name in preset} <= known
+@pytest.mark.parametrize("command", opt.COMMANDS)
+def test_presets_name_options_that_exist(command: str) -> None:
+    known = {f.name for f in fields(opt.COMMANDS[command])}
+    for name in data.NAMES:
+        assert set(opt.preset(opt.COMMANDS[command], name)) <= known
+
+
+def test_each_network_has_the_learning_rate_that_was_tuned_for_it() -> None:
+    lenet = {"data": "fashion-mnist", "model": "lenet5"}
+    assert [opt.resolve(kind, lenet).lr for kind in (Osp, Pft, opt.Dpf)] == [0.1, 0.05, 0.02]
+    assert opt.resolve(Pft, {"data": "fashion-mnist"}).lr == 0.1
+    assert opt.changed(opt.resolve(Pft, lenet)) == lenet
+    assert opt.command_line("pft", opt.resolve(Pft, lenet)) == "pacprune pft --data fashion-mnist --model lenet5"
+
+
+def test_presets_are_what_the_published_table_was_made_with() -> None:
+    """`pacprune pft` without flags is the row "pft, magnitude" of results/pft-vs-osp.csv."""
+    for setting in pft_vs_osp.SETTINGS["reduced"]:
+        for kind in (Osp, Pft, opt.Gmp):
+            options = opt.resolve(kind, {"data": setting.data, "model": setting.model})
+            after = replace(setting.after, lr=options.lr)
+            assert runs.stage(options) == after
+            assert runs.dense_stage(options) == replace(setting.dense, warmup=after.warmup)
+
+
+def test_published_learning_rates_are_the_best_on_validation_data() -> None:
+    found: dict[tuple[str, ...], list[tuple[float, float, float]]] = {}
+    for row in figures.read(Path(__file__).parents[1] / "results" / "pft-vs-osp-tuning.csv"):
+        if row["criterion"] == "magnitude" and row["method"] in opt.COMMANDS:
+            key = row["dataset"], row["model"], row["method"]
+            found.setdefault(key, []).append((row["validation_error"], row["lr"], row["gate_ratio"]))
+    for (name, model, method), tried in found.items():
+        _, lr, ratio = min(tried)
+        assert opt.resolve(opt.COMMANDS[method], {"data": name, "model": model}).lr == lr
+        assert ratio == 100  # the default
 
 
 def test_the_command_line_names_what_was_changed() -> None:

@@ -11,6 +11,7 @@ import typer
 from rich.table import Column, Table
 
 from pacprune import __version__, fetch, ranks, recheck
+from pacprune.data import NAMES as DATA_SETS
 from pacprune.experiments import bench as benchmark
 from pacprune.experiments import (
     calculator,
@@ -104,11 +105,11 @@ def _add(name: str, kind: type) -> None:
     hints: dict[str, Any] = {}
     for f in fields(kind):
         presets = [
-            f"{data}: {preset[f.name]}"
-            for data, preset in opt.PRESETS.items()
-            if preset.get(f.name, f.default) != f.default
+            f"{name}: {usual[f.name]}"
+            for name, usual in ((name, opt.preset(kind, name)) for name in DATA_SETS)
+            if usual.get(f.name, f.default) != f.default
         ]
-        usual = "; ".join([] if f.default is None else [str(f.default), *presets])
+        usual = "; ".join([*([] if f.default is None else [str(f.default)]), *presets])
         text = f.metadata["help"] + (f" [{usual}]" if usual else "")
         # None stands for "not given", so that a config file can speak first.
         hints[f.name] = Annotated[opt.types_of(kind)[f.name] | None, typer.Option(help=text)]

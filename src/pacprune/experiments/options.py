@@ -38,7 +38,10 @@ class Options:
     lr: float = _option(0.1, "Learning rate of the weights.")
     batch_size: int = _option(128, "Examples per step.")
     schedule: str = _option("cosine", f"Learning-rate schedule: {', '.join(SCHEDULES)}.")
+    warmup: float = _option(0.0, "Share of each stage's steps in which the learning rate rises.")
     weight_decay: float = _option(0.0, "Weight decay of the weights; keep probabilities have none.")
+    dense_lr: float | None = _option(None, "Learning rate of dense training; --lr unless given.")
+    dense_weight_decay: float | None = _option(None, "Weight decay of dense training; --weight-decay unless given.")
     augment: bool = _option(False, "Random crops and flips of the training images.")
     amp: bool = _option(False, "Train in bfloat16 where it is safe.")
     prior_fraction: float = _option(0.5, "Share of the training data in S_P: all that pbp's prior sees.")
@@ -183,11 +186,10 @@ COMMANDS: dict[str, type] = {
 }
 
 _LARGE = {"unlabelled": 5000, "draws": 20_000, "tolerance": 0.001}
-_MNIST = _LARGE | {"lr": 0.01, "schedule": "constant", "epochs": 30, "posterior_epochs": 30}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "mnist": _MNIST | {"dense_epochs": 30},
-    "fashion-mnist": _MNIST | {"dense_epochs": 70},
+_BOUND: dict[str, dict[str, Any]] = {
+    "mnist": _LARGE | {"lr": 0.01, "schedule": "constant", "dense_epochs": 30, "epochs": 30, "posterior_epochs": 30},
+    "fashion-mnist": _LARGE
+    | {"lr": 0.01, "schedule": "constant", "dense_epochs": 70, "epochs": 30, "posterior_epochs": 30},
     "cifar10": _LARGE
     | {
         "model": "resnet20",
@@ -199,19 +201,56 @@ PRESETS: dict[str, dict[str, Any]] = {
         "posterior_epochs": 60,
     },
 }
-"""The paper's constants and a finer certificate, where there is more data; the digits have the defaults above."""
+"""pbp has the paper's constants, and a finer certificate, where there is more data."""
+
+_GREY = {"lr": 0.1, "dense_lr": 0.05, "dense_epochs": 12, "epochs": 12, "warmup": 0.05}
+_PRUNED: dict[str, dict[str, Any]] = {
+    "mnist": _GREY,
+    "fashion-mnist": _GREY,
+    "cifar10": {
+        "model": "resnet20",
+        "augment": True,
+        "lr": 0.2,
+        "dense_lr": 0.1,
+        "dense_weight_decay": 5e-4,
+        "dense_epochs": 20,
+        "epochs": 16,
+        "warmup": 0.05,
+    },
+}
+"""The others have what docs/results.md compares them by."""
+
+_RATES: dict[tuple[str, str], dict[str, float]] = {
+    ("mnist", "mlp"): {"osp": 0.2, "pft": 0.1, "gmp": 0.1, "dpf": 0.05, "imp": 0.2, "l0": 0.2},
+    ("fashion-mnist", "mlp"): {"osp": 0.2, "pft": 0.1, "gmp": 0.2, "dpf": 0.05, "imp": 0.2, "l0": 0.2},
+    ("fashion-mnist", "lenet5"): {"osp": 0.1, "pft": 0.05, "gmp": 0.1, "dpf": 0.02, "imp": 0.05, "l0": 0.1},
+}
+"""Learning rates that were best on validation data, from magnitude (results/pft-vs-osp-tuning.csv)."""
+
+
+def preset(kind: type, data: str, model: str | None = None) -> dict[str, Any]:
+    """What a command takes by itself on a data set, with its usual network or the one that is named."""
+    if not issubclass(kind, Options):
+        return {}
+    if not issubclass(kind, Pruning):
+        return _BOUND.get(data, {})
+    found = _PRUNED.get(data, {})
+    rates = _RATES.get((data, model or found.get("model", kind.model)), {})
+    name = next(name for name, known in COMMANDS.items() if known is kind)
+    return found | ({"lr": rates[name]} if name in rates else {})
+
 
 _Kind = TypeVar("_Kind")
 
 
 def resolve(kind: type[_Kind], *given: Mapping[str, Any]) -> _Kind:
-    """Options from the defaults, the data set's presets, what a pattern says, and `given`; the later ones win."""
+    """Options from the defaults, the presets, what a pattern says, and `given`; the later ones win."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     asked = {name: value for part in given for name, value in part.items()}
-    preset = PRESETS.get(asked.get("data", ""), {})
+    usual = preset(kind, asked.get("data", ""), asked.get("model"))
     if asked.get("pattern") is not None:
-        preset = preset | {"sparsity": patterns.sparsity(asked["pattern"])}
-    return kind(**{name: value for name, value in preset.items() if name in names} | asked)
+        usual = usual | {"sparsity": patterns.sparsity(asked["pattern"])}
+    return kind(**{name: value for name, value in usual.items() if name in names} | asked)
 
 
 def identity(options: Any) -> dict[str, Any]:
@@ -220,10 +259,12 @@ def identity(options: Any) -> dict[str, Any]:
 
 
 def changed(options: Any) -> dict[str, Any]:
-    """The options that name the run and are not what the command takes by itself for this data set and pattern."""
+    """The options that name the run and are not what the command takes by itself for this data, network and pattern."""
     own = identity(options)
-    usual = asdict(resolve(type(options), {name: own[name] for name in own if name in ("data", "pattern")}))
-    usual |= {"data": Options.data, "pattern": None}
+    asked = {name: own[name] for name in own if name in ("data", "model", "pattern")}
+    usual = asdict(resolve(type(options), asked)) | {"data": Options.data, "pattern": None}
+    if "model" in own:
+        usual["model"] = resolve(type(options), {"data": own["data"]}).model
     return {name: value for name, value in own.items() if value != usual[name]}
 
 

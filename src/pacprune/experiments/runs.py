@@ -212,8 +212,8 @@ def own_model(spelled: str) -> nn.Module:
 def rehearse(options: Options, model: nn.Module, split: Split) -> None:
     """The run without a single epoch, on a copy and a few examples: bad input is found before anything is written."""
     model, few = copy.deepcopy(model), torch.arange(FEW)
-    stage(options, epochs=options.dense_epochs)
-    config = replace(stage(options, epochs=options.epochs), epochs=0)
+    dense_stage(options)
+    config = replace(stage(options), epochs=0)
     if not isinstance(options, Pbp):
         part = training(options, split)
         procedure(options)(model, part.subset(few[: len(part)]), config)
@@ -232,19 +232,27 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
         fit_posterior(model, read(model), split, last, delta=options.delta, objective=options.objective, out=out)
 
 
-def stage(options: Options, *, epochs: int) -> Config:
-    """How dense training (or what follows it) is done."""
+def stage(options: Options) -> Config:
+    """How what follows dense training is done."""
     gate_lr = options.gate_lr if isinstance(options, (Pft, L0, Pbp)) else None  # the others have no gates
     return Config(
-        epochs=epochs,
+        epochs=options.epochs,
         lr=options.lr,
         gate_lr="auto" if gate_lr is None else gate_lr,
         batch_size=options.batch_size,
         schedule=options.schedule,
+        warmup=options.warmup,
         weight_decay=options.weight_decay,
         augment=options.augment,
         amp=options.amp,
     )
+
+
+def dense_stage(options: Options) -> Config:
+    """How dense training is done."""
+    own = {"lr": options.dense_lr, "weight_decay": options.dense_weight_decay}
+    given = {name: value for name, value in own.items() if value is not None}
+    return replace(stage(options), epochs=options.dense_epochs, **given)
 
 
 def posterior(options: Pbp) -> Config:
@@ -293,7 +301,7 @@ def training(options: Options, split: Split) -> Part:
 def dense(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress) -> Outcome:
     """Dense training, in place."""
     part = training(options, split)
-    config = stage(options, epochs=options.dense_epochs)
+    config = dense_stage(options)
     path = folder / "dense.pt"
     history = fit(model, part, config, seed=options.seed, stage="dense", checkpoint=path, progress=progress)
     return Outcome("dense", 0.0, error(model, split.test), copy.deepcopy(model), history)
@@ -301,7 +309,7 @@ def dense(options: Options, model: nn.Module, split: Split, folder: Path, progre
 
 def prune(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress) -> Outcome:
     """Prunes the network in place by the procedure of its options, and measures it."""
-    run, config = partial(procedure(options), folder=folder, progress=progress), stage(options, epochs=options.epochs)
+    run, config = partial(procedure(options), folder=folder, progress=progress), stage(options)
     if not isinstance(options, Pbp):
         return measured(options, run(model, training(options, split), config), split)
     # A run that was broken off after it certified makes the same certificate again: that is one certificate, not two.

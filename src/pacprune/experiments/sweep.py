@@ -298,7 +298,7 @@ def _trained(every: Sequence[Options], scratch: Path, progress: Progress) -> tup
             verbs[0].func,
             [copy.deepcopy(dense[k].model if dense else model) for k in range(len(every))],
             split if isinstance(first, Pbp) else part,
-            [runs.stage(options, epochs=options.epochs) for options in every],
+            [runs.stage(options) for options in every],
             folder=[scratch / str(k) for k in range(len(every))],
             progress=progress,
             **{name: [verb.keywords[name] for verb in verbs] for name in verbs[0].keywords},
@@ -310,7 +310,7 @@ def _trained(every: Sequence[Options], scratch: Path, progress: Progress) -> tup
 def _dense(every: Sequence[Options], model: Any, split: Split, scratch: Path, progress: Progress) -> list[Outcome]:
     """Dense training of every run; those that ask for the same are trained once."""
     # Without gates their rate does not matter.
-    wanted = [replace(runs.stage(options, epochs=options.dense_epochs), gate_lr=None) for options in every]
+    wanted = [replace(runs.dense_stage(options), gate_lr=None) for options in every]
     configs = list(dict.fromkeys(wanted))
     nets = [copy.deepcopy(model) for _ in configs]
     one = (nets[0], configs[0]) if len(configs) == 1 else (nets, configs)
