@@ -73,6 +73,8 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
 }
 """Data sets, networks and grids: `smoke` shows that it runs, `paper` has the paper's number of epochs."""
 
+_NEAR = 2.5
+"""How many times the least error at a sparsity is still shown."""
 _STYLE = {
     "osp": ("one-shot", "#999999", "o"),
     "pft": ("PFT", "#D55E00", "s"),
@@ -140,10 +142,20 @@ def _paint(canvas: Any, rows: Table, ranked: Table, by: str, style: dict[str, tu
     )
     places = {row["place"]: f"{row['sparsity']:g}" for row in ranked}
     axes.set_xticks(list(places), list(places.values()))
-    means = [line.get_ydata() for line in axes.get_lines()]
-    axes.set_ylim(0, 1.25 * max(float(max(mean)) for mean in means))  # an interval of few seeds may go beyond any error
+    # A method that diverges would hide what the others do, and an interval of few seeds may go beyond any error.
+    means = {
+        place: [
+            figures.interval([r["test_error"] for r in ranked if (r["place"], r[by]) == (place, key)]).mean
+            for key in shown
+        ]
+        for place in places
+    }
+    near = [mean for found in means.values() for mean in found if mean <= _NEAR * min(found)]
+    hidden = any(mean > _NEAR * min(found) for found in means.values() for mean in found)
+    low, high = min([*near, *dense]), max([*near, *dense])
+    axes.set_ylim(max(0.0, low - 0.15 * (high - low)), high + 0.25 * (high - low))
     axes.set_xlabel("sparsity (fraction of the weights pruned)")
-    axes.set_ylabel("test error")
+    axes.set_ylabel("test error" + (f" (above {_NEAR:g} times the least: not shown)" if hidden else ""))
     axes.legend(frameon=False, fontsize=8)
 
 
