@@ -86,6 +86,25 @@ def test_a_grouped_module_is_the_plain_one(stride: int) -> None:
         assert grouped(x).dtype == plain(x).dtype == torch.bfloat16
 
 
+def test_batchnorm_keeps_bfloat16_and_has_gradients() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out, self.seen = nn.BatchNorm2d(3), nn.Linear(3, 2), []
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.norm(x.bfloat16())
+            self.seen.append(found.dtype)
+            return self.out(found.float().mean((2, 3)))
+
+    both = population.Population([Net(), Net()])
+    both.stacked.train()
+    x, y = torch.randn(2, 5, 3, 4, 4), torch.randint(2, (2, 5))
+    both.losses(F.cross_entropy, x, y, own=True).sum().backward()
+    assert both._plain.seen == [torch.bfloat16]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in both.stacked.parameters())
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_triton_kernels_in_their_interpreter() -> None:
     """The kernels' own arithmetic without a GPU."""

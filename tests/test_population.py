@@ -312,25 +312,6 @@ def test_a_population_in_bfloat16(name: str) -> None:
             assert (p - q).norm() <= 0.02 * (1 + q.norm())  # 8 bits, in which sums differ by their order
 
 
-def test_batchnorm_keeps_bfloat16_and_has_gradients() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.out, self.seen = nn.BatchNorm2d(3), nn.Linear(3, 2), []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found = self.norm(x.bfloat16())
-            self.seen.append(found.dtype)
-            return self.out(found.float().mean((2, 3)))
-
-    population = Population([Net(), Net()])
-    population.stacked.train()
-    x, y = torch.randn(2, 5, 3, 4, 4), torch.randint(2, (2, 5))
-    population.losses(F.cross_entropy, x, y, own=True).sum().backward()
-    assert population._plain.seen == [torch.bfloat16]
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in population.stacked.parameters())
-
-
 def test_masks_may_cover_other_tensors_in_every_member() -> None:
     models = [built(NETS["mlp"][0], k) for k in range(3)]
     first = pp.top_k(pp.scores.magnitude(models[0]), sparsity=0.5)
