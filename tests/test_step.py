@@ -294,3 +294,69 @@ def test_nothing_waits_for_the_device_inside_an_epoch(stage: str, count: int, tm
         torch.cuda.set_sync_debug_mode("default")
     assert max(moments) == 4 * per
     assert all(copy.deepcopy(p).isfinite().all() for model in models for p in model.parameters())
+
+
+# --- What the gates begin with, and its end.
+
+FADING = pp.Budget(0.5, schedule="cubic", fade=True)
+
+
+def started(k: int = 0) -> nn.Module:
+    """A model with gates that are not zero."""
+    model = net(k)
+    pp.attach(model, pp.isotropic(model, sparsity=0.5), coupling=4.0, seed=k)
+    generator = torch.Generator().manual_seed(k)
+    return layers.set_logits_(
+        model, {s.name: torch.randn(s.mean.shape, generator=generator) for s in layers.sites(model)}
+    )
+
+
+def test_the_start_of_gates_that_learn_nothing_fades_with_the_ramp(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = started(), budget.hold_
+    first = [site.gate.detach().clone() for site in layers.sites(model)]
+    shares = []
+
+    def hold(model: nn.Module, *given: Any, **how: Any) -> None:
+        found = layers.sites(model)
+        shares.append(float((found[0].gate.detach() / first[0]).mean()))
+        assert all(torch.allclose(s.gate, shares[-1] * f, atol=1e-5) for s, f in zip(found, first, strict=True))
+        plain(model, *given, **how)
+
+    monkeypatch.setattr(budget, "hold_", hold)
+    pp.fit(model, (X, Y), dataclasses.replace(CONFIG, gate_lr=0.0), budget=FADING)
+    wanted = [max(0.0, 1 - t / 20 / 0.8) for t in range(20)]
+    at_steps = [share for k, share in enumerate(shares) if (k + 1) % 6]  # every epoch ends with one that is no step
+    assert at_steps == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_member_whose_start_fades_trains_as_it_would_alone() -> None:
+    plans = [FADING, dataclasses.replace(FADING, fade=False)]
+    crowd = [started(0), started(1)]
+    pp.fit(crowd, (X, Y), CONFIG, budget=plans, seed=[0, 1])
+    for k, (model, plan) in enumerate(zip(crowd, plans, strict=True)):
+        alone = started(k)
+        pp.fit(alone, (X, Y), CONFIG, budget=plan, seed=k)
+        for one, two in zip(layers.sites(model), layers.sites(alone), strict=True):
+            torch.testing.assert_close(one.gate, two.gate, rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_that_was_broken_off_goes_on_to_fade(tmp_path: Path) -> None:
+    whole, path = started(), tmp_path / "masks.pt"
+    pp.fit(whole, (X, Y), CONFIG, budget=FADING)
+
+    def stop(stage: str, done: int, total: int, row: Any) -> None:
+        if done == 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pp.fit(started(), (X, Y), CONFIG, budget=FADING, checkpoint=path, progress=stop)
+    again = started()
+    pp.fit(again, (X, Y), CONFIG, budget=FADING, checkpoint=path)
+    for one, two in zip(layers.sites(again), layers.sites(whole), strict=True):
+        assert torch.equal(one.gate, two.gate)
+        assert torch.equal(one.mean, two.mean)
+
+
+def test_only_gates_have_a_start_that_fades() -> None:
+    with pytest.raises(ValueError, match="fade is for gates, which the control 'magnitude' has not; leave it out"):
+        pp.Budget(0.5, control="magnitude", fade=True)

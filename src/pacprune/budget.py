@@ -29,6 +29,8 @@ class Budget:
     weights are left as trained); with a `pattern`, the N largest of every group of M weights are the last to go.
     schedule: "fixed", or "cubic": density d(t) = 1 - s (1 - (1 - r)^3), r = min(1, t / ramp), from dense to 1 - s.
     sharpen: the logits are multiplied by sharpen^t, which hardens the gates towards the end (t in [0, 1]).
+    fade: what the gates begin with is taken away again in proportion to r, so that they end with what they have learned
+    and with what their weights say, if they are coupled to these.
     """
 
     sparsity: float
@@ -36,6 +38,7 @@ class Budget:
     schedule: str = "fixed"
     ramp: float = 0.8
     sharpen: float = 1.0
+    fade: bool = False
     strength: float = 10.0
     patience: float = 10.0
     every: int = 16
@@ -60,6 +63,8 @@ class Budget:
                     f"the pattern {self.pattern} is for the controls {' and '.join(PLAIN_CONTROLS)}, not "
                     f"{self.control!r}; attach gates with mapping='{self.pattern}' instead"
                 )
+        if self.fade and self.control in PLAIN_CONTROLS:
+            raise ValueError(f"fade is for gates, which the control {self.control!r} has not; leave it out")
         if self.every < 1:
             raise ValueError(f"every is {self.every}; it is the number of steps from mask to mask, at least 1")
 
@@ -69,6 +74,10 @@ class Budget:
             return 1 - self.sparsity
         done = min(1.0, progress / self.ramp)
         return 1 - self.sparsity * (1 - (1 - done) ** 3)
+
+    def faded(self, progress: float) -> float:
+        """The share that is gone of what the gates began with."""
+        return min(1.0, progress / self.ramp) if self.fade else 0.0
 
     def sharpness(self, progress: float) -> float:
         """gamma(t) = sharpen^t."""

@@ -238,12 +238,13 @@ def pft(
     `config` is the whole budget after dense training: its first `mask_share` trains the masks, the rest fine-tunes, on
     one learning-rate schedule, so that osp with the same config is the fair comparison. recipe "coupled" (the default)
     ties each gate to its weight's magnitude, holds the mean keep_prob to a budget that falls from dense to
-    1 - sparsity, and hardens the gates; "paper" is the paper's: block-isotropic start with `eps`, clamped
-    probabilities, no budget. An untrained model gives PFT at initialisation; lr = 0 with mask_share = 1 and a gate_lr
-    (say 20 for "coupled", 0.5 for "paper") gives strong lottery tickets. Without `noise` the relaxed gates are not
-    sampled but sigmoid(logit / beta), to see what sampling is worth. With a `pattern`, "2:4" or "1:4", every group of
-    weights has one gate, a choice of so many out of 4 that is relaxed by Gumbel-softmax and hardened like the others,
-    and the likeliest choice is kept; the pattern holds from the start, in place of the falling budget.
+    1 - sparsity, and hardens the gates, while what another criterion said at the start fades; "paper" is the paper's:
+    block-isotropic start with `eps`, clamped probabilities, no budget. An untrained model gives PFT at initialisation;
+    lr = 0 with mask_share = 1 and a gate_lr (say 20 for "coupled", 0.5 for "paper") gives strong lottery tickets.
+    Without `noise` the relaxed gates are not sampled but sigmoid(logit / beta), to see what sampling is worth. With a
+    `pattern`, "2:4" or "1:4", every group of weights has one gate, a choice of so many out of 4 that is relaxed by
+    Gumbel-softmax and hardened like the others, and the likeliest choice is kept; the pattern holds from the start, in
+    place of the falling budget.
     """
     sparsity = check_request(model, sparsity, criterion, pattern)
     if recipe not in ("coupled", "paper"):
@@ -268,7 +269,8 @@ def pft(
         # keep_prob alone would not tell the smallest scores apart.
         set_logits_(model, {name: COUPLING * s for name, s in log_scores(found).items()})
         control, schedule = ("none", "fixed") if pattern else ("shift", "cubic")
-        budget = Budget(sparsity, control=control, schedule=schedule, sharpen=4.0)
+        # Magnitude is what the coupling says for itself; another criterion's say has faded when the budget has fallen.
+        budget = Budget(sparsity, control=control, schedule=schedule, sharpen=4.0, fade=criterion != "magnitude")
     else:
         start = masks.top_k(found, sparsity=sparsity, total=weights.total(model))
         attach(model, block_isotropic(model, start, eps=eps), mapping="clamp", estimator=estimator, seed=seed)

@@ -61,7 +61,8 @@ class Step:
     made of them, so that all ranks take the same step to the bit. `value` and `total` are then this rank's part.
 
     Everything that changes from step to step without being computed lies in `clock`: a row per group with the learning
-    rates, then the budget's density and sharpness; a column per member. An epoch's clocks are made in advance.
+    rates, then what fades of the gates' start, and the budget's density and sharpness; a column per member. An epoch's
+    clocks are made in advance.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Step:
         self.model, self.configs, self.run, self.device = model, configs, run, device
         self.config, self.sites = configs[0], layers.sites(model)
         shape = (len(configs),) if run.members else ()
-        self.clock = torch.zeros(len(run.groups) + 2, *shape, device=device)
+        self.clock = torch.zeros(len(run.groups) + 3, *shape, device=device)
         self.value = torch.zeros(shape, dtype=torch.float64, device=device)
         self.total = torch.zeros_like(self.value)
         self.own = len(set(seeds)) > 1
@@ -80,6 +81,9 @@ class Step:
             group.rate = row[0] if alike and run.members else row  # one rate for all: one launch for all parameters
         self.optimizer = Optimizer(self.config.optimizer, run.groups)
         self.control = "none" if run.budgets is None else run.budgets[0].control
+        fades = any(plan.fade for plan in run.budgets or ())
+        # Taken before a checkpoint is read, whose gates have come further.
+        self.start = [sharded.local(site.gate.detach()).clone() for site in self.sites] if fades else []
         self.cold = True
         self.graph: torch.cuda.CUDAGraph | None = None
         captured = self.config.execution != "eager" and device.type == "cuda" and ranks.world() == 1
@@ -129,10 +133,12 @@ class Step:
             here = sum(site.gate.numel() for site in self.sites) // len(self.configs)
             sizes = {"size": here, "total": layers.total(self.model)}
             plans = self.run.budgets
+            before = [max(0.0, share - 1 / self.steps) for share in shares]
+            table.append([[b.faded(t) - b.faded(t0) for t0, t in zip(before, shares, strict=True)] for b in plans])
             table.append([[masks.density(1 - b.density(share), **sizes) for share in shares] for b in plans])
             table.append([[b.sharpness(share) for share in shares] for b in plans])
         else:
-            table += [[ones] * len(self.configs)] * 2
+            table += [[ones] * len(self.configs)] * 3
         found = torch.tensor(table, dtype=torch.float64).permute(2, 0, 1)  # [steps, rows, members]
         self.rates = found[:, 0].tolist()
         """The learning rates of the members' weights at every step of the epoch."""
@@ -230,6 +236,7 @@ class Step:
         self.optimizer.zero_grad()
         if self.sites and run.budgets is not None:
             # The first step may have far to go; later ones follow the one before without waiting for the device.
+            self._fade()
             look = self.device.type == "cpu" or self.cold
             budget.hold_(model, self.control, self.clock[-2], self.clock[-1], look=look)
             self.cold = False
@@ -288,6 +295,13 @@ class Step:
                     (weight * (ranks.world() if self.sharded else 1) * found).sum().backward()
                 value += weight * found.detach()
         return value
+
+    @torch.no_grad()
+    def _fade(self) -> None:
+        """Takes away what is due of the gates' start."""
+        for site, start in zip(self.sites, self.start, strict=False):
+            share = self.clock[-3].reshape(-1, *[1] * (start.ndim - 1)) if self.run.members else self.clock[-3]
+            sharded.local(site.gate.detach()).addcmul_(start, share, value=-1)
 
     def _augmented(self, x: Tensor, word: Tensor) -> Tensor:
         if x.ndim != (5 if self.own else 4):
