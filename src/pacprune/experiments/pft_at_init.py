@@ -13,13 +13,16 @@ from pacprune.experiments.figures import Drawn, Job
 
 
 def _at_init(setting: Setting) -> Setting:
-    """The same contest without dense training, whose epochs are added to what comes after."""
+    """The same contest without dense training, whose epochs are added to what comes after, and without tuning."""
     epochs = setting.dense.epochs + setting.after.epochs
     criteria = tuple(criterion for criterion in setting.criteria if criterion in ("magnitude", "snip", "random"))
     return replace(
         setting,
         criteria=criteria,
         methods=("osp", "pft"),
+        seeds=3,
+        rates=(0.1,),
+        gated=((0.1, 100.0),),
         dense=Config(epochs=0),
         after=replace(setting.after, epochs=epochs),
     )

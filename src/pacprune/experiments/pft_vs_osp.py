@@ -66,6 +66,8 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
             sparsities=(0.9, 0.95, 0.98),
             criteria=("magnitude",),
             methods=("osp", "pft", "gmp"),
+            rates=(0.2,),  # what was best for all three at the reduced scale
+            gated=((0.2, 100.0),),
             dense=replace(_COLOUR.dense, epochs=120),
             after=replace(_COLOUR.after, epochs=180),
         ),
