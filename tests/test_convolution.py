@@ -62,6 +62,42 @@ def test_the_operator_keeps_torchs_rules(device: str) -> None:
     torch.library.opcheck(op._convolution, (*leaves, stride, padding, 1))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "shape", [(5, 3, 16, 8, 8, 1, 1, 3), (3, 1, 6, 9, 7, 1, 2, 5), (2, 2, 5, 8, 9, 2, 0, 3)], ids=str
+)
+def test_images_of_all_members_at_once_are_each_by_itself(shape: tuple[int, ...], half: bool, device: str) -> None:
+    x, weight, stride, padding = problem(shape, device)
+    images, kind = x.detach(), torch.bfloat16 if half else torch.float32
+    assert op.is_narrow(images, weight)
+    assert not op.is_narrow(x, weight)  # no gradient in the images
+    convolve = torch.vmap(lambda x, w: op.convolution(x, w, stride=stride, padding=padding))
+    out = convolve(images.to(kind), weight.to(kind))
+    exact = torch.stack(
+        [
+            F.conv2d(a.to(kind).double(), b.to(kind).double(), None, stride, padding)
+            for a, b in zip(images, weight, strict=True)
+        ]
+    )
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device, kind)
+    (found,), (wanted,) = (torch.autograd.grad((y * slope).sum(), weight) for y in (out, exact))
+    scale = 2e-2 if half else 1e-5 if device == "cpu" else 3e-3
+    for one, two in ((out, exact), (found, wanted)):
+        torch.testing.assert_close(one.float(), two.float(), rtol=scale, atol=scale * float(two.detach().abs().max()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_operator_for_images_keeps_torchs_rules(device: str) -> None:
+    x, weight, stride, padding = problem((3, 2, 5, 8, 9, 1, 1, 3), device)
+    tests = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+    )  # the fourth wants a gradient in all inputs
+    torch.library.opcheck(op._narrow, (x.detach(), weight, stride, padding), test_utils=tests)
+
+
 def test_which_convolutions_of_a_population_take_it() -> None:
     slow = population._is_slow_in_groups
     assert slow(nn.Conv2d(3, 16, 3, padding=1))
@@ -110,7 +146,7 @@ def test_the_triton_kernels_in_their_interpreter() -> None:
     """The kernels' own arithmetic without a GPU."""
     script = f"""
         import torch, torch.nn.functional as F
-        from pacprune.kernels import convolution as op, grouped
+        from pacprune.kernels import convolution as op, grouped, narrow
         for k, inputs, outputs, high, wide, stride, padding, taps in {SHAPES}:
             x, w = torch.randn(3, k * inputs, high, wide), torch.randn(k * outputs, inputs, taps, taps)
             a, b = x.double().requires_grad_(), w.double().requires_grad_()
@@ -124,7 +160,13 @@ def test_the_triton_kernels_in_their_interpreter() -> None:
                 grouped.to_input(slope, m.mT.contiguous(), sizes).permute(0, 3, 1, 2),
                 grouped.to_weight(slope, images, sizes).unflatten(1, (taps, taps)).permute(0, 4, 3, 1, 2).flatten(0, 1),
             )
-            for one, two in zip(found, wanted):
+            if inputs * taps * taps <= op.MOST:
+                images = x.view(3, k, inputs, high, wide).transpose(0, 1).contiguous()
+                lined = w.view(k, outputs, -1).mT.contiguous()
+                found += (narrow.forward(images, lined, sizes).permute(0, 3, 1, 2),)
+                found += (narrow.to_weight(slope, images, sizes).mT.reshape(w.shape),)
+                wanted += (wanted[0], wanted[2])
+            for one, two in zip(found, wanted, strict=True):
                 assert ((one - two).abs().max() < 1e-5 * two.abs().max()).item()
     """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from pacprune import kernels, layers, weights
 from pacprune.batches import device_of
-from pacprune.kernels.convolution import convolution
+from pacprune.kernels.convolution import FEW, convolution, filled, is_narrow
 from pacprune.kernels.views import compiler_pass
 from pacprune.sampler import Sampler
 
-_NARROW, _FEW = 64, 16
-"""Channels up to which cuDNN's strided grouped convolutions are slower than those of `kernels.grouped`; and the fewest
-inputs that its other ones are fast with."""
+_NARROW = 64
+"""Channels up to which cuDNN's strided grouped convolutions are slower than those of `kernels.grouped`."""
 
 
 def members(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -200,7 +198,7 @@ def _meta(tensor: Tensor) -> Tensor:
 def _is_slow_in_groups(conv: nn.Conv2d) -> bool:
     """Whether cuDNN is slow at this convolution of many members at once."""
     plain = conv.dilation == (1, 1) and conv.groups == 1 and conv.padding_mode == "zeros"
-    slow = conv.in_channels < _FEW if conv.stride == (1, 1) else max(conv.in_channels, conv.out_channels) <= _NARROW
+    slow = conv.in_channels < FEW if conv.stride == (1, 1) else max(conv.in_channels, conv.out_channels) <= _NARROW
     return plain and slow and not isinstance(conv.padding, str)
 
 
@@ -212,9 +210,8 @@ class _Grouped(nn.Conv2d):
         if half:
             kind = torch.get_autocast_dtype(input.device.type)
             input, weight = input.to(kind), weight.to(kind)
-        if self.stride == (1, 1) and half:  # channels-last: with zeros as more inputs cuDNN is fast
-            more = (0, 0, 0, 0, 0, max(0, _FEW - self.in_channels))
-            out = super()._conv_forward(F.pad(input, more), F.pad(weight, more), None)
+        if self.stride == (1, 1) and half and not is_narrow(input, weight):
+            out = super()._conv_forward(*filled(input, weight), None)
         else:
             padding = [int(width) for width in self.padding]
             out = convolution(input, weight, stride=list(self.stride), padding=padding)

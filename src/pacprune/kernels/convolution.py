@@ -1,7 +1,8 @@
-"""Strided convolutions of K networks at once, as the operator pacprune::convolution.
+"""Convolutions of K networks at once that cuDNN is slow at, as the operator pacprune::convolution.
 
 vmap makes them grouped convolutions, and strided ones cuDNN runs group by group; the kernels of `grouped` do not. With
-stride 1 cuDNN multiplies the channels of several groups at once, throws most products away, and is faster all the same.
+stride 1 cuDNN multiplies the channels of several groups at once, throws most products away, and is faster all the same,
+but not for images with their few channels: for them there is pacprune::narrow.
 """
 
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FEW, MOST = 16, 64
+"""The fewest input channels that cuDNN is fast with, and the most of them times taps that pacprune::narrow is for."""
 _ANY_LAYOUT = (torch.Tag.flexible_layout,)
 """torch.compile need not copy an input into the layout that it had when it was traced."""
 
@@ -58,6 +61,57 @@ def _(
     return _like(x, *x.shape[1:]) if to_x else x.new_empty(0), weight.new_empty(weight.shape)
 
 
+def _same(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """K members as groups: [n, K * channels, height, width] of x [K, n, ...], and [K * outputs, ...] of weights."""
+    return x.transpose(0, 1).flatten(1, 2), weight.flatten(0, 1)
+
+
+@torch.library.custom_op("pacprune::narrow", mutates_args=(), tags=_ANY_LAYOUT)
+def _narrow(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+    """[n, K * outputs, rows, columns] of x [K, n, channels, height, width] and weight [K, outputs, channels, *taps]."""
+    if not x.is_cuda:
+        return F.conv2d(*_same(x, weight), None, stride, padding, 1, len(x))
+    from pacprune.kernels import narrow
+
+    taps = weight.flatten(2).mT.contiguous()
+    return narrow.forward(x.contiguous(), taps, _narrow_sizes(x, weight, stride, padding)).permute(0, 3, 1, 2)
+
+
+@_narrow.register_fake
+def _(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+    rows, columns = _narrow_sizes(x, weight, stride, padding)[2:4]
+    return _like(x[0], len(x) * weight.shape[1], rows, columns)
+
+
+@torch.library.custom_op("pacprune::narrow_gradient", mutates_args=(), tags=_ANY_LAYOUT)
+def _narrow_gradient(out: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+    """The gradient in the weights; images have none."""
+    if not x.is_cuda:
+        images, flat = _same(x, weight)
+        found = torch.ops.aten.convolution_backward(
+            out, images, flat, None, stride, padding, [1, 1], False, [0, 0], len(x), [False, True, False]
+        )
+        return found[1].reshape(weight.shape).contiguous()
+    from pacprune.kernels import narrow
+
+    found = narrow.to_weight(_innermost(out), x.contiguous(), _narrow_sizes(x, weight, stride, padding))
+    return found.mT.reshape(weight.shape).to(weight.dtype).contiguous()
+
+
+@_narrow_gradient.register_fake
+def _(out: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+    return weight.new_empty(weight.shape)
+
+
+def _narrow_backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    return None, _narrow_gradient(out, x, weight, *ctx.settings), None, None
+
+
+def _narrow_sizes(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> list[int]:
+    return _sizes(x[0], weight.flatten(0, 1), stride, padding, len(x))
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, *ctx.settings = inputs
     ctx.save_for_backward(x, weight)
@@ -71,6 +125,7 @@ def _backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _convolution.register_autograd(_backward, setup_context=_setup)
+_narrow.register_autograd(_narrow_backward, setup_context=_setup)
 
 
 @_convolution.register_vmap
@@ -87,7 +142,11 @@ def _(
     k = info.batch_size
     weight = weight.expand(k, *weight.shape) if dims[1] is None else weight.movedim(dims[1], 0)
     if dims[0] is None and groups == 1:  # one input for all: a plain convolution with all their outputs
-        return F.conv2d(x, weight.flatten(0, 1), None, stride, padding).unflatten(1, (k, -1)), 1
+        x, weight = filled(x, weight.flatten(0, 1))
+        return F.conv2d(x, weight, None, stride, padding).unflatten(1, (k, -1)), 1
+    if dims[0] is not None and groups == 1 and is_narrow(x, weight):
+        images = x.movedim(dims[0], 0).contiguous()  # compiled, they are written so at once
+        return _narrow(images, weight, stride, padding).unflatten(1, (k, -1)), 1
     x = x.unsqueeze(1).expand(-1, k, *x.shape[1:]) if dims[0] is None else x.movedim(dims[0], 1)
     out = _convolution(x.flatten(1, 2), weight.flatten(0, 1), stride, padding, groups * k)
     return out.unflatten(1, (k, -1)), 1
@@ -96,6 +155,18 @@ def _(
 def convolution(x: Tensor, weight: Tensor, *, stride: list[int], padding: list[int]) -> Tensor:
     """F.conv2d(x, weight, None, stride, padding), fast under vmap."""
     return _convolution(x, weight, stride, padding, 1)
+
+
+def is_narrow(x: Tensor, weight: Tensor) -> bool:
+    """Whether these are images, with few channels and no gradient, for which pacprune::narrow is faster than cuDNN."""
+    inputs, down, right = weight.shape[-3:]
+    return not x.requires_grad and inputs < FEW and inputs * down * right <= MOST
+
+
+def filled(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with zeros as more inputs, with which cuDNN is fast in half precision; others stay as they are."""
+    more = (0, 0, 0, 0, 0, max(0, FEW - x.shape[-3]) if x.is_cuda and x.dtype.itemsize == 2 else 0)
+    return (F.pad(x, more), F.pad(weight, more)) if more[-1] else (x, weight)
 
 
 def _sizes(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], groups: int) -> list[int]:

@@ -184,7 +184,7 @@ def _to_weight(
     tl.store(parts + to + c[:, None] * OUTPUTS + o[None, :], total, mask=known)
 
 
-def _options(sizes: Sequence[int], x: Tensor, *, inner: int, outer: int) -> dict[str, Any]:
+def options(sizes: Sequence[int], x: Tensor, *, inner: int, outer: int) -> dict[str, Any]:
     """The last arguments of all three kernels, which multiply [places, inner] and [inner, outer] matrices."""
     exact = x.dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision != "tf32"  # type: ignore[attr-defined]
     padded = (max(16, triton.next_power_of_2(n)) for n in (inner, outer))  # the least that a product takes
@@ -200,8 +200,8 @@ def forward(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     """
     rows, columns, groups, inputs, outputs = sizes[2:7]
     out = x.new_empty(len(x), rows, columns, groups * outputs)
-    places, options = len(x) * rows * columns, _options(sizes, x, inner=sizes[8] * inputs, outer=outputs)
-    _forward[(groups * triton.cdiv(places, options["SIZE"]),)](x, weight, out, places, **options)
+    places, how = len(x) * rows * columns, options(sizes, x, inner=sizes[8] * inputs, outer=outputs)
+    _forward[(groups * triton.cdiv(places, how["SIZE"]),)](x, weight, out, places, **how)
     return out
 
 
@@ -210,19 +210,19 @@ def to_input(out: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     high, wide, groups, inputs, outputs, down, right = *sizes[:2], *sizes[4:7], *sizes[9:11]
     x = out.new_empty(len(out), high, wide, groups * inputs)
     taps = triton.cdiv(sizes[8], right)
-    options = _options(sizes, out, inner=taps * outputs, outer=inputs)
+    how = options(sizes, out, inner=taps * outputs, outer=inputs)
     pixels = len(out) * triton.cdiv(high, down) * triton.cdiv(wide, right)
-    grid = groups * triton.cdiv(pixels, options["SIZE"]), down * right
-    _to_input[grid](out, weight, x, len(out), **options)
+    grid = groups * triton.cdiv(pixels, how["SIZE"]), down * right
+    _to_input[grid](out, weight, x, len(out), **how)
     return x
 
 
 def to_weight(out: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """The gradient in the weights, [groups, taps, inputs, outputs] in float32."""
     rows, columns, groups, inputs, outputs, down, right = sizes[2:9]
-    places, options = len(x) * rows * columns, _options(sizes, x, inner=sizes[8] * inputs, outer=outputs)
-    blocks = triton.cdiv(places, max(1, _PROGRAMS // (groups * down)) * options["SIZE"])
-    chunks = triton.cdiv(places, blocks * options["SIZE"])
+    places, how = len(x) * rows * columns, options(sizes, x, inner=sizes[8] * inputs, outer=outputs)
+    blocks = triton.cdiv(places, max(1, _PROGRAMS // (groups * down)) * how["SIZE"])
+    chunks = triton.cdiv(places, blocks * how["SIZE"])
     parts = x.new_empty(chunks, groups, down * right, inputs, outputs, dtype=torch.float32)
-    _to_weight[groups, down, chunks](out, x, parts, places, blocks, **options)
+    _to_weight[groups, down, chunks](out, x, parts, places, blocks, **how)
     return parts.sum(0)
