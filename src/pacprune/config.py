@@ -11,6 +11,10 @@ EXECUTIONS = ("eager", "graph", "compiled")
 MASKS = ("shared", "independent")
 
 
+GATE_RATIO = 100.0
+"""gate_lr / lr unless it is given."""
+
+
 class _Auto(float):
     """A gate_lr that follows lr, also through dataclasses.replace(config, lr=...)."""
 
@@ -64,7 +68,7 @@ class Config:
             if not (free or (isinstance(value, (int, float)) and 0 <= value < math.inf)):
                 raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
         if automatic:
-            object.__setattr__(self, "gate_lr", _Auto(100 * self.lr))
+            object.__setattr__(self, "gate_lr", _Auto(GATE_RATIO * self.lr))
         if self.warmup > 1:
             raise ValueError(f"warmup is {self.warmup}; it is a share of the steps and must lie in [0, 1]")
         match self.span:

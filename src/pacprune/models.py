@@ -143,7 +143,7 @@ def gpt(
 ) -> "GPT":
     """A decoder that predicts the next token: 10,740,096 weights by default, the head tied to the embedding.
 
-    Radford et al., "Language models are unsupervised multitask learners", 2019, without biases in its Linear layers.
+    The architecture of GPT-2 (Radford et al., 2019), without biases in its Linear layers.
     """
     return _seeded(lambda: GPT(vocabulary, width, depth, heads, context, dropout), seed)
 

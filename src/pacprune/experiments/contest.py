@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pacprune import data, models, philox, weights
 from pacprune.baselines import gmp, imp, l0
 from pacprune.checkpoint import write_atomically
-from pacprune.config import Config
+from pacprune.config import GATE_RATIO, Config
 from pacprune.data import Split
 from pacprune.evaluate import error
 from pacprune.experiments import store
@@ -41,8 +41,6 @@ METHODS: dict[str, tuple[Callable[..., Pruned], dict[str, Any]]] = {
 }
 FROM_A_CRITERION = ("osp", "pft", "pft-paper", "pft-still")
 """Methods that begin with a criterion's scores; the others rank by magnitude, or learn their own."""
-RATIO = 100.0
-"""gate_lr / lr unless it is asked for."""
 VALIDATION = 0.1
 AT_ONCE = {"cpu": 8, "cuda": 96}
 """Networks in one population; where they do not fit into memory, `fit` trains them in halves."""
@@ -91,7 +89,7 @@ class Setting:
 
     def points(self, method: str) -> tuple[tuple[float, float], ...]:
         """The grid of a method, (lr, gate_lr / lr); the paper's recipe and L0 have gates, too, at the default ratio."""
-        return self.gated if method in ("pft", "pft-still") else tuple((lr, RATIO) for lr in self.rates)
+        return self.gated if method in ("pft", "pft-still") else tuple((lr, GATE_RATIO) for lr in self.rates)
 
 
 class Entry(NamedTuple):

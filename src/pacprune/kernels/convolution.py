@@ -1,8 +1,8 @@
 """Convolutions of K networks at once that cuDNN is slow at, as the operator pacprune::convolution.
 
 vmap makes them grouped convolutions, and strided ones cuDNN runs group by group; the kernels of `grouped` do not. With
-stride 1 cuDNN multiplies the channels of several groups at once, throws most products away, and is faster all the same,
-but not for images with their few channels: for them there is pacprune::narrow.
+stride 1 cuDNN multiplies the channels of several groups at once, throws most products away, and is faster all the same;
+images with few channels would have to be filled up with zeros for it, and have pacprune::narrow instead.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def _(
     return _like(x, *x.shape[1:]) if to_x else x.new_empty(0), weight.new_empty(weight.shape)
 
 
-def _same(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _as_groups(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """K members as groups: [n, K * channels, height, width] of x [K, n, ...], and [K * outputs, ...] of weights."""
     return x.transpose(0, 1).flatten(1, 2), weight.flatten(0, 1)
 
@@ -70,7 +70,7 @@ def _same(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def _narrow(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
     """[n, K * outputs, rows, columns] of x [K, n, channels, height, width] and weight [K, outputs, channels, *taps]."""
     if not x.is_cuda:
-        return F.conv2d(*_same(x, weight), None, stride, padding, 1, len(x))
+        return F.conv2d(*_as_groups(x, weight), None, stride, padding, 1, len(x))
     from pacprune.kernels import narrow
 
     taps = weight.flatten(2).mT.contiguous()
@@ -87,7 +87,7 @@ def _(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tenso
 def _narrow_gradient(out: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
     """The gradient in the weights; images have none."""
     if not x.is_cuda:
-        images, flat = _same(x, weight)
+        images, flat = _as_groups(x, weight)
         found = torch.ops.aten.convolution_backward(
             out, images, flat, None, stride, padding, [1, 1], False, [0, 0], len(x), [False, True, False]
         )
@@ -158,7 +158,7 @@ def convolution(x: Tensor, weight: Tensor, *, stride: list[int], padding: list[i
 
 
 def is_narrow(x: Tensor, weight: Tensor) -> bool:
-    """Whether these are images, with few channels and no gradient, for which pacprune::narrow is faster than cuDNN."""
+    """Whether these are images, with few channels and no gradient, for which pacprune::narrow is meant."""
     inputs, down, right = weight.shape[-3:]
     return not x.requires_grad and inputs < FEW and inputs * down * right <= MOST
 
