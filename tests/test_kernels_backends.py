@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from pacprune import kernels
+from pacprune import kernels, philox
 from pacprune.kernels import (
     CLAMP,
     GIVEN,
@@ -120,6 +120,25 @@ def test_draws_and_gradients_are_those_of_the_reference(device: str, law: Law) -
                     close(a, b, scale=float(b.abs().max()) if b.numel() else 1.0)
     # The gate is a comparison of integers; only the coupling's logarithm may be rounded otherwise.
     assert flipped <= (total * 1e-5 if law.coupling else 0)
+
+
+@pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, STILL])
+@pytest.mark.parametrize("device", [pytest.param("cpu", id="cpu"), DEVICES[1]])
+def test_the_gradient_of_a_clamped_gate_next_to_one_keeps_its_digits(device: str, mode: str) -> None:
+    """soft (1 - soft) / (p (1 - p)) in float64, by the sigmoids of x and of -x; 1 - soft alone would lose three."""
+    n, law = 4000, Law(CLAMP, mode=mode)
+    gate = 1 - torch.logspace(-4.9, -1, n)
+    counters = torch.tensor(3, device=device), torch.tensor(4, device=device)
+    part = Part(torch.ones(n, device=device), gate.to(device), None, *counters, 0)
+    p = gate.double()
+    x = torch.logit(p)
+    if mode != STILL:
+        x = x + torch.logit(philox.uniform(philox.words(n, seed=3, step=4, stream=philox.GATE)).double())
+    wanted = (torch.sigmoid(x / law.beta) * torch.sigmoid(-x / law.beta) / law.beta / (p * (1 - p))).float()
+    for found in (kernels.gradients, reference.gradients):
+        (_, to_gate, _) = found(part, law, torch.ones(n, device=device), (True, True, False))
+        assert to_gate is not None
+        torch.testing.assert_close(to_gate.cpu(), wanted, rtol=3e-5, atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

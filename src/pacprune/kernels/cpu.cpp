@@ -240,7 +240,7 @@ void store(const float *from, int bf16, int64_t start, int n, void *to) {
 struct Chunk {
   alignas(64) uint32_t word[PAD];
   alignas(64) float normal[PAD];
-  alignas(64) float logit[CHUNK], soft[CHUNK], hard[CHUNK], std[CHUNK], room[4][CHUNK];
+  alignas(64) float logit[CHUNK], soft[CHUNK], closed[CHUNK], hard[CHUNK], std[CHUNK], room[4][CHUNK];
   const uint32_t *w;  // the words and normals of the chunk's first weight
   const float *z, *mean, *slab;
 };
@@ -276,18 +276,23 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
     // u and 1 - u are multiples of 2^-24 and exact, so that one logarithm gives logit(u), and none at beta = 1/2.
     const float sharper = 1.0f / law.beta;
     if (law.mode == STILL) {
-      for (int i = 0; i < n; ++i) c.soft[i] = 1.0f / (1.0f + exp_(-c.logit[i] * sharper));
+      for (int i = 0; i < n; ++i) c.closed[i] = exp_(-c.logit[i] * sharper);
     } else if (sharper == 2.0f && law.mode != STRETCHED) {
       for (int i = 0; i < n; ++i) {
         float u = (float)(c.w[i] >> 9) + 0.5f, odds = (8388608.0f - u) / u;
-        c.soft[i] = 1.0f / (1.0f + exp_(-2.0f * c.logit[i]) * (odds * odds));
+        c.closed[i] = exp_(-2.0f * c.logit[i]) * (odds * odds);
       }
     } else {
       const float less = law.mode == STRETCHED ? ODDS : 0.0f;
       for (int i = 0; i < n; ++i) {
         float u = (float)(c.w[i] >> 9) + 0.5f, x = (c.logit[i] + log_(u / (8388608.0f - u))) * sharper - less;
-        c.soft[i] = 1.0f / (1.0f + exp_(-x));
+        c.closed[i] = exp_(-x);
       }
+    }
+    // From the odds against the gate. 1 - soft by subtraction has no digits left where a clamped gate's slope is large.
+    for (int i = 0; i < n; ++i) {
+      c.soft[i] = 1.0f / (1.0f + c.closed[i]);
+      c.closed[i] *= c.soft[i];
     }
     for (int i = 0; law.mode == STRETCHED && i < n; ++i) c.hard[i] = held(GAMMA + SPAN * c.soft[i], 0.0f, 1.0f);
   }
@@ -353,7 +358,7 @@ void backward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Ch
     return;
   }
   const float sharper = 1.0f / law.beta;
-  for (int i = 0; i < n; ++i) to[i] = given[i] * slab[i] * c.soft[i] * (1.0f - c.soft[i]) * sharper;
+  for (int i = 0; i < n; ++i) to[i] = given[i] * slab[i] * c.soft[i] * c.closed[i] * sharper;
   for (int i = 0; law.mode == STRETCHED && i < n; ++i) to[i] *= gate[i] > 0.0f && gate[i] < 1.0f ? SPAN : 0.0f;
   if (law.mapping == CLAMP) {
     const float *g = job.gate + start;

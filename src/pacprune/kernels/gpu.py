@@ -167,10 +167,8 @@ def _sampler(
         p = tl.where(p > _HIGH, _HIGH, p)
         logit = tl.log(p) - tl.log(1.0 - p)
 
-    soft = gate
-    if MODE == 4:
-        soft = 1.0 / (1.0 + tl.exp(-logit * sharper))
-    elif (MODE == 0 or MODE == 3) or (TO_GATE and MODE == 1):  # not in a chain, which Triton may refuse
+    x = logit * sharper
+    if (MODE == 0 or MODE == 3) or (TO_GATE and MODE == 1):  # not in a chain, which Triton may refuse
         # u and 1 - u are multiples of 2^-24 and exact, so that one logarithm gives logit(u).
         u = (word >> 9).to(tl.float32) + 0.5
         odds = u / (8388608.0 - u)
@@ -180,7 +178,11 @@ def _sampler(
             x = (logit + tl.log(odds)) * sharper
         if MODE == 3:
             x = x - _ODDS
-        soft = 1.0 / (1.0 + tl.exp(-x))
+    # sigmoid(|x|) and sigmoid(-|x|): 1 - soft by subtraction has no digits left where a clamped gate's slope is large.
+    small = tl.exp(-tl.abs(x))
+    large = 1.0 / (1.0 + small)
+    small = small * large
+    soft = tl.where(x >= 0.0, large, small)
     used = soft
     if MODE == 3:
         used = _WIDE * soft - 0.1
@@ -232,7 +234,7 @@ def _sampler(
             if MODE == 2:
                 slope = gate * 0.0
             else:
-                slope = g * slab * soft * (1.0 - soft) * sharper
+                slope = g * slab * large * small * sharper
                 if MODE == 3:
                     slope = tl.where((used > 0.0) & (used < 1.0), _WIDE * slope, 0.0)
                 if MAPPING == 1:

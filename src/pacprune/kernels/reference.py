@@ -99,12 +99,12 @@ def _inputs(part: Part) -> tuple[Tensor, Tensor]:
 
 
 def _gates(part: Part, law: Law) -> tuple[Tensor, Tensor]:
-    """(gate used for the weight, the sigmoid that it is made of)."""
+    """(gate used for the weight, the logit of the relaxed gate that its gradient goes through)."""
     mean, gate = _inputs(part)
     given = (law, mean, gate, part.shift, part.sharpness)
     if law.mode == STILL:
-        soft = torch.sigmoid(logit(*given).detach() / law.beta).expand(shape(part))
-        return soft, soft
+        x = (logit(*given).detach() / law.beta).expand(shape(part))
+        return torch.sigmoid(x), x
     word = philox.words(_size(part), stream=philox.GATE, **_noise(part)).reshape(shape(part))
     if law.mode == HARD:
         hard = _opened(probability(*given), word).to(torch.float32)
@@ -112,12 +112,11 @@ def _gates(part: Part, law: Law) -> tuple[Tensor, Tensor]:
     u = philox.uniform(word)
     x = (logit(*given).detach() + (torch.log(u) - torch.log1p(-u))) / law.beta
     if law.mode == STRETCHED:
-        soft = torch.sigmoid(x - math.log(-ZETA / GAMMA))
-        return (GAMMA + (ZETA - GAMMA) * soft).clamp(0, 1), soft
-    soft = torch.sigmoid(x)
+        x = x - math.log(-ZETA / GAMMA)
+        return (GAMMA + (ZETA - GAMMA) * torch.sigmoid(x)).clamp(0, 1), x
     if law.mode == STRAIGHT_THROUGH:
-        return _opened(probability(*given), word).to(torch.float32), soft
-    return soft, soft
+        return _opened(probability(*given), word).to(torch.float32), x
+    return torch.sigmoid(x), x
 
 
 def _wide(part: Part) -> Tensor:
@@ -156,7 +155,7 @@ def gradients(part: Part, law: Law, out: Tensor, needs: tuple[bool, bool, bool])
     in hard-concrete mode wherever the gate is clamped, and elsewhere ZETA - GAMMA times as much.
     """
     given = out.float()
-    gate, soft = _gates(part, law)
+    gate, x = _gates(part, law)
     to_mean = (given * gate).to(part.mean.dtype) if needs[0] else None
     slab, to_std = part.mean.float(), None
     if part.std is not None:
@@ -168,7 +167,8 @@ def gradients(part: Part, law: Law, out: Tensor, needs: tuple[bool, bool, bool])
         return to_mean, None, to_std
     if law.mode == HARD:
         return to_mean, torch.zeros_like(part.gate), to_std
-    to_gate = given * slab * soft * (1 - soft) / law.beta * _slope(part, law)
+    # 1 - soft as a sigmoid of its own: by subtraction it would have no digits left where a clamped gate's slope is large.
+    to_gate = given * slab * torch.sigmoid(x) * torch.sigmoid(-x) / law.beta * _slope(part, law)
     if law.mode == STRETCHED:
         to_gate = torch.where((gate > 0) & (gate < 1), (ZETA - GAMMA) * to_gate, 0.0)
     return to_mean, to_gate, to_std
