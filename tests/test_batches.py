@@ -173,3 +173,23 @@ def test_crop_flip_gives_windows_of_the_padded_image_or_its_mirror():
     assert min(seen) > 0
     assert sum(seen) == 200
     assert torch.equal(out, batches.crop_flip(x.reshape(4, 50, 2, 5, 6), word.reshape(4, 50), pad=1).flatten(0, 1))
+
+
+def test_a_tensor_is_hashed_once_until_it_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = data.rows, []
+    monkeypatch.setattr(data, "rows", lambda x: calls.append(len(x)) or real(x))
+    x, y = torch.randn(6, 3), torch.zeros(6, dtype=torch.int64)
+    first = batches.rows((x, y))
+    assert torch.equal(batches.rows((x, y)), first)
+    assert len(calls) == 1
+    x[2] = 1.0
+    assert torch.equal(batches.rows((x, y)), real(x))
+    x.data = x.data + 1
+    assert torch.equal(batches.rows((x, y)), real(x))
+    assert torch.equal(batches.rows((x[:3], y[:3])), real(x[:3]))
+    known = len(batches._rows)
+    del x
+    assert len(batches._rows) == known - 1  # nothing is kept of a tensor that is gone
+    with torch.inference_mode():
+        frozen = torch.randn(4, 3)
+    assert torch.equal(batches.rows((frozen, y[:4])), real(frozen))

@@ -43,3 +43,15 @@ def test_compiled_equals_eager_in_value_and_gradient(case: str) -> None:
     assert len(found) == len(expected) == len(list(model.parameters()))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_every_population_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda fn, *, dynamic, options: real(fn, dynamic=dynamic, backend="eager"))
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    data = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
+    most = torch._dynamo.config.recompile_limit
+    for k in range(1, most + 3):
+        pp.fit([nn.Linear(6, 4) for _ in range(k)], data, pp.Config(epochs=1, batch_size=4, execution="compiled"))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == most + 2

@@ -16,6 +16,8 @@ Data = Any
 """(x, y) tensors, a `Part` of a split, a map-style Dataset of (x, y), or a DataLoader of (x, y) batches."""
 _hashes: dict[int, tuple[weakref.ref[Any], Tensor, Tensor]] = {}
 """Hashes of the x and y of Datasets and DataLoaders by id: reading one again may take as long as an epoch."""
+_rows: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor]] = {}
+"""Hashes of tensors by id, with what tells that one was written to since."""
 
 
 def tensors(data: Data) -> tuple[Tensor, Tensor] | None:
@@ -58,9 +60,18 @@ def rows(data: Data) -> Tensor:
     pair, source = tensors(data), _source(data)
     if isinstance(source, datasets.Part):
         return torch.cat([source.rows, source.ids])
-    if pair:
-        return datasets.rows(pair[0])
-    return _read(data)[0]
+    return _read(data)[0] if pair is None else _rows_of(pair[0])
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """`datasets.rows`, once for a tensor that is used again: all members of a population are trained on the same."""
+    if x.is_inference():  # nobody counts how often it was written to
+        return datasets.rows(x)
+    key, state = id(x), (x._version, x.data_ptr(), *x.shape)
+    known = _rows.get(key)
+    if known is None or known[0]() is not x or known[1] != state:
+        _rows[key] = known = weakref.ref(x, lambda _: _rows.pop(key, None)), state, datasets.rows(x)
+    return known[2]
 
 
 def labels(data: Data) -> Tensor:

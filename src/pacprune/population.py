@@ -65,7 +65,14 @@ class Population:
         """Lets torch.compile fuse the members' layers; batches of every new size are compiled anew."""
         # Inductor leaves grouped convolutions in the layout they come in unless told that channels-last is faster.
         options: dict[str, Any] = {"force_layout_optimization": True, "post_grad_custom_pre_pass": compiler_pass()}
-        self._compiled = torch.compile(self._apply, dynamic=False, options=options)
+        compiled = torch.compile(self._apply, dynamic=False, options=options)
+
+        def apply(*given: Any) -> Tensor:
+            # torch counts what it compiles for all populations together, and from the ninth on would compile no more.
+            with torch._dynamo.config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20):
+                return compiled(*given)
+
+        self._compiled = apply
 
     def outputs(self, x: Tensor, *, own: bool) -> Tensor:
         """All members' outputs [K, n, ...]: of x [n, ...], or, when each has its `own` inputs, of x [K, n, ...]."""

@@ -178,11 +178,7 @@ def _sampler(
             x = (logit + tl.log(odds)) * sharper
         if MODE == 3:
             x = x - _ODDS
-    # sigmoid(|x|) and sigmoid(-|x|): 1 - soft by subtraction has no digits left where a clamped gate's slope is large.
-    small = tl.exp(-tl.abs(x))
-    large = 1.0 / (1.0 + small)
-    small = small * large
-    soft = tl.where(x >= 0.0, large, small)
+    soft = 1.0 / (1.0 + tl.exp(-x))
     used = soft
     if MODE == 3:
         used = _WIDE * soft - 0.1
@@ -234,7 +230,10 @@ def _sampler(
             if MODE == 2:
                 slope = gate * 0.0
             else:
-                slope = g * slab * large * small * sharper
+                closed = 1.0 - soft
+                if MAPPING == 1:  # no digits would be left by subtraction where the slope of a clamped gate is large
+                    closed = 1.0 / (1.0 + tl.exp(x))
+                slope = g * slab * soft * closed * sharper
                 if MODE == 3:
                     slope = tl.where((used > 0.0) & (used < 1.0), _WIDE * slope, 0.0)
                 if MAPPING == 1:

@@ -167,7 +167,7 @@ def gradients(part: Part, law: Law, out: Tensor, needs: tuple[bool, bool, bool])
         return to_mean, None, to_std
     if law.mode == HARD:
         return to_mean, torch.zeros_like(part.gate), to_std
-    # 1 - soft as a sigmoid of its own: by subtraction it would have no digits left where a clamped gate's slope is large.
+    # Not 1 - soft: by subtraction no digits would be left where the slope of a clamped gate is large.
     to_gate = given * slab * torch.sigmoid(x) * torch.sigmoid(-x) / law.beta * _slope(part, law)
     if law.mode == STRETCHED:
         to_gate = torch.where((gate > 0) & (gate < 1), (ZETA - GAMMA) * to_gate, 0.0)
