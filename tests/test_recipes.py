@@ -102,6 +102,8 @@ def test_another_run_does_not_touch_the_folder(left: dict[str, Any]) -> None:
         ("linear-model --data-dir nowhere", "nowhere does not exist"),
         ("linear-model --out .", "is not empty and holds no recipe.json"),
         ("linear-model --out mine.txt", "mine.txt is a file"),
+        ("linear-model --only mnist-mlp", "only is 'mnist-mlp', but linear-model has one setting"),
+        ("pft-vs-osp --only mnist", "the settings of pft-vs-osp at this scale are mnist-mlp, fashion-mnist-mlp,"),
     ],
 )
 def test_bad_input_gets_one_sentence(words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +117,24 @@ def test_bad_input_gets_one_sentence(words: str, said: str, tmp_path: Path, monk
 
 
 # --- What recipes share
+
+
+@pytest.mark.parametrize("name", recipes._PARTED)
+def test_one_of_several_settings_has_a_folder_of_its_own(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    jobs: list[Job] = []
+    monkeypatch.setitem(recipes.RECIPES, name, lambda job: jobs.append(job) or ([], {}))
+    settings = recipes._PARTED[name]("reduced")
+    assert len({one.name for one in settings}) == len(settings) > 1
+    assert call(name, "--only", settings[1].name).exit_code == 0
+    assert jobs[0].chosen(settings) == [settings[1]]
+    assert jobs[0].out == Path("runs") / f"{name}-reduced-{settings[1].name}"
+    done = call(name, "--out", str(jobs[0].out))
+    assert f"only is {settings[1].name!r} there and None here" in done.stderr
+    assert call(name).exit_code == 0
+    assert jobs[1].chosen(settings) == list(settings)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 10, 50])

@@ -271,6 +271,9 @@ def reproduce(
     name: Annotated[str, typer.Argument(help=f"{', '.join(recipes.RECIPES)}.")],
     scale: Annotated[str, typer.Option(help=f"How much is computed: {', '.join(figures.SCALES)}.")] = "reduced",
     out: Annotated[Path | None, typer.Option(help="Folder of the figures and their CSVs [runs/NAME-SCALE].")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="One of several settings, as mnist-lenet5; without, all of them.")
+    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder of the data files [$PACPRUNE_DATA, or a cache].")
     ] = None,
@@ -282,7 +285,7 @@ def reproduce(
     with told():
         with progress_bars() as progress:
             found = recipes.run(
-                name, scale=scale, out=out, seed=seed, device=device, data_dir=data_dir, progress=progress
+                name, scale=scale, only=only, out=out, seed=seed, device=device, data_dir=data_dir, progress=progress
             )
         show(found, json, *recipes.shown(found))
 

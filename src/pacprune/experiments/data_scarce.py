@@ -118,7 +118,7 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
 def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """A figure per data set, and every arm's certificate at its best declared alpha."""
     drawn, numbers = [], {}
-    for setting in SETTINGS[job.scale]:
+    for setting in job.chosen(SETTINGS[job.scale]):
         found = figures.draw(
             job,
             setting.name,

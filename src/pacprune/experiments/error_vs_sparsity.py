@@ -91,7 +91,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """A figure per data set and network, the tables of all certificates, and the mean certificates."""
     grid = declared(job.scale, job.seeds(3))
     drawn, numbers, table = [], {"K": grid.size}, []
-    for setting in grid.settings:
+    for setting in job.chosen(grid.settings):
         caption = (
             f"{setting.data}, {setting.model}: certificates, of which all {grid.size} of the grid hold at once with "
             f"probability {1 - grid.delta:g}, and test errors; mean and 95 % interval over {len(setting.seeds)} seeds "

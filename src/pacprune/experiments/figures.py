@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,14 @@ STRIDE = 1000
 """Seeds of one job; those of --seed 0 and --seed 1 do not meet."""
 
 
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_S = TypeVar("_S", bound=_Named)
+
+
 @dataclass(frozen=True)
 class Job:
     """What a recipe is asked for."""
@@ -32,6 +40,12 @@ class Job:
     device: torch.device
     data_dir: Path | None
     progress: Progress
+    only: str | None = None
+    """The one setting that is asked for, by its name; None is all of them."""
+
+    def chosen(self, settings: Sequence[_S]) -> list[_S]:
+        """Those that are asked for."""
+        return [one for one in settings if self.only in (None, one.name)]
 
     def seeds(self, count: int) -> list[int]:
         """The seeds of `count` independent repetitions."""

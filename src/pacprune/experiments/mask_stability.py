@@ -32,6 +32,11 @@ class _Study:
     sparsity: float
     make: Callable[[data.Split, int], nn.Module]
 
+    @property
+    def name(self) -> str:
+        """How its files end."""
+        return self.setting.name
+
 
 def _deep(split: data.Split, seed: int) -> nn.Module:
     return models.mlp(split.train.x[0].numel(), split.classes, hidden=(1000,) * 5, seed=seed)
@@ -77,9 +82,9 @@ STUDIES: dict[str, tuple[_Study, ...]] = {
 def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """A figure per network, and the share of weights whose fate changes with the order of the data."""
     drawn, numbers = [], {}
-    for study in STUDIES[job.scale]:
+    for study in job.chosen(STUDIES[job.scale]):
         study = replace(study, setting=contest.on_device(study.setting, job))
-        name = f"mask-stability-{study.setting.name}"
+        name = f"mask-stability-{study.name}"
         caption = (
             f"{study.setting.data}, {study.setting.model}, {study.runs} runs from one initialisation that differ in "
             f"the order of the data alone; weights that magnitude pruning to {study.sparsity:g} keeps in some runs "
@@ -89,7 +94,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         drawn.append(found)
         layers = {row["layer"]: row for row in found.rows}.values()
         changing, total = (sum(row[key] for row in layers) for key in ("changing", "weights"))
-        numbers[f"{study.setting.name}: share of weights whose fate changes"] = changing / total
+        numbers[f"{study.name}: share of weights whose fate changes"] = changing / total
     return drawn, numbers
 
 

@@ -224,6 +224,7 @@ _RATES: dict[tuple[str, str], dict[str, float]] = {
     ("mnist", "mlp"): {"osp": 0.2, "pft": 0.1, "gmp": 0.1, "dpf": 0.05, "imp": 0.2, "l0": 0.2},
     ("fashion-mnist", "mlp"): {"osp": 0.2, "pft": 0.1, "gmp": 0.2, "dpf": 0.05, "imp": 0.2, "l0": 0.2},
     ("fashion-mnist", "lenet5"): {"osp": 0.1, "pft": 0.05, "gmp": 0.1, "dpf": 0.02, "imp": 0.05, "l0": 0.1},
+    ("cifar10", "resnet20"): {"osp": 0.2, "pft": 0.2, "gmp": 0.2, "dpf": 0.05, "imp": 0.1, "l0": 0.2},
 }
 """Learning rates that were best on validation data, from magnitude (results/pft-vs-osp-tuning.csv)."""
 

@@ -37,7 +37,7 @@ SETTINGS = {
 def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """A figure and a CSV per data set, and how far PFT is below one-shot pruning from the same criterion."""
     drawn, numbers = [], {}
-    for setting in SETTINGS[job.scale]:
+    for setting in job.chosen(SETTINGS[job.scale]):
         setting = contest.on_device(setting, job)
         caption = (
             f"{setting.data}, {setting.model}: test error of networks pruned at initialisation, "

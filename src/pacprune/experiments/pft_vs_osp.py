@@ -92,7 +92,7 @@ _STYLE = {
 def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """A figure and a CSV per data set and network, and the margins of PFT."""
     drawn, numbers = [], {}
-    for setting in SETTINGS[job.scale]:
+    for setting in job.chosen(SETTINGS[job.scale]):
         setting = contest.on_device(setting, job)
         caption = (
             f"{setting.data}, {setting.model}: test error after {setting.after.epochs} epochs that follow "

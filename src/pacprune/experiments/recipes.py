@@ -1,7 +1,7 @@
 """`pacprune reproduce`: a table from names to recipes, each of which leaves figures with the CSV behind each."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +48,31 @@ RECIPES: dict[str, Recipe] = {
 }
 
 SETTINGS = "recipe.json"
+_PARTED: dict[str, Callable[[str], Sequence[Any]]] = {
+    "pft-vs-osp": pft_vs_osp.SETTINGS.__getitem__,
+    "pft-at-init": pft_at_init.SETTINGS.__getitem__,
+    "mask-stability": mask_stability.STUDIES.__getitem__,
+    "error-vs-sparsity": lambda scale: error_vs_sparsity.declared(scale, [0]).settings,
+    "data-scarce": data_scarce.SETTINGS.__getitem__,
+}
+"""The settings of the recipes that have several, by scale."""
 
 
 def run(
     name: str,
     *,
     scale: str = "reduced",
+    only: str | None = None,
     out: Path | None = None,
     seed: int = 0,
     device: str = "cpu",
     data_dir: Path | None = None,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Runs a recipe in its folder: returns at once when it is finished there, keeps the figures that are there."""
+    """Runs a recipe in its folder: returns at once when it is finished there, keeps the figures that are there.
+
+    Of a recipe with several settings (a data set and a network each), `only` runs one.
+    """
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; use one of {', '.join(RECIPES)}")
     if scale not in SCALES:
@@ -71,11 +83,17 @@ def run(
     where = runs.check_device(device)
     if data_dir is not None:
         store.check_folder(data_dir, "the data files")
-    folder = Path("runs") / f"{name}-{scale}" if out is None else out
-    asked = {"recipe": name, "scale": scale, "seed": seed}
+    if only is not None:
+        names = [one.name for one in _PARTED[name](scale)] if name in _PARTED else []
+        if only not in names:
+            has = f"the settings of {name} at this scale are {', '.join(names)}" if names else f"{name} has one setting"
+            raise ValueError(f"only is {only!r}, but {has}; give one of them, or leave it out")
+    label = "-".join(part for part in (name, scale, only) if part)
+    folder = Path("runs") / label if out is None else out
+    asked = {"recipe": name, "scale": scale, "seed": seed, "only": only}
     if _claimed(folder, asked):
         return store.result(folder)
-    figures, numbers = RECIPES[name](Job(scale, folder, seed, where, data_dir, progress))
+    figures, numbers = RECIPES[name](Job(scale, folder, seed, where, data_dir, progress, only))
     found = asked | {
         "folder": str(folder),
         "version": __version__,
