@@ -203,6 +203,16 @@ def test_a_process_that_is_really_killed_is_resumed_by_another(tmp_path: Path) -
     assert resumed.stdout == whole.stdout
 
 
+def test_a_run_goes_on_by_other_means(tmp_path: Path) -> None:
+    path, whole, model = tmp_path / "run.pt", net(), net()
+    history = dense(model=whole)
+    with pytest.raises(Killed):
+        dense(model=net(), checkpoint=path, every=3, progress=kill_at(8))
+    graph = dataclasses.replace(CONFIG, execution="graph")  # which a CPU does not have
+    assert dense(model=model, checkpoint=path, every=3, config=graph) == history
+    assert equal(model.state_dict(), whole.state_dict())
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "config": {"config": dataclasses.replace(CONFIG, lr=0.2)},
     "epochs": {"config": dataclasses.replace(CONFIG, epochs=4)},

@@ -82,6 +82,13 @@ def test_presets_are_what_the_published_table_was_made_with() -> None:
             assert runs.dense_stage(options) == replace(setting.dense, warmup=after.warmup)
 
 
+@pytest.mark.parametrize("kind", [Osp, Pft, opt.Gmp, opt.Pbp])
+def test_steps_on_a_gpu_are_graphs(kind: type) -> None:
+    for device, execution in (("cpu", "eager"), ("cuda", "graph"), ("cuda:1", "graph")):
+        options = opt.resolve(kind, {"device": device})
+        assert runs.stage(options).execution == runs.dense_stage(options).execution == execution
+
+
 def test_published_learning_rates_are_the_best_on_validation_data() -> None:
     found: dict[tuple[str, ...], list[tuple[float, float, float]]] = {}
     for row in figures.read(Path(__file__).parents[1] / "results" / "pft-vs-osp-tuning.csv"):

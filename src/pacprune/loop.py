@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +254,8 @@ def _identity(model: nn.Module, configs: Sequence[Config], run: Run, seeds: Sequ
     ranks.meet()
     content = {
         "stage": run.stage,
-        "config": [asdict(config) for config in configs],
+        # By what means the steps are taken is no part of what is asked: a run may go on on another device.
+        "config": [asdict(replace(config, execution="eager")) for config in configs],
         "seed": list(seeds),
         "model": _together(checkpoint.state(model)),
         "trainable": [n for n, p in model.named_parameters() if p.requires_grad],

@@ -235,6 +235,7 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
 def stage(options: Options) -> Config:
     """How what follows dense training is done."""
     gate_lr = options.gate_lr if isinstance(options, (Pft, L0, Pbp)) else None  # the others have no gates
+    on_gpu = torch.device(options.device).type == "cuda"
     return Config(
         epochs=options.epochs,
         lr=options.lr,
@@ -245,6 +246,7 @@ def stage(options: Options) -> Config:
         weight_decay=options.weight_decay,
         augment=options.augment,
         amp=options.amp,
+        execution="graph" if on_gpu else "eager",  # a step of these networks is mostly launches
     )
 
 
