@@ -114,7 +114,12 @@ class Setting:
         if device.type != "cuda":
             return self
         means: dict[str, Any] = {"execution": "compiled" if self.model == "resnet20" else "graph", "amp": True}
-        return replace(self, dense=replace(self.dense, **means), pruning=replace(self.pruning, **means))
+        return replace(
+            self,
+            dense=replace(self.dense, **means),
+            pruning=replace(self.pruning, **means),
+            posterior=replace(self.posterior, execution="graph"),  # in float32, in which Q is evaluated
+        )
 
 
 @dataclass(frozen=True)
@@ -244,7 +249,7 @@ def _certified(grid: Grid, setting: Setting, alpha: float, cells: Sequence[Cell]
         [one.model for one in pruned],
         split,
         setting.prior,
-        posterior=setting.posterior,
+        posterior=fast.posterior,
         data=part,
         eps=setting.eps,
         std=setting.std[setting.alphas.index(alpha)],
