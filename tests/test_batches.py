@@ -79,7 +79,7 @@ def test_a_part_is_known_by_content_and_by_origin() -> None:
         (TensorDataset(X[:0], Y[:0]), "empty: 0 examples"),
         (DataLoader(TensorDataset(X, Y), 11, drop_last=True), "empty: 0 examples"),
         ([X, Y], "data is a list; give"),
-        ((X.numpy(), Y.numpy()), "data is a tuple; give"),
+        ((X.numpy(), Y.numpy()), "data is a tuple of ndarray, ndarray; give"),
         ("digits", "data is a str; give"),
         (Stream(), "data is a stream, a Stream; give"),
         (DataLoader(Stream(), 4), "data is a stream, a Stream; give"),
@@ -185,6 +185,8 @@ def test_a_tensor_is_hashed_once_until_it_is_written_to(monkeypatch: pytest.Monk
     x[2] = 1.0
     assert torch.equal(batches.rows((x, y)), real(x))
     x.data = x.data + 1
+    assert torch.equal(batches.rows((x, y)), real(x))
+    x.numpy()[0] = 7.0  # which no version counts
     assert torch.equal(batches.rows((x, y)), real(x))
     assert torch.equal(batches.rows((x[:3], y[:3])), real(x[:3]))
     known = len(batches._rows)

@@ -93,6 +93,21 @@ def test_a_network_that_diverges_does_not_stop_the_others(tmp_path: Path) -> Non
     assert '"error": 1.0' in (tmp_path / "digits-mlp-tuning.jsonl").read_text()
 
 
+def test_a_network_that_overflows_in_its_last_step_does_not_stop_the_others(tmp_path: Path) -> None:
+    once = replace(SETTING.after, epochs=1, batch_size=2000, schedule="constant", warmup=0.0)
+    wild = replace(SETTING, methods=("osp",), criteria=("magnitude",), rates=(0.1, 1e39), after=once)
+    assert set(contest.tune(wild, data.load("digits"), job(tmp_path)).values()) == {(0.1, 100.0)}
+
+
+def test_networks_made_on_other_terms_are_not_taken_for_these(tmp_path: Path) -> None:
+    small = replace(SETTING, methods=("osp",), criteria=("magnitude",), rates=(0.1,), gated=((0.1, 100.0),), seeds=1)
+    contest.run(small, job(tmp_path))
+    with pytest.raises(ValueError, match=f"on the terms {small.terms} .* begin in another --out"):
+        contest.run(replace(small, after=replace(small.after, epochs=7)), job(tmp_path))
+    with pytest.raises(ValueError, match="begin in another --out"):
+        contest.run(replace(small, dense=replace(small.dense, epochs=7)), job(tmp_path))
+
+
 def test_the_smoke_grid_has_every_method() -> None:
     (smoke,) = pft_vs_osp.SETTINGS["smoke"]
     assert smoke.methods == tuple(METHODS)

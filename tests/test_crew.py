@@ -79,3 +79,50 @@ def test_errors_of_a_population_are_those_of_its_members() -> None:
     pp.attach(models[0], pp.isotropic(models[0], sparsity=0.5), seed=3)
     pp.attach(models[1], pp.isotropic(models[1], sparsity=0.5), seed=4)
     assert pp.error(models[:2], (X, Y)) == pytest.approx([pp.error(model, (X, Y)) for model in models[:2]])
+
+
+def test_memory_that_runs_out_after_a_validation_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, calls = Population.losses, []
+
+    def limited(self: Population, *args, **options) -> torch.Tensor:
+        calls.append(len(self))
+        if len(self) > 1 and len(calls) > 3:  # in the second epoch
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return losses(self, *args, **options)
+
+    monkeypatch.setattr(Population, "losses", limited)
+    models = nets(2)
+    alone = copy.deepcopy(models)
+    with pytest.warns(UserWarning, match="do not fit"):
+        pp.fit(models, (X, Y), CONFIG, seed=[0, 1], validation=(X, Y))
+    for seed, (model, other) in enumerate(zip(models, alone, strict=True)):
+        pp.fit(other, (X, Y), CONFIG, seed=seed)
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_members_that_compute_something_else_are_refused() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self, scale: float) -> None:
+            super().__init__(20, 2)
+            self.scale, self.seed = scale, scale
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return self.scale * super().forward(input)
+
+    with pytest.raises(ValueError, match=r"scale=1\.0 where model 1 has .*scale=-3\.0"):
+        pp.fit([Scaled(1.0), Scaled(-3.0)], (X, Y), CONFIG)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_compiled_network_serves_accumulated_batches(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, real = [], torch.compile
+
+    def counted(function, *, dynamic, **options):
+        compiled = real(function, dynamic=dynamic, backend="eager")
+        return lambda *given: calls.append(1) or compiled(*given)
+
+    monkeypatch.setattr(torch, "compile", counted)
+    config = pp.Config(epochs=1, batch_size=32, accumulate=2, execution="compiled")
+    pp.fit(nets(count) if count > 1 else nets(1)[0], (X, Y), config)
+    assert len(calls) == 4

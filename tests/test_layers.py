@@ -310,3 +310,18 @@ def test_pickling_is_refused() -> None:
     pp.attach(model, pp.isotropic(model, sparsity=0.3))
     with pytest.raises(RuntimeError, match=r"[Ss]erializ"):
         pickle.dumps(model)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "frozen"])
+def test_a_slab_without_gradients_knows_what_was_seen(how: str) -> None:
+    """By its gradient a penalty is told from a prior, which must not forget."""
+    model, x = nn.Linear(4, 3, bias=False), torch.randn(8, 4)
+    pp.fit(model, (x, torch.zeros(8, dtype=torch.int64)), pp.Config(epochs=1))
+    pp.attach(model, pp.isotropic(model, sparsity=0.5))
+    assert len(pp.read(model, detach=False).seen) == 0
+    if how == "frozen":
+        for site in layers.sites(model):
+            site.gate.requires_grad_(False)
+    with torch.set_grad_enabled(how == "frozen"):
+        assert torch.equal(pp.read(model, detach=False).seen, pp.read(model).seen)
+    assert len(pp.read(model).seen) == 8

@@ -200,3 +200,13 @@ def test_weights_are_pruned_for_a_while_and_then_what_they_were_even_after_an_er
     with pytest.raises(RuntimeError):
         interrupted()
     assert model.weight.tolist() == [[3.0, 4.0]]
+
+
+def test_members_that_have_seen_the_same_share_one_note() -> None:
+    models, rows = [nn.Linear(2, 2) for _ in range(3)], torch.tensor([5, 3, 5, 9])
+    weights.mark_seen(models[2], torch.tensor([7]))
+    weights.mark_seen(models, rows)
+    assert [weights.seen(model).tolist() for model in models] == [[3, 5, 9], [3, 5, 9], [3, 5, 7, 9]]
+    assert weights.seen(models[0]) is weights.seen(models[1])
+    weights.mark_seen(models[0], weights.seen(models[0]))
+    assert weights.seen(models[0]) is weights.seen(models[1])

@@ -17,7 +17,7 @@ Data = Any
 _hashes: dict[int, tuple[weakref.ref[Any], Tensor, Tensor]] = {}
 """Hashes of the x and y of Datasets and DataLoaders by id: reading one again may take as long as an epoch."""
 _rows: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor]] = {}
-"""Hashes of tensors by id, with what tells that one was written to since."""
+"""Hashes of tensors by id, with what tells when one was written to."""
 
 
 def tensors(data: Data) -> tuple[Tensor, Tensor] | None:
@@ -32,7 +32,11 @@ def tensors(data: Data) -> tuple[Tensor, Tensor] | None:
         _check_size(data)
         return None
     else:
-        raise ValueError(f"data is a {type(data).__name__}; give (x, y) tensors, a Part, a Dataset or a DataLoader")
+        what = f" of {', '.join(type(t).__name__ for t in data)}" if isinstance(data, tuple) else ""
+        raise ValueError(
+            f"data is a {type(data).__name__}{what}; give (x, y) tensors (torch.from_numpy makes them of arrays), "
+            "a Part, a Dataset or a DataLoader"
+        )
     if len(pair[0]) != len(pair[1]):
         raise ValueError(f"x has {len(pair[0])} examples but y has {len(pair[1])}; they must pair up")
     _check_size(pair[0])
@@ -67,19 +71,26 @@ def _rows_of(x: Tensor) -> Tensor:
     """`datasets.rows`, once for a tensor that is used again: all members of a population are trained on the same."""
     if x.is_inference():  # nobody counts how often it was written to
         return datasets.rows(x)
-    key, state = id(x), (x._version, x.data_ptr(), *x.shape)
+    key, state = id(x), (x._version, _checksum(x), *x.shape)
     known = _rows.get(key)
     if known is None or known[0]() is not x or known[1] != state:
         _rows[key] = known = weakref.ref(x, lambda _: _rows.pop(key, None)), state, datasets.rows(x)
     return known[2]
 
 
+def _checksum(x: Tensor) -> int:
+    """The sum of the bits: who writes to x by numpy or a kernel of their own does not count it as a version."""
+    whole = x.detach().contiguous()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(whole.element_size())
+    return int(whole.view(-1).view(integers).sum(dtype=torch.int64)) if integers and whole.numel() else 0
+
+
 def labels(data: Data) -> Tensor:
     """64-bit hashes of all labels, in the order of the examples."""
     pair, source = tensors(data), _source(data)
     if isinstance(source, datasets.Part):
-        return datasets.rows(source.y)
-    return datasets.rows(pair[1]) if pair else _read(data)[1]
+        return _rows_of(source.y)
+    return _read(data)[1] if pair is None else _rows_of(pair[1])
 
 
 def _read(data: Data) -> tuple[Tensor, Tensor]:
@@ -161,7 +172,7 @@ def batches(
     index = (torch.arange(size(data)) if order is None else order)[:limit].to(device if pair else "cpu")
     cut = index.split(batch_size) if order is None else portions(index, batch_size)
     if pair:
-        x, y = (t.to(device) for t in pair)
+        x, y = ((t if limit is None or order is not None else t[:limit]).to(device) for t in pair)
         for index in cut:
             yield x[index], y[index]
     else:

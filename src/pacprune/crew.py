@@ -1,5 +1,7 @@
 """What is trained together, one model or a population, and what is looked at before anything is changed."""
 
+import copy
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ from pacprune.batches import Data, batches, device_of, forked, tensors
 from pacprune.config import Config
 from pacprune.evaluate import mean_loss
 from pacprune.loop import History, check_population, loop
-from pacprune.population import Population, members, spread
+from pacprune.population import Population, compile_always, members, spread
 from pacprune.scores import Loss
 from pacprune.step import Run
 
@@ -61,17 +63,16 @@ class Crew:
     def mark_seen(self, parts: Iterable[Tensor]) -> None:
         """Notes the examples on every member."""
         for known in parts:
-            for one in self.models:
-                weights.mark_seen(one, known)
+            weights.mark_seen(self.models, known)
 
     def objective(self, loss: Loss, look: bool) -> Callable[[Tensor, Tensor], Tensor]:
         """(x, y) -> the loss of the model, or of every member."""
-        whole = self.configs[0].batch_size // ranks.world()
+        whole = math.ceil(self.configs[0].batch_size / self.configs[0].accumulate) // ranks.world()
         if self.population is not None:
             crew = self.population
             return lambda x, y: crew.losses(loss, x, y, own=self.own, fuse=y.shape[1 if self.own else 0] == whole)
         model = self.models[0]
-        compiled = torch.compile(model, dynamic=False) if self.configs[0].execution == "compiled" else model
+        compiled = compile_always(model) if self.configs[0].execution == "compiled" else model
 
         def objective(x: Tensor, y: Tensor) -> Tensor:
             try:
@@ -101,6 +102,8 @@ class Crew:
         Where the device's memory does not hold all members, `halves` trains those of a slice by themselves; its second
         argument is what to add to the checkpoint's name.
         """
+        # A validation writes into the members, and halves have to begin where all of them began.
+        start = [copy.deepcopy(one.state_dict()) for one in self.models] if run.validate and self.population else []
         try:
             histories = loop(self.trained, data, self.configs, run, seeds=self.seeds, **options)
         except torch.OutOfMemoryError as failure:
@@ -112,6 +115,8 @@ class Crew:
                 ) from failure
             histories = None  # goes on below: the failure holds on to the memory while it is handled
         if histories is None:
+            for one, state in zip(self.models, start, strict=False):
+                one.load_state_dict(state)
             return self._in_halves(halves)
         if self.population is None:
             return histories[0]

@@ -243,13 +243,15 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
         else:
             constant = site.sampler.std
             std[site.name] = torch.zeros((), device=site.gate.device) if constant is None else constant.clone()
+    # A penalty, made at every step, need not know what was seen; a prior must, and by its gradient it is told apart.
+    carries = any(p.requires_grad for p in keep_prob.values())
     return SpikeSlab(
         keep_prob=keep_prob,
         mean=mean,
         std=std,
         rest={n: t.detach().clone() for n, t in _rest(model)} if detach else {},
         total=total(model),
-        seen=weights.seen(model) if detach else torch.empty(0, dtype=torch.int64),
+        seen=torch.empty(0, dtype=torch.int64) if carries else weights.seen(model),
     )
 
 

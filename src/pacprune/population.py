@@ -65,14 +65,7 @@ class Population:
         """Lets torch.compile fuse the members' layers; batches of every new size are compiled anew."""
         # Inductor leaves grouped convolutions in the layout they come in unless told that channels-last is faster.
         options: dict[str, Any] = {"force_layout_optimization": True, "post_grad_custom_pre_pass": compiler_pass()}
-        compiled = torch.compile(self._apply, dynamic=False, options=options)
-
-        def apply(*given: Any) -> Tensor:
-            # torch counts what it compiles for all populations together, and from the ninth on would compile no more.
-            with torch._dynamo.config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20):
-                return compiled(*given)
-
-        self._compiled = apply
+        self._compiled = compile_always(self._apply, options=options)
 
     def outputs(self, x: Tensor, *, own: bool) -> Tensor:
         """All members' outputs [K, n, ...]: of x [n, ...], or, when each has its `own` inputs, of x [K, n, ...]."""
@@ -132,6 +125,17 @@ class Population:
 
         data = 0 if own else None
         return torch.vmap(member, in_dims=(0, data, None if y is None else data), randomness="different")(tensors, x, y)
+
+
+def compile_always(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+    """torch.compile for every new shape and model: from the ninth on, torch would silently compile no more."""
+    compiled = torch.compile(function, dynamic=False, **options)
+
+    def apply(*given: Any) -> Tensor:
+        with torch._dynamo.config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20):
+            return compiled(*given)
+
+    return apply
 
 
 def _stack(models: list[nn.Module]) -> nn.Module:
@@ -282,9 +286,9 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
 def _form(model: nn.Module) -> list[tuple[str, str]]:
     """All that members must share: modules, shapes, types, devices, what is trained, and how masks are sampled."""
     kinds = [
-        (n, f"of type {type(m).__name__}, settings {m.extra_repr()!r}")
+        (n or "the root", f"of type {type(m).__name__}, settings {m.extra_repr()!r}{_settings(m)}")
         for n, m in model.named_modules()
-        if n and not isinstance(m, (nn.utils.parametrize.ParametrizationList, Sampler))
+        if not isinstance(m, (nn.utils.parametrize.ParametrizationList, Sampler))
     ]
     tensors = [
         (n, f"of shape {tuple(t.shape)}, {t.dtype}, on {t.device}, requires_grad={t.requires_grad}")
@@ -292,3 +296,13 @@ def _form(model: nn.Module) -> list[tuple[str, str]]:
     ]
     samplers = [(site.name, site.sampler) for site in layers.sites(model)]
     return kinds + tensors + [(n, f"with {s.mapping}, {s.coupling}, {s.estimator}, {s.beta}") for n, s in samplers]
+
+
+def _settings(module: nn.Module) -> str:
+    """What a module has noted as plain attributes: one skeleton, the first member's, computes for all.
+
+    A seed or a name says which member it is, not what it computes.
+    """
+    plain, other = (bool, int, float, str, tuple, type(None)), ("training", "seed", "name")
+    own = {k: v for k, v in vars(module).items() if k not in other and not k.startswith("_") and isinstance(v, plain)}
+    return "".join(f", {name}={own[name]!r}" for name in sorted(own))

@@ -84,7 +84,7 @@ class Step:
         fades = any(plan.fade for plan in run.budgets or ())
         # Taken before a checkpoint is read, whose gates have come further.
         self.start = [sharded.local(site.gate.detach()).clone() for site in self.sites] if fades else []
-        self.cold = True
+        self.cold = 2
         self.graph: torch.cuda.CUDAGraph | None = None
         captured = self.config.execution != "eager" and device.type == "cuda" and ranks.world() == 1
         self.left = _WARM if captured else -1
@@ -235,11 +235,11 @@ class Step:
             x = _channels_last(x)
         self.optimizer.zero_grad()
         if self.sites and run.budgets is not None:
-            # The first step may have far to go; later ones follow the one before without waiting for the device.
+            # The first two may have far to go; later ones follow the one before without waiting for the device.
             self._fade()
-            look = self.device.type == "cpu" or self.cold
+            look = self.device.type == "cpu" or self.cold > 0
             budget.hold_(model, self.control, self.clock[-2], self.clock[-1], look=look)
-            self.cold = False
+            self.cold = max(0, self.cold - 1)
         # With feedback, masked weights get the gradient that they have at zero, and keep what they learn from it.
         with weights.pruned(model) if self.control == "feedback" else nullcontext(), self._own_draws():
             value = self._gradients(x, y, along)

@@ -1,6 +1,6 @@
 """Which weights can be pruned, how many are zero, and what pacprune has noted about a model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -111,11 +111,17 @@ def seen(model: nn.Module) -> Tensor:
     return next(iter(distinct.values())) if len(distinct) == 1 else _union(*distinct.values())
 
 
-def mark_seen(model: nn.Module, rows: Tensor) -> None:
-    """Adds example hashes to what the model has seen; a certificate is refused when the prior saw the bound set."""
-    known = _union(seen(model), rows.cpu())
-    for module in model.modules():
-        notes(module)["seen"] = known
+def mark_seen(models: nn.Module | Sequence[nn.Module], rows: Tensor) -> None:
+    """Adds example hashes to what the models have seen; a certificate is refused when the prior saw the bound set."""
+    done: list[tuple[Tensor, Tensor]] = []  # members have mostly seen the same, and sorting millions takes its time
+    for model in [models] if isinstance(models, nn.Module) else models:
+        before = seen(model)
+        known = next((after for same, after in done if torch.equal(same, before)), None)
+        if known is None:
+            known = before if rows is before else _union(before, rows.cpu())
+            done.append((before, known))
+        for module in model.modules():
+            notes(module)["seen"] = known
 
 
 def _union(*hashes: Tensor) -> Tensor:

@@ -18,15 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pacprune import bounds, data, gibbs, layers, models
+from pacprune import bounds, data, gibbs, layers, models, weights
+from pacprune.batches import rows
 from pacprune.certificate import RECORD, Certificate
 from pacprune.checkpoint import write_atomically
 from pacprune.config import Config
 from pacprune.data import Part, Split
 from pacprune.evaluate import error
-from pacprune.experiments import plots
+from pacprune.experiments import plots, store
 from pacprune.experiments.figures import Job
 from pacprune.pipelines import Certified, osp, pbp, pft, together
 from pacprune.spikeslab import SpikeSlab, draw
@@ -237,16 +239,26 @@ def _certified(grid: Grid, setting: Setting, alpha: float, cells: Sequence[Cell]
     split = data.load(setting.data, prior_fraction=alpha, seed=setting.split_seed, data_dir=job.data_dir)
     fast = setting.on_device(job.device)
     part = moved(split.prior, setting.motion, seed=setting.split_seed, device=job.device)
-    nets = _dense(fast, split, part, job)
     each = {
         "sparsity": [cell.sparsity + setting.margin for cell in cells],
         "seed": [cell.seed for cell in cells],
         "progress": job.progress,
     }
-    pruned = together(pft, [copy.deepcopy(nets[cell.seed]) for cell in cells], part, fast.pruning, **each)
+    # P follows from these files: a run that was broken off goes on with the P that it had begun to certify.
+    folder = job.out / "networks" / _digest(grid)[:12]
+    paths = [folder / f"{setting.name}-{cell.alpha:g}-{cell.sparsity:g}-{cell.seed}.safetensors" for cell in cells]
+    if not all(path.is_file() for path in paths):
+        nets = _dense(fast, split, part, job)
+        pruned = together(pft, [copy.deepcopy(nets[cell.seed]) for cell in cells], part, fast.pruning, **each)
+        for path, one in zip(paths, pruned, strict=True):
+            store.write_model(path, one.model)
+    centres = [models.build(setting.model, split, seed=cell.seed).to(job.device) for cell in cells]
+    for path, centre in zip(paths, centres, strict=True):
+        centre.load_state_dict(load_file(path))
+    weights.mark_seen(centres, rows(part))
     found = together(
         pbp,
-        [one.model for one in pruned],
+        centres,
         split,
         setting.prior,
         posterior=fast.posterior,

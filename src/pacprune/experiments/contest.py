@@ -6,6 +6,7 @@ each; the test set is looked at once, by the networks that are reported. Network
 """
 
 import copy
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,7 @@ FROM_A_CRITERION = ("osp", "pft", "pft-paper", "pft-still")
 VALIDATION = 0.1
 AT_ONCE = {"cpu": 8, "cuda": 96}
 """Networks in one population; where they do not fit into memory, `fit` trains them in halves."""
+_DIVERGED = "the loss .*became|the scores .*hold .*NaN|NaN or infinite (weights|means|values before training)"
 COLUMNS = ("dataset", "model", "method", "criterion", "sparsity", "seed", "epochs", "kept", "total", "test_error")
 
 
@@ -75,6 +77,11 @@ class Setting:
     def name(self) -> str:
         """How the files of this setting begin."""
         return f"{self.data}-{self.model}"
+
+    @property
+    def terms(self) -> str:
+        """Names what an entry does not say: networks made on other terms are not taken for these."""
+        return hashlib.sha256(repr((self.data, self.model, self.dense, self.after)).encode()).hexdigest()[:12]
 
     def pairs(self) -> list[tuple[str, str]]:
         """All (method, criterion); a method without a criterion of its own ranks by magnitude.
@@ -184,7 +191,7 @@ def dense_networks(
     nets = {seed: models.build(setting.model, split, seed=seed).to(job.device) for seed in seeds}
     if not setting.dense.epochs:
         return nets
-    folder = job.out / "dense"
+    folder = job.out / "dense" / setting.terms
     paths = {seed: folder / f"{setting.name}-{what}-{seed}.safetensors" for seed in seeds}
     missing = [seed for seed in seeds if not paths[seed].is_file()]
     if missing:
@@ -212,12 +219,17 @@ def _pruned(
     if path.is_file():
         for line in path.read_text().splitlines():
             row = json.loads(line)
+            if (terms := row.pop("terms")) != setting.terms:
+                raise ValueError(
+                    f"{path} was filled on the terms {terms} (data, network, epochs, schedule, device), but those of "
+                    f"now are {setting.terms}; begin in another --out"
+                )
             known[Entry(*(row.pop(name) for name in Entry._fields))] = row
     for method in dict.fromkeys(entry.method for entry in entries):
         waiting = [entry for entry in entries if entry.method == method and entry not in known]
         for part in chunks(waiting, job):
             known |= zip(part, _contest(setting, part, dense, on, judged, job), strict=True)
-            lines = [json.dumps(entry._asdict() | row) for entry, row in known.items()]
+            lines = [json.dumps({"terms": setting.terms, **entry._asdict(), **row}) for entry, row in known.items()]
             write_atomically(path, ("\n".join(lines) + "\n").encode())
     return [(entry, known[entry]) for entry in entries]
 
@@ -261,7 +273,8 @@ def surviving(entries: list[_Any], attempt: Callable[[list[_Any]], list[_R]], lo
     try:
         return attempt(entries)
     except ValueError as failure:
-        if not re.match("the loss .*became|the scores .*hold .*NaN", str(failure)):  # either may notice it first
+        # Whoever looks first notices it: the loss, the scores, or the next one to take the weights.
+        if not re.search(_DIVERGED, str(failure)):
             raise
         if len(entries) == 1:
             return [lost]
