@@ -370,13 +370,6 @@ def test_options_name_their_method_and_run_it(name: str, options: opt.Options, t
     assert round((1 - found.sparsity) * 50_200) == 5020
 
 
-def test_a_method_without_scores_takes_no_criterion() -> None:
-    options = opt.Dpf(criterion="snip")
-    split, model = runs.prepare(options)
-    with pytest.raises(ValueError, match="criterion is 'snip', but dpf finds its weights without one; leave it out"):
-        runs.rehearse(options, model, split)
-
-
 def test_gradual_pruning_beats_one_shot_pruning_at_98_percent() -> None:
     dense, config = pp.Config(epochs=10, lr=0.05), pp.Config(epochs=20, lr=0.15, schedule="cosine")
     errors: dict[str, list[float]] = {"osp": [], "gmp": []}

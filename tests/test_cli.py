@@ -89,6 +89,19 @@ def test_epochs_and_gates_are_explained_where_they_matter() -> None:
     texts = {command: " ".join(call(command, "--help").stdout.split()) for command in ("osp", "pft", "pbp")}
     assert "Epochs of training the prior" in texts["pbp"]
     assert [command for command, text in texts.items() if "--gate-lr" in text] == ["pft", "pbp"]
+    assert not any(word in texts["pft"] for word in ("lower block", "gates", "logit", "beta")), "defined nowhere in it"
+
+
+def test_a_criterion_is_asked_for_where_it_is_used() -> None:
+    offered = [command for command in opt.COMMANDS if "--criterion" in call(command, "--help").stdout]
+    assert offered == ["osp", "pft", "pbp"]
+    assert call("gmp", "--criterion", "magnitude").exit_code == 2
+
+
+def test_help_names_all_methods_whose_runs_are_taken() -> None:
+    plain = "osp, pft, gmp, dpf, imp, l0"
+    for command, methods in {"certify": plain, "export": f"{plain}, pbp", "profile": f"{plain}, pbp"}.items():
+        assert methods in " ".join(call(command, "--help").stdout.split())
 
 
 def test_a_stage_that_ends_early_is_shown_as_complete(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +145,15 @@ def test_pft_as_json() -> None:
     assert answer("pft", *SHORT, "--sparsity", "0.95", "--out", "here") == found
 
 
+def test_the_papers_recipe_of_pft_runs_to_its_report() -> None:
+    found = answer("pft", "--recipe", "paper", "--dense-epochs", "1", "--epochs", "2", "--out", "here")
+    assert [row["method"] for row in found["rows"]] == ["dense", "pft-paper"]
+    for name in ("curves", "layers"):
+        lines = Path(f"here/figures/{name}.csv").read_text().splitlines()[1:]
+        assert {line.split(",")[0] for line in lines} == {"pft-paper"}
+    assert Path("here/report.html").is_file()
+
+
 def test_flags_override_the_config_file() -> None:
     Path("run.toml").write_text("dense_epochs = 1\nepochs = 1\nsparsity = 0.5\nseed = 4\n")
     found = answer("osp", "--config", "run.toml", "--sparsity", "0.8")
@@ -171,7 +193,8 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None
         ("osp --model lenet5", "lenet5 takes square images of at least 12x12"),
         ("osp --data imagenet", "unknown data set 'imagenet'"),
         ("osp --data mnist", "pacprune data fetch mnist"),
-        ("pbp --prior-fraction 1", "prior_fraction 1.0"),
+        ("osp --data mnist --data-dir .", "run `pacprune data fetch mnist --data-dir .`"),
+        ("pbp --prior-fraction 1", "prior_fraction is 1.0; it must lie strictly between 0 and 1"),
         ("osp --seed -1", "seed is -1"),
         ("osp --device abacus", "the device 'abacus' cannot be used here"),
         ("osp --epochs -1", "epochs is -1"),
@@ -183,6 +206,10 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None
         ("pbp --objective best", "objective 'best' is unknown"),
         ("pbp --family best", "family 'best' is unknown"),
         ("pbp --grid 0", "grid is 0"),
+        ("pbp --family catoni --expected-risk 5", "expected_risk is 5.0; it must lie strictly between 0 and 1"),
+        ("pbp --expected-risk 0", "expected_risk is 0.0"),
+        ("pbp --tolerance 0", "tolerance is 0.0; it must be more than 0"),
+        ("pbp --tolerance nan", "tolerance is nan"),
         ("pbp --unlabelled 5000", "unlabelled is 5000, but of the 1437 training examples of digits, from 0 to 1435"),
         ("osp --data-dir nowhere", "nowhere does not exist"),
         ("osp --data-dir mine.txt", "mine.txt is not a folder"),

@@ -96,6 +96,20 @@ def test_every_level_checks_more_and_trusts_less(pbp: Path, tmp_path: Path, monk
     assert again == second, "a data folder asks for a recount"
 
 
+def test_a_replay_says_its_seed_which_nobody_can_foresee(pbp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recheck, "verify", partial(recheck.verify, draws=20))
+
+    def seed(*words: str) -> str:
+        found = re.search(r"fresh draws \(seed (\d+)\)", call("verify", pbp, "--replay", *words).stdout)
+        assert found
+        return found[1]
+
+    assert len({seed(), seed()}) == 2
+    assert seed("--seed", "5") == "5"
+    assert "seed is -1; it must be a whole number from 0 to" in refusal("verify", pbp, "--replay", "--seed", "-1")
+    assert "random unless given" in " ".join(call("verify", "--help").stdout.split())
+
+
 def test_a_changed_number_is_invalid(folder: Path) -> None:
     text = (folder / "certificate.json").read_text()
     (folder / "certificate.json").write_text(text.replace('"n": ', '"n": 1', 1))
@@ -251,6 +265,25 @@ def test_a_choice_among_networks_is_paid_for(osp: Path, tmp_path: Path) -> None:
     assert one < five
     assert sorted(f for f in osp.rglob("*") if f.is_file()) == before
     assert call("verify", tmp_path / "5").exit_code == 0
+
+
+def test_an_issued_certificate_is_never_replaced(osp: Path, pbp: Path, tmp_path: Path) -> None:
+    def files() -> dict[Path, tuple[bytes, int]]:
+        return {f: (f.read_bytes(), f.stat().st_mtime_ns) for f in tmp_path.rglob("*") if f.is_file()}
+
+    first = call("certify", osp, "--out", tmp_path / "one")
+    shutil.copytree(pbp / "certificate", tmp_path / "drawn")
+    other = run(f"osp {SHORT} --train-on prior --seed 1", tmp_path / "other")
+    before = files()
+    assert call("certify", osp, "--out", tmp_path / "one").stdout == first.stdout
+    for words, said in {
+        "--delta 0.1": "delta is 0.05 there and 0.1 here; choose another --out",
+        "--certified 3": "certified is 1 there and 3 here",
+    }.items():
+        assert said in refusal("certify", osp, "--out", tmp_path / "one", *words.split())
+    assert "kind is pac-bayes there and held-out here" in refusal("certify", osp, "--out", tmp_path / "drawn")
+    assert "network is " in refusal("certify", other, "--out", tmp_path / "one")
+    assert files() == before
 
 
 def test_certify_refuses_what_saw_the_bound_set(tmp_path: Path, pbp: Path) -> None:

@@ -189,9 +189,11 @@ def test_an_empty_test_part_is_whole():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prior_fraction": 1.0}, "prior part of 0 and a bound part of 40"),
-        ({"prior_fraction": 0.0}, "prior part of 0 and a bound part of 40"),
-        ({"prior_fraction": float("nan")}, "prior part of 0"),
+        ({"prior_fraction": 50}, "prior_fraction is 50; it must lie strictly between 0 and 1"),
+        ({"prior_fraction": 1.0}, "prior_fraction is 1.0; it must lie"),
+        ({"prior_fraction": 0.0}, "prior_fraction is 0.0; it must lie"),
+        ({"prior_fraction": float("nan")}, "prior_fraction is nan; it must lie"),
+        ({"prior_fraction": 0.001}, "prior part of 0 and a bound part of 40"),
         ({"prior_fraction": 0.99}, "prior part of 40 and a bound part of 0"),
         ({"unlabelled": 40}, "of 40 examples less 40 unlabelled"),
         ({"unlabelled": -1}, "less -1 unlabelled"),

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import pacprune as pp
-from pacprune import bounds
+from pacprune import bounds, philox
+from pacprune.data import Part
 from pacprune.experiments import data_scarce, figures, plots
-from pacprune.experiments.figures import Job
+from pacprune.experiments.figures import Drawn, Job
 
 TINY = replace(
     data_scarce.SETTINGS["smoke"][0],
@@ -45,8 +46,40 @@ def test_subsets_do_not_depend_on_how_the_training_part_is_ordered(job: Job) -> 
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+def _like_mnist(seed: int) -> Part:
+    """60,000 examples of next to nothing, in the order of a split of this seed."""
+    index = philox.permutation(60_000, seed=seed)
+    return Part("train", torch.zeros(60_000, 1), index % 10, index)
+
+
+@pytest.mark.parametrize(("scale", "seed"), [("reduced", 0), ("reduced", 1), ("paper", 0), ("paper", 3)])
+def test_no_subset_holds_what_the_settings_were_chosen_on(scale: str, seed: int, job: Job) -> None:
+    tuned = philox.permutation(60_000, seed=77)[30_000:40_000]
+    for setting in data_scarce.SETTINGS[scale]:
+        found = [part.index for _, _, part in data_scarce.subsets(_like_mnist(5), setting, replace(job, seed=seed))]
+        assert not torch.isin(torch.cat(found), tuned).any()
+        assert len(torch.cat(found).unique()) == max(setting.sizes) * setting.seeds
+
+
+def test_published_subsets_are_the_first_30_000_of_one_order(job: Job) -> None:
+    """Literal on purpose: other subsets would be other results than those of docs/results.md."""
+    order = philox.permutation(60_000, seed=77)
+    for setting in data_scarce.SETTINGS["reduced"]:
+        for n, seed, part in data_scarce.subsets(_like_mnist(0), setting, job):
+            assert torch.equal(part.index, order[seed * 10_000 : seed * 10_000 + n])
+
+
+def test_settings_are_named_without_the_recipe_and_files_with_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [setting.name for setting in data_scarce.SETTINGS["reduced"]]
+    assert names == ["mnist-lenet5", "fashion-mnist-lenet5", "mnist-lenet5-weak-prior"]
+    drawn = []
+    monkeypatch.setattr(figures, "draw", lambda job, name, *_: drawn.append(name) or Drawn(name, "", job.out, None, []))
+    data_scarce.reproduce(replace(job, scale="reduced", only="fashion-mnist-lenet5"))
+    assert drawn == ["data-scarce-fashion-mnist-lenet5"]
+
+
 def test_more_seeds_than_examples_are_refused(job: Job) -> None:
-    with pytest.raises(ValueError, match="2 seeds of 900 examples each need more than the 1437 of digits"):
+    with pytest.raises(ValueError, match="2 seeds of 900 examples each need more than the 1437 of digits that no"):
         next(data_scarce.subsets(TRAIN, replace(TINY, sizes=(900,)), job))
 
 

@@ -162,6 +162,12 @@ def test_bad_names_and_folders(tmp_path):
         data.fetch("mnist", tmp_path / "file")
 
 
+def test_advice_to_fetch_names_the_folder_that_was_asked_for(tmp_path):
+    for folder, said in ((None, "`pacprune data fetch mnist`"), ("my data", "fetch mnist --data-dir 'my data'`")):
+        with pytest.raises(ValueError, match=f"{said}$"):
+            fetch.read("mnist", "no such file", folder)
+
+
 def test_cifar10_is_unpacked_from_its_archive(mirror, tmp_path, monkeypatch):
     source = fetch.SOURCES["cifar10"]
     buffer = io.BytesIO()

@@ -1,6 +1,7 @@
 """osp, pft and pbp from end to end: exact sparsity, any network, resuming, and the numbers promised on the digits."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
@@ -46,6 +47,12 @@ def kept(mask: Any) -> int:
 
 
 # --- What comes out.
+
+
+def test_help_says_what_a_procedure_returns() -> None:
+    verbs = {pp.osp: pp.Pruned, pp.pft: pp.Pruned, pp.gmp: pp.Pruned, pp.imp: pp.Pruned, pp.l0: pp.Pruned}
+    for verb, kind in (verbs | {pp.pbp: pp.Certified}).items():
+        assert inspect.signature(verb).return_annotation is kind
 
 
 @pytest.mark.parametrize("criterion", scores.NAMES)

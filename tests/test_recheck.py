@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -337,6 +338,7 @@ def test_draws_that_err_too_little_are_refused_by_a_replay(whose: str, tmp_path:
     assert pp.verify(place).valid
     report = check(place, replay=True, draws=1000)
     assert f"replay: the {whose}'s risk is not as stated" in str(report.failure)
+    assert re.search(r" \(seed \d+\)$", str(report.failure)), "others could not find the same"
 
 
 def test_too_few_disagreements_are_refused_by_a_replay(tmp_path: Path) -> None:
@@ -364,6 +366,12 @@ def test_a_replay_needs_another_seed(folder: Path) -> None:
     seed = issued().cert.record["monte_carlo"]["posterior"]["seed"]
     with pytest.raises(ValueError, match="is the certificate's own; replay with another one"):
         check(folder, replay=True, draws=10, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_that_is_none_is_refused(folder: Path, seed: int) -> None:
+    with pytest.raises(ValueError, match=f"seed is {seed}; it must be a whole number from 0 to "):
+        check(folder, replay=True, seed=seed)
 
 
 def test_a_folder_that_fails_at_level_one_is_not_looked_at_further(folder: Path, tmp_path: Path) -> None:

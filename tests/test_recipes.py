@@ -102,7 +102,7 @@ def test_another_run_does_not_touch_the_folder(left: dict[str, Any]) -> None:
         ("linear-model --data-dir nowhere", "nowhere does not exist"),
         ("linear-model --out .", "is not empty and holds no recipe.json"),
         ("linear-model --out mine.txt", "mine.txt is a file"),
-        ("linear-model --only mnist-mlp", "only is 'mnist-mlp', but linear-model has one setting"),
+        ("linear-model --only mnist-mlp", "only is 'mnist-mlp', but linear-model has one setting; leave it out"),
         ("pft-vs-osp --only mnist", "the settings of pft-vs-osp at this scale are mnist-mlp, fashion-mnist-mlp,"),
     ],
 )
@@ -116,18 +116,25 @@ def test_bad_input_gets_one_sentence(words: str, said: str, tmp_path: Path, monk
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
 
 
+def test_help_says_which_recipes_have_several_settings_and_where_figures_go() -> None:
+    text = " ".join(call("--help").stdout.split())
+    assert f"One setting of {', '.join(recipes.PARTED)}; an unknown name lists them" in text
+    assert "[runs/NAME-SCALE[-ONLY]]" in text
+
+
 # --- What recipes share
 
 
-@pytest.mark.parametrize("name", recipes._PARTED)
+@pytest.mark.parametrize("name", recipes.PARTED)
 def test_one_of_several_settings_has_a_folder_of_its_own(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     jobs: list[Job] = []
     monkeypatch.setitem(recipes.RECIPES, name, lambda job: jobs.append(job) or ([], {}))
-    settings = recipes._PARTED[name]("reduced")
+    settings = recipes.PARTED[name]("reduced")
     assert len({one.name for one in settings}) == len(settings) > 1
+    assert not any(one.name.startswith(name) for one in settings), "the recipe is named already"
     assert call(name, "--only", settings[1].name).exit_code == 0
     assert jobs[0].chosen(settings) == [settings[1]]
     assert jobs[0].out == Path("runs") / f"{name}-reduced-{settings[1].name}"

@@ -119,6 +119,15 @@ def test_a_config_file_reads_back_as_it_was_written(command: str, tmp_path: Path
     assert given == {name: value for name, value in asdict(options).items() if value is not None}
 
 
+def test_a_folder_of_when_every_method_had_a_criterion_can_be_read(tmp_path: Path) -> None:
+    old = opt.to_toml("gmp", opt.Gmp(seed=7)) + 'criterion = "{}"\n'
+    (tmp_path / "config.toml").write_text(old.format("magnitude"))
+    assert store.recorded(tmp_path) == ("gmp", opt.Gmp(seed=7))
+    (tmp_path / "config.toml").write_text(old.format("snip"))
+    with pytest.raises(ValueError, match="unknown key 'criterion'"):
+        store.recorded(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -230,3 +239,23 @@ def test_a_run_that_fails_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="loss became"):
             run(Osp(lr=1e9), out)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_fails_keeps_the_stages_that_were_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise ValueError("found too late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "prune", refused)
+        with pytest.raises(ValueError, match="found too late"):
+            run(Osp(**SHORT), tmp_path / "run")
+    kept = tmp_path / "run" / store.CHECKPOINTS / "dense.pt"
+    before = kept.stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "prune", refused)
+        with pytest.raises(ValueError, match="found too late"):
+            run(Osp(**SHORT), tmp_path / "run")
+    assert kept.stat().st_mtime_ns == before, "it was trained again"
+    assert run(Osp(**SHORT), tmp_path / "run") == run(Osp(**SHORT), tmp_path / "other") | {
+        "folder": str(tmp_path / "run")
+    }

@@ -31,6 +31,7 @@ from pacprune.experiments.console import Device, Json, Seed, Where, data_state, 
 from pacprune.experiments.demo import demo
 
 WORK: dict[str, runs.Work] = dict.fromkeys(opt.COMMANDS, runs.single) | {"demo": demo}
+PRUNING = ", ".join(name for name, kind in opt.COMMANDS.items() if issubclass(kind, opt.Pruning))
 EXAMPLES = {
     "demo": ["pacprune demo", "pacprune demo --seed 1 --json"],
     "certify": ["pacprune certify runs/mine", "pacprune certify runs/mine --certified 3 --json"],
@@ -161,7 +162,7 @@ def bound(
 
 @app.command(epilog=_examples("certify"))
 def certify(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run of osp or pft with --train-on prior.")],
+    run: Annotated[Path, typer.Argument(help=f"Folder of a finished run, with --train-on prior, of {PRUNING}.")],
     delta: Annotated[float, typer.Option(help="Probability with which the certificate may fail.")] = 0.05,
     certified: Annotated[int, typer.Option(help="Networks among which you may choose; each pays delta / so many.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the certificate [RUN/certificate].")] = None,
@@ -189,7 +190,7 @@ def verify(
         str | None, typer.Option(help="What makes a network that is not pacprune's own: package.module:factory.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write verify.json to.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the fresh draws.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Seed of the fresh draws; random unless given.")] = None,
     device: Where = "cpu",
     json: Json = False,
 ) -> None:
@@ -270,9 +271,10 @@ def bench(
 def reproduce(
     name: Annotated[str, typer.Argument(help=f"{', '.join(recipes.RECIPES)}.")],
     scale: Annotated[str, typer.Option(help=f"How much is computed: {', '.join(figures.SCALES)}.")] = "reduced",
-    out: Annotated[Path | None, typer.Option(help="Folder of the figures and their CSVs [runs/NAME-SCALE].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the figures and CSVs [runs/NAME-SCALE[-ONLY]].")] = None,
     only: Annotated[
-        str | None, typer.Option(help="One of several settings, as mnist-lenet5; without, all of them.")
+        str | None,
+        typer.Option(help=f"One setting of {', '.join(recipes.PARTED)}; an unknown name lists them [all of them]."),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder of the data files [$PACPRUNE_DATA, or a cache].")
@@ -343,7 +345,7 @@ def rebuild(
 
 @app.command(epilog=_examples("export"))
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    run: Annotated[Path, typer.Argument(help=f"Folder of a finished run of {PRUNING}, pbp.")],
     format: Annotated[str, typer.Option(help=f"{', '.join(profile.FILES)}.")] = "safetensors",
     out: Annotated[Path | None, typer.Option(help="File to write [in RUN, named by the format].")] = None,
     seed: Seed = 0,
@@ -358,7 +360,7 @@ def export(
 
 @app.command("profile", epilog=_examples("profile"))
 def measure(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    run: Annotated[Path, typer.Argument(help=f"Folder of a finished run of {PRUNING}, pbp.")],
     seconds: Annotated[float, typer.Option(help="Time to measure, per batch size.")] = 5.0,
     out: Annotated[Path | None, typer.Option(help="Folder to write profile.json to.")] = None,
     seed: Seed = 0,

@@ -282,8 +282,10 @@ def _cut(
 ) -> Split:
     """Reads `order` as prior | bound | unlabelled. prior and bound are views of train: no example is stored twice."""
     _check_shapes(raw, test_raw)
+    if declared is None and not 0 < prior_fraction < 1:
+        raise ValueError(f"prior_fraction is {prior_fraction}; it must lie strictly between 0 and 1")
     n = len(order) - unlabelled
-    k = round(prior_fraction * n) if 0 < prior_fraction < 1 and unlabelled >= 0 else 0
+    k = round(prior_fraction * n) if unlabelled >= 0 else 0
     k, prior_fraction = (k, prior_fraction) if declared is None else (declared, declared / n)
     if not 0 < k < n:
         raise ValueError(

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import http.client
 import os
+import shlex
 import tarfile
 import urllib.error
 import urllib.request
@@ -103,7 +104,8 @@ def read(name: str, file: str, data_dir: Folder = None) -> bytes:
     recompressed or unpacked file is as good as the published one.
     """
     source, folder = SOURCES[name], data_folder(data_dir)
-    again = f"run `pacprune data fetch {name}`"
+    given = f" --data-dir {shlex.quote(os.fspath(data_dir))}" if data_dir else ""
+    again = f"run `pacprune data fetch {name}{given}`"
     places = [place / spelling for place in (folder / source.folder, folder) for spelling in (f"{file}.gz", file)]
     path = next((path for path in places if path.is_file()), None)
     if path is None:

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -148,6 +148,7 @@ def _drive(pipelines: list[Pipeline[_R]]) -> list[_R]:
 
 def pipeline(steps: Callable[_P, Pipeline[_R]]) -> Callable[_P, _R]:
     """The function that runs one pipeline alone."""
+    steps.__annotations__["return"] = get_args(steps.__annotations__["return"])[-1]  # what help() is to say of `alone`
 
     @functools.wraps(steps)
     def alone(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -165,8 +166,7 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
 
         pp.together(pp.pft, models, (x, y), pp.Config(epochs=20), sparsity=[.9, .95, .98], seed=0)
     """
-    names = list(inspect.signature(verb).parameters)
-    given = dict(zip(names[1:], args, strict=False)) | kwargs
+    given = dict(zip(list(inspect.signature(verb).parameters)[1:], args, strict=False)) | kwargs
     each = {
         name: spread(name, value, len(models)) if isinstance(value, list) else [value] * len(models)
         for name, value in given.items()

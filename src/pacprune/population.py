@@ -285,17 +285,19 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
 
 def _form(model: nn.Module) -> list[tuple[str, str]]:
     """All that members must share: modules, shapes, types, devices, what is trained, and how masks are sampled."""
-    kinds = [
-        (n or "the root", f"of type {type(m).__name__}, settings {m.extra_repr()!r}{_settings(m)}")
+    modules = [
+        (n or "the root", m)
         for n, m in model.named_modules()
         if not isinstance(m, (nn.utils.parametrize.ParametrizationList, Sampler))
     ]
+    kinds = [(n, f"of type {type(m).__name__}, settings {m.extra_repr()!r}") for n, m in modules]
     tensors = [
         (n, f"of shape {tuple(t.shape)}, {t.dtype}, on {t.device}, requires_grad={t.requires_grad}")
         for n, t in (*model.named_parameters(), *model.named_buffers())
     ]
     samplers = [(site.name, site.sampler) for site in layers.sites(model)]
-    return kinds + tensors + [(n, f"with {s.mapping}, {s.coupling}, {s.estimator}, {s.beta}") for n, s in samplers]
+    masks = [(n, f"with {s.mapping}, {s.coupling}, {s.estimator}, {s.beta}") for n, s in samplers]
+    return kinds + tensors + masks + [(n, f"with {_settings(m)}") for n, m in modules]
 
 
 def _settings(module: nn.Module) -> str:
@@ -305,4 +307,4 @@ def _settings(module: nn.Module) -> str:
     """
     plain, other = (bool, int, float, str, tuple, type(None)), ("training", "seed", "name")
     own = {k: v for k, v in vars(module).items() if k not in other and not k.startswith("_") and isinstance(v, plain)}
-    return "".join(f", {name}={own[name]!r}" for name in sorted(own))
+    return ", ".join(f"{name}={own[name]!r}" for name in sorted(own))

@@ -47,6 +47,8 @@ def verify(
     A network that is not pacprune's own comes in as `model` (a plain module, or what builds one), data that is not as
     `split`.
     """
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {2**63 - 1}, or left out")
     report = check_arithmetic(folder)
     if not report.valid or not (recount or replay or split is not None or data_dir is not None):
         return report
@@ -67,10 +69,15 @@ def verify(
             "errors of the deterministic networks"
             + (", and that the single one is the draw of its seed" if random else ""),
         ),
-        (_replay, "fresh draws contradict neither risks nor disagreements, and the issuer's own draws come out again"),
+        (
+            _replay,
+            f"fresh draws (seed {seed}) contradict neither risks nor disagreements, and the issuer's own draws come "
+            "out again",
+        ),
     )[: 3 if replay and random else 2]:
         failure = check(cert, split, plain, draws=draws, seed=seed, progress=progress)
         if failure:
+            failure += f" (seed {seed})" if check is _replay else ""  # with it, anyone finds the same
             return replace(report, valid=False, failure=failure, checks=tuple(checks))
         checks.append(said)
     left = [line for line in report.trusted if line.startswith("the order")]

@@ -31,7 +31,9 @@ from pacprune.spikeslab import block_isotropic
 from pacprune.train import fit, fit_posterior
 
 ORDER = 77
-"""Seed of the order that subsets are cut from. std and learning rates were chosen on its examples 30,000 to 40,000."""
+"""Seed of the order that subsets are cut from."""
+CHOSEN_ON = slice(30_000, 40_000)
+"""The examples of that order on which std and learning rates were chosen: in no subset, whatever the seed."""
 _TEST_DRAWS = 3
 ARMS = {
     "held_out": ("held-out, thresholded net", "#0072B2", "o"),
@@ -66,8 +68,13 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """How the files of this setting are called."""
-        return "-".join(["data-scarce", self.data, self.model, *([self.label] if self.label else [])])
+        """What tells this setting from the others."""
+        return "-".join([self.data, self.model, *([self.label] if self.label else [])])
+
+    @property
+    def file(self) -> str:
+        """How its files are called."""
+        return f"data-scarce-{self.name}"
 
     @property
     def grid(self) -> int:
@@ -121,7 +128,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     for setting in job.chosen(SETTINGS[job.scale]):
         found = figures.draw(
             job,
-            setting.name,
+            setting.file,
             f"{setting.data}, {setting.model}: certificates at delta = {setting.delta:g}, each paying its part of a "
             f"grid of {setting.grid} declared in advance, from so many examples in all; mean and 95 % interval over "
             f"{setting.seeds} seeds (examples, split, weights, data order and draws are random).",
@@ -138,7 +145,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
 def rows(setting: Setting, job: Job) -> Table:
     """One row per size, alpha, seed and sparsity; those of a run that was broken off are kept in a file."""
     base = data.load(setting.data, seed=job.seed, data_dir=job.data_dir)
-    path = job.out / f"{setting.name}-part.csv"
+    path = job.out / f"{setting.file}-part.csv"
     found = figures.read(path) if path.is_file() else []
     known = {(row["examples"], row["alpha"], row["seed"]) for row in found}
     for n, seed, part in subsets(base.train, setting, job):
@@ -162,13 +169,14 @@ def rows(setting: Setting, job: Job) -> Table:
 
 def subsets(train: Part, setting: Setting, job: Job) -> Iterator[tuple[int, int, Part]]:
     """(size, seed, examples): every seed has a block of its own, and its smaller subsets lie in the larger ones."""
-    largest = max(setting.sizes)
-    if largest * setting.seeds > len(train):
+    largest, first = max(setting.sizes), philox.permutation(len(train), seed=ORDER)
+    order = philox.permutation(len(train), seed=ORDER + job.seed)
+    order = train.index.argsort()[order[~torch.isin(order, first[CHOSEN_ON])]]
+    if largest * setting.seeds > len(order):
         raise ValueError(
-            f"{setting.seeds} seeds of {largest} examples each need more than the {len(train)} of {setting.data}; "
-            "use fewer seeds or smaller sizes"
+            f"{setting.seeds} seeds of {largest} examples each need more than the {len(order)} of {setting.data} that "
+            "no setting was chosen on; use fewer seeds or smaller sizes"
         )
-    order = train.index.argsort()[philox.permutation(len(train), seed=ORDER + job.seed)]
     for n in setting.sizes:
         for number, seed in enumerate(job.seeds(setting.seeds)):
             yield n, seed, train.subset(order[number * largest : number * largest + n])

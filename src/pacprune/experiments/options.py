@@ -26,12 +26,11 @@ def _option(default: Any, help: str, *, names_run: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """What osp, pft and pbp share."""
+    """What all methods share."""
 
     data: str = _option("digits", f"Data set: {', '.join(data.NAMES)}.")
     model: str = _option("mlp", f"Network: {', '.join(models.NAMES)}.")
     sparsity: float = _option(0.9, "Fraction of the weights to prune, in [0, 1).")
-    criterion: str = _option("magnitude", f"What ranks the weights: {', '.join(scores.NAMES)}.")
     seed: int = _option(0, "Seed of the split, the weights, the data order and the draws.")
     dense_epochs: int = _option(20, "Epochs of dense training before pruning; 0 prunes at initialisation.")
     epochs: int = _option(20, "Epochs after dense training.")
@@ -49,6 +48,7 @@ class Options:
     data_dir: str | None = _option(None, "Folder of the data files [$PACPRUNE_DATA, or a cache].", names_run=False)
 
 
+_CRITERION = f"What ranks the weights: {', '.join(scores.NAMES)}."
 _GATE_LR = "Learning rate of the keep probabilities; 100 times --lr unless given."
 _MASK_SHARE = "Share of --epochs that trains the {}; the rest fine-tunes."
 _FLOOR = "Weights that every layer keeps at least."
@@ -71,6 +71,7 @@ class Osp(Pruning):
     Dense training, the top k of the criterion's scores, sparse fine-tuning.
     """
 
+    criterion: str = _option("magnitude", _CRITERION)
     scope: str = _option("global", "One ranking (global), the same sparsity in each layer (layer), or erk budgets.")
     min_per_layer: int = _option(0, _FLOOR)
     pattern: str | None = _option(None, _PATTERN)
@@ -83,11 +84,19 @@ class Pft(Pruning):
     Dense training, weights and keep probabilities trained together, the top k of the latter, sparse fine-tuning.
     """
 
+    criterion: str = _option("magnitude", _CRITERION)
     gate_lr: float | None = _option(None, _GATE_LR)
-    recipe: str = _option("coupled", "coupled (gates follow the weights, exact falling budget) or paper.")
+    recipe: str = _option(
+        "coupled",
+        "coupled (keep probabilities follow the weights' sizes while their mean falls to 1 - sparsity) or paper.",
+    )
     mask_share: float = _option(0.5, _MASK_SHARE.format("keep probabilities"))
-    eps: float = _option(1e-2, "Starting keep probability of the lower block; recipe paper only.")
-    noise: bool = _option(True, "Sample the gates in training; without, they are sigmoid(logit / beta).")
+    eps: float = _option(
+        1e-2, "Keep probability, at the start, of the weights that --criterion would prune; --recipe paper only."
+    )
+    noise: bool = _option(
+        True, "Train with random masks; without, each weight is scaled by a smooth function of its keep probability."
+    )
     min_per_layer: int = _option(0, _FLOOR)
     pattern: str | None = _option(None, _PATTERN)
 
@@ -145,6 +154,7 @@ class Pbp(Options):
     the training data gives; the certificate holds for networks drawn from the posterior.
     """
 
+    criterion: str = _option("magnitude", _CRITERION)
     epochs: int = _option(20, "Epochs of training the prior, after dense training and before --posterior-epochs.")
     gate_lr: float | None = _option(None, _GATE_LR)
     posterior_epochs: int = _option(20, "Epochs of training the posterior on the bound.")
@@ -309,6 +319,8 @@ def from_toml(path: Path, command: str | None = None) -> tuple[str, dict[str, An
             f"{path} is for the command {found!r}, not for {command or ' or '.join(COMMANDS)}; use another one"
         )
     kinds = types_of(COMMANDS[found])
+    if "criterion" not in kinds and content.get("criterion") == "magnitude":
+        del content["criterion"]  # older run folders name it for every method, with this value alone
     for name, value in content.items():
         if name not in kinds:
             raise ValueError(f"{path} has an unknown key {name!r}; pacprune {found} knows {', '.join(kinds)}")

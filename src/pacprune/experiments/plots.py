@@ -142,7 +142,7 @@ def _curves_table(folder: Path, result: dict[str, Any]) -> Table:
     rows = []
     counted = {row["method"]: row["sparsity"] for row in result["rows"]}
     for row in store.metrics(folder):
-        method = row.get("method", result["command"])
+        method = row.get("method", result["rows"][-1]["method"])  # the demo alone has rows of several
         steps[method] = steps.get(method, 0) + 1
         fixed = 0.0 if row["stage"] == "dense" else counted[method]
         rows.append(
@@ -190,8 +190,8 @@ def _curves(canvas: Any, rows: Table) -> None:
 
 def _layers_table(folder: Path, result: dict[str, Any]) -> Table:
     rows = []
-    for method in METHODS:
-        path = folder / ("model.safetensors" if method == result["command"] else f"model-{method}.safetensors")
+    for method in (row["method"] for row in result["rows"]):
+        path = folder / (f"model-{method}.safetensors" if result["command"] == "demo" else "model.safetensors")
         if method == "dense" or not path.exists():
             continue
         for name, weight in sorted(load_file(path).items(), key=_natural):

@@ -32,12 +32,12 @@ Network = Callable[[Tensor], Any]
 
 
 def network(folder: Path) -> tuple[nn.Module, Tensor]:
-    """The network that a finished run of osp, pft or pbp left, in eval mode, and a batch of noise as its input."""
+    """The network that a finished run left, in eval mode, and a batch of noise as its input."""
     _, options = store.recorded(folder)
     store.result(folder)
     path = folder / "model.safetensors"
     if not path.is_file():
-        raise ValueError(f"{folder} holds no {path.name}: name the folder of one finished run of osp, pft or pbp")
+        raise ValueError(f"{folder} holds no {path.name}: name the folder of one finished run, not of the demo")
     x = torch.randn(max(BATCHES), *SHAPES[options.data], generator=torch.Generator().manual_seed(0))
     like: Any = SimpleNamespace(train=SimpleNamespace(x=x, y=torch.zeros(1)), classes=10)
     model = models.build(options.model, like)

@@ -48,7 +48,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 SETTINGS = "recipe.json"
-_PARTED: dict[str, Callable[[str], Sequence[Any]]] = {
+PARTED: dict[str, Callable[[str], Sequence[Any]]] = {
     "pft-vs-osp": pft_vs_osp.SETTINGS.__getitem__,
     "pft-at-init": pft_at_init.SETTINGS.__getitem__,
     "mask-stability": mask_stability.STUDIES.__getitem__,
@@ -84,10 +84,14 @@ def run(
     if data_dir is not None:
         store.check_folder(data_dir, "the data files")
     if only is not None:
-        names = [one.name for one in _PARTED[name](scale)] if name in _PARTED else []
+        if name not in PARTED:
+            raise ValueError(f"only is {only!r}, but {name} has one setting; leave it out")
+        names = [one.name for one in PARTED[name](scale)]
         if only not in names:
-            has = f"the settings of {name} at this scale are {', '.join(names)}" if names else f"{name} has one setting"
-            raise ValueError(f"only is {only!r}, but {has}; give one of them, or leave it out")
+            raise ValueError(
+                f"only is {only!r}, but the settings of {name} at this scale are {', '.join(names)}; give one of them, "
+                "or leave it out"
+            )
     label = "-".join(part for part in (name, scale, only) if part)
     folder = Path("runs") / label if out is None else out
     asked = {"recipe": name, "scale": scale, "seed": seed, "only": only}

@@ -18,7 +18,7 @@ from torch import nn
 from pacprune import __version__, baselines, data, models, pipelines, ranks, scores, weights
 from pacprune.batches import rows
 from pacprune.bounds import Ledger
-from pacprune.certificate import Certificate
+from pacprune.certificate import RECORD, Certificate, load
 from pacprune.config import Config
 from pacprune.data import Part, Split
 from pacprune.evaluate import error, gibbs_error
@@ -81,7 +81,7 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
             begin = partial(store.begin, folder, command, options)
             found = work(options, lambda: ranks.first(begin), progress)
     except ValueError:
-        # The same input fails the same way, so what was begun here is not worth keeping.
+        # The same input fails the same way, so what was begun here is not worth keeping, unless it was trained.
         if not taken_up and ranks.rank() == 0:
             store.clear(folder, keep=existed)
         raise
@@ -140,7 +140,10 @@ def certified(folder: Path, certificate: Certificate) -> dict[str, Any]:
 
 
 def certify(folder: Path, *, delta: float, certified: int, device: str, out: Path | None) -> Certificate:
-    """The held-out certificate of the sparse network that a finished run left, saved; its report tells of it."""
+    """The held-out certificate of the sparse network that a finished run left, saved; its report tells of it.
+
+    One that was issued before is returned as it is, and never replaced by another.
+    """
     command, options = store.recorded(folder)
     result = store.result(folder)
     if not isinstance(options, Pruning):
@@ -155,10 +158,30 @@ def certify(folder: Path, *, delta: float, certified: int, device: str, out: Pat
     model.load_state_dict(load_file(folder / "model.safetensors"))
     weights.mark_seen(model, rows(getattr(split, options.train_on)))
     found = certify_held_out(model, split, delta=delta, certified=certified, name=options.model)
-    found.save(folder / store.CERTIFICATE if out is None else out)
+    place = folder / store.CERTIFICATE if out is None else out
+    if (place / RECORD).is_file():
+        found = _issued(place, found)
+    else:
+        found.save(place)
     if out is None:
         report.write(folder, result)
     return found
+
+
+def _issued(place: Path, asked: Certificate) -> Certificate:
+    """The certificate that is in `place`, if it is what is asked for: whoever has read it must find it there again."""
+    there = load(place)
+    for name, one, other in (
+        ("kind", there.record["kind"], asked.record["kind"]),
+        ("network", there.record["hashes"].get("model"), asked.record["hashes"]["model"]),
+        ("delta", there.ledger.delta, asked.ledger.delta),
+        ("certified", there.ledger.certified, asked.ledger.certified),
+    ):
+        if one != other:
+            raise ValueError(
+                f"{place} holds a certificate already: {name} is {one} there and {other} here; choose another --out"
+            )
+    return there
 
 
 def prepare(options: Any) -> tuple[Split, nn.Module]:
@@ -222,6 +245,15 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
     Ledger.split(options.delta, grid=options.grid)
     if options.draws < 1:
         raise ValueError(f"draws is {options.draws}; at least 1 network must be drawn to estimate the risk")
+    if not options.tolerance > 0:
+        raise ValueError(
+            f"tolerance is {options.tolerance}; it must be more than 0: a tiny --tolerance makes all --draws"
+        )
+    if options.expected_risk is not None and not 0 < options.expected_risk < 1:
+        raise ValueError(
+            f"expected_risk is {options.expected_risk}; it must lie strictly between 0 and 1: give --expected-risk as "
+            "a fraction"
+        )
     few = few[: min(len(split.prior), len(split.bound))]
     split = replace(split, prior=split.prior.subset(few), bound=split.bound.subset(few))
     found = scores.score(options.criterion, model, split.prior, seed=options.seed)
@@ -273,11 +305,6 @@ def procedure(options: Options) -> Callable[..., Any]:
         Imp: (baselines.imp, ("pattern", "rounds", "min_per_layer"), {}),
         L0: (baselines.l0, ("mask_share", "min_per_layer"), {}),
     }[type(options)]
-    if "criterion" not in names and options.criterion != "magnitude":
-        raise ValueError(
-            f"criterion is {options.criterion!r}, but {method(options)} finds its weights without one; leave it out, "
-            "or use osp or pft"
-        )
     if isinstance(options, Pbp):
         more = more | {"posterior": posterior(options)}
     own = {name: getattr(options, name) for name in ("sparsity", "seed", *names)}

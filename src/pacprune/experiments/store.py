@@ -67,8 +67,8 @@ def drop_checkpoints(folder: Path) -> None:
 
 
 def clear(folder: Path, *, keep: bool) -> None:
-    """Deletes what a run wrote into its folder, and the folder too unless it is to be kept."""
-    if (folder / "config.toml").exists():
+    """Deletes what a run wrote into its folder, and the folder too unless it is to be kept; never a trained stage."""
+    if (folder / "config.toml").exists() and not any((folder / CHECKPOINTS).rglob("*")):
         for file in folder.iterdir():
             shutil.rmtree(file) if file.is_dir() else file.unlink()
         if not keep:
