@@ -176,3 +176,12 @@ def test_labels_that_do_not_pair_up_with_the_outputs_are_refused(shape: tuple[in
         evaluate.mistakes(torch.zeros(50, 3), torch.zeros(shape, dtype=torch.int64))
     with pytest.raises(ValueError, match="at least 2 outputs"):
         evaluate.mistakes(torch.zeros(50, 1), torch.zeros(50, dtype=torch.int64))
+
+
+def test_an_error_needs_logits() -> None:
+    class Named(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": super().forward(input)}
+
+    with pytest.raises(ValueError, match="the model returns a dict, but an error needs its logits"):
+        pp.error(Named(3, 2), (torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)))

@@ -96,6 +96,19 @@ class Split:
         return int(torch.isin(self.bound.rows, self.prior.rows).sum())
 
 
+def check_split(split: object) -> None:
+    """Refuses what is no Split of classes: prior and bound examples have to be set apart beforehand."""
+    if not isinstance(split, Split):
+        raise ValueError(
+            f"the data is a {type(split).__name__}, but a certificate needs a Split; make one by pp.data.split(x, y)"
+        )
+    if split.classes == 0 or split.prior.y.ndim > 1:
+        raise ValueError(
+            f"split has {split.classes} classes and labels of shape {tuple(split.prior.y.shape)}; "
+            "a certificate bounds the error of a classifier, so give one class number per example"
+        )
+
+
 def rows(x: Tensor) -> Tensor:
     """One 64-bit hash per example (blake2b of the bytes of x); labels, and how they are coded, do not matter."""
     return _digests(x)

@@ -36,6 +36,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def mistakes(logits: Tensor, y: Tensor) -> Tensor:
     """Which predictions are wrong: argmax over the last dimension, the lowest class among equals."""
+    if not isinstance(logits, Tensor):
+        raise ValueError(
+            f"the model returns a {type(logits).__name__}, but an error needs its logits; wrap it in a module that "
+            "returns these alone"
+        )
     if logits.shape[:-1] != y.shape or logits.shape[-1] < 2:
         raise ValueError(
             f"the model's outputs have shape {tuple(logits.shape)} and the labels {tuple(y.shape)}; an error needs one "

@@ -18,7 +18,7 @@ from pacprune._version import __version__
 from pacprune.bounds import Ledger
 from pacprune.certificate import FORMAT, VERSION, Certificate, percent, rounded_down, rounded_up
 from pacprune.checkpoint import write_atomically
-from pacprune.data import Part, Split
+from pacprune.data import Part, Split, check_split
 from pacprune.gibbs import Counts
 from pacprune.loop import Progress
 from pacprune.spikeslab import SpikeSlab, draw, gates, kl_per_layer, log_ratio
@@ -72,6 +72,7 @@ def certify(
     which of pacprune's models it is. Under torchrun all ranks call it; they share the draws, and get one certificate.
     """
     check_declared(family, method)
+    check_split(split)
     tolerance = max(1e-3, 0.1 / math.sqrt(len(split.bound))) if tolerance is None else tolerance
     posterior = layers.read(model)
     receipt = _refuse(model, prior, posterior, split, grid)
@@ -286,6 +287,7 @@ def refuse_batch_statistics(model: nn.Module) -> None:
 
 def refuse_split(split: Split) -> None:
     """Rules about the data alone: disjoint parts, and standardisation by the prior part."""
+    check_split(split)
     for one, other in combinations((split.prior, split.bound, split.unlabelled), 2):
         shared = int(torch.isin(other.index, one.index).sum())
         if shared:

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,9 @@ Ranking = Callable[[list[Tensor], list[Tensor] | None, int], list[Tensor]]
 
 def check_sparsity(sparsity: float) -> float:
     """Refuses a sparsity outside [0, 1)."""
-    if not 0 <= sparsity < 1:
+    if not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
         raise ValueError(
-            f"sparsity {sparsity} is outside [0, 1): it is the fraction pruned, so 0.9 keeps one weight in ten"
+            f"sparsity {sparsity!r} is outside [0, 1): it is the fraction pruned, so 0.9 keeps one weight in ten"
         )
     return sparsity
 

@@ -20,7 +20,7 @@ from pacprune.budget import Budget, keep_means_
 from pacprune.certificate import Certificate
 from pacprune.config import Config
 from pacprune.crew import check
-from pacprune.data import Split
+from pacprune.data import Split, check_split
 from pacprune.evaluate import reestimate_batchnorm
 from pacprune.issue import certify, check_declared
 from pacprune.layers import attach, final_mask, harden, read, set_logits_
@@ -320,11 +320,7 @@ def pbp(
     check_request(model, sparsity, criterion)
     sharded.refuse(model.parameters(), "a certificate", "use pp.pft")
     check_declared(family, method)
-    if split.classes == 0 or split.prior.y.ndim > 1:
-        raise ValueError(
-            f"split has {split.classes} classes and labels of shape {tuple(split.prior.y.shape)}; "
-            "a certificate bounds the error of a classifier, so give one class number per example"
-        )
+    check_split(split)
     last = config if posterior is None else posterior
     for one in (config, last):
         check_rates(one)

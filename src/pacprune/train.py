@@ -18,7 +18,7 @@ from pacprune.budget import Budget, check_budgets
 from pacprune.checkpoint import digest, write_atomically
 from pacprune.config import Config
 from pacprune.crew import Crew
-from pacprune.data import Part, Split
+from pacprune.data import Part, Split, check_split
 from pacprune.loop import History, Progress, groups
 from pacprune.optim import Optimizer
 from pacprune.population import spread
@@ -140,6 +140,7 @@ def fit_posterior(
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
+    check_split(split)
     crew = Crew(model, config, seed)
     count = len(crew.models)
     factors: list[float] = spread("kl_weight", kl_weight, count)
