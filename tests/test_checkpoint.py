@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pacprune as pp
-from pacprune import budget, checkpoint, layers
+from pacprune import budget, checkpoint, layers, pipelines, weights
 from pacprune.loop import History
 
 G = torch.Generator().manual_seed(1)
@@ -313,3 +313,32 @@ def test_what_is_trained_on_what_is_part_of_a_run(what: str, tmp_path: Path) -> 
         model[0].requires_grad_(False)
     with pytest.raises(ValueError, match="belongs to another run"):
         dense(model=model, data=TensorDataset(X, Y if what == "frozen" else 2 - Y), checkpoint=path)
+
+
+def test_masks_from_scores_that_do_not_repeat_to_the_bit_are_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = pipelines.score, []
+
+    def score(*given: Any, **how: Any) -> dict[str, Tensor]:  # as on a GPU
+        calls.append(1)
+        return {name: s * (1 + 1e-7 * len(calls)) for name, s in real(*given, **how).items()}
+
+    def run(model: nn.Module, criterion: str = "snip", **how: Any) -> pp.Pruned:
+        return pp.pft(
+            model, (X, Y), pp.Config(epochs=4, batch_size=CONFIG.batch_size), sparsity=0.5, criterion=criterion, **how
+        )
+
+    monkeypatch.setattr(pipelines, "score", score)
+    whole, resumed = net(), net()
+    run(whole)
+    calls.clear()
+    with pytest.raises(Killed):
+        run(net(), folder=tmp_path, progress=kill_at(8))
+    run(resumed, folder=tmp_path)
+    assert len(calls) == 1
+    assert equal(resumed.state_dict(), whole.state_dict())
+    assert torch.equal(weights.seen(resumed), weights.seen(whole))
+    for other in ({"criterion": "random"}, {"seed": 1}):
+        with pytest.raises(ValueError, match="belongs to another run"):
+            run(net(), folder=tmp_path, **other)

@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pacprune import layers, ranks, sharded, weights
-from pacprune.batches import Data, generators
+from pacprune.batches import Data, generators, rows
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -63,6 +64,27 @@ def load(path: Path, identity: str) -> dict[str, Any] | None:
             "other settings, data or starting weights; choose another folder or delete it"
         )
     return content
+
+
+def kept(
+    folder: str | Path | None, name: str, model: nn.Module, data: Data, make: Callable[[], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """make(), or what it returned to a run that was broken off: sums on a GPU are not repeated to the last bit.
+
+    It must follow from the `name`, the model and the data.
+    """
+    if folder is None or ranks.world() > 1:
+        return make()
+    identity = digest({name: rows(data), **state(model)})
+    path = Path(folder) / f"scores-{identity[:12]}.pt"
+    content = load(path, identity)
+    if content is None:
+        made = make()
+        save(path, identity=identity, made={name: t.cpu() for name, t in made.items()}, seen=weights.seen(model))
+        return made
+    weights.mark_seen(model, content["seen"])
+    device = next(model.parameters()).device
+    return {name: t.to(device) for name, t in content["made"].items()}
 
 
 def save_shards(path: Path, **content: Any) -> None:

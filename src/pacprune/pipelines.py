@@ -18,6 +18,7 @@ from pacprune import kernels, masks, patterns, scores, sharded, weights
 from pacprune.batches import Data
 from pacprune.budget import Budget, keep_means_
 from pacprune.certificate import Certificate
+from pacprune.checkpoint import kept
 from pacprune.config import Config
 from pacprune.crew import check
 from pacprune.data import Split, check_split
@@ -261,7 +262,8 @@ def pft(
     if pattern is not None:  # of all D weights, some of which `prunable` may leave out
         sparsity = masks.sparsity(biggest, total=weights.total(model))
     history = (yield stage("dense", dense)) if dense else []
-    found = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
+    scored = functools.partial(score, criterion, model, data, loss=loss, seed=seed, prunable=prunable)
+    found = kept(folder, f"{criterion} {seed} {getattr(loss, '__qualname__', loss)}", model, data, scored)
     estimator = kernels.SOFT if noise else kernels.STILL
     if recipe == "coupled":
         slab = score_monotone(model, found, sparsity=sparsity)
