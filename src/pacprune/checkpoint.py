@@ -76,7 +76,7 @@ def kept(
     if folder is None or ranks.world() > 1:
         return make()
     identity = digest({name: rows(data), **state(model)})
-    path = Path(folder) / f"scores-{identity[:12]}.pt"
+    path = Path(folder) / f"{identity[:12]}.scores"
     content = load(path, identity)
     if content is None:
         made = make()
