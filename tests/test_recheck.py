@@ -382,3 +382,11 @@ def test_a_folder_that_fails_at_level_one_is_not_looked_at_further(folder: Path,
     report = check(place, replay=True)
     assert not report.valid
     assert "draws.safetensors" in str(report.failure)
+
+
+def test_a_folder_that_is_not_there_is_not_blamed_on_the_issuer(tmp_path: Path) -> None:
+    (tmp_path / "certificate.json").write_text("{}")
+    with pytest.raises(ValueError, match="nowhere does not exist; name the folder that holds"):
+        pp.verify(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"certificate\.json is a file; name the folder"):
+        pp.verify(tmp_path / "certificate.json")

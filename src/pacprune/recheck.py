@@ -49,6 +49,9 @@ def verify(
     """
     if seed is not None and not 0 <= seed < 2**63:
         raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {2**63 - 1}, or left out")
+    if not Path(folder).is_dir():
+        what = "is a file" if Path(folder).exists() else "does not exist"
+        raise ValueError(f"{folder} {what}; name the folder that holds {certificate.RECORD}")
     report = check_arithmetic(folder)
     if not report.valid or not (recount or replay or split is not None or data_dir is not None):
         return report
