@@ -32,11 +32,21 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_memory")
-def test_members_that_do_not_fit_are_trained_in_halves_with_the_same_outcome(tmp_path) -> None:
-    models = nets(5)
+def test_members_that_do_not_fit_are_trained_in_halves_with_the_same_outcome(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, stacks, stack = nets(5), [], Population.__init__
+
+    def made(self: Population, given: list[nn.Module]) -> None:
+        assert all(p.numel() == 0 for one in stacks if len(one) > 2 for p in one.stacked.parameters())  # given back
+        stack(self, given)
+        stacks.append(self)
+
+    monkeypatch.setattr(Population, "__init__", made)
     alone = copy.deepcopy(models)
     with pytest.warns(UserWarning, match=r"do not fit into the memory of cpu; they are trained \d at a time"):
         rows = pp.fit(models, (X, Y), CONFIG, seed=list(range(5)), checkpoint=tmp_path / "fit.pt")
+    assert [len(one) for one in stacks] == [5, 2, 3, 1, 2]
     assert sorted(row["member"] for row in rows) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     for seed, (model, other) in enumerate(zip(models, alone, strict=True)):
         last = pp.fit(other, (X, Y), CONFIG, seed=seed)[-1]

@@ -130,6 +130,10 @@ class Crew:
             "a time, with the same outcome",
             stacklevel=4,
         )
+        if self.population is not None:
+            stacked = self.population.stacked
+            for tensor in (*stacked.parameters(), *stacked.buffers()):  # others hold on to them, but not to the memory
+                tensor.data, tensor.grad = tensor.data.new_empty(0), None
         self.population = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
