@@ -20,7 +20,7 @@ _SIZES += ("TAPS_DOWN", "TAPS_RIGHT", "DOWN", "RIGHT", "TOP", "LEFT")
 _PLACES = 64
 """Pixels that one program multiplies at a time."""
 _WARPS = 4
-_PROGRAMS = 2048
+PROGRAMS = 2048
 """About how many programs the gradient in the weights is divided into."""
 
 
@@ -221,7 +221,7 @@ def to_weight(out: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """The gradient in the weights, [groups, taps, inputs, outputs] in float32."""
     rows, columns, groups, inputs, outputs, down, right = sizes[2:9]
     places, how = len(x) * rows * columns, options(sizes, x, inner=sizes[8] * inputs, outer=outputs)
-    blocks = triton.cdiv(places, max(1, _PROGRAMS // (groups * down)) * how["SIZE"])
+    blocks = triton.cdiv(places, max(1, PROGRAMS // (groups * down)) * how["SIZE"])
     chunks = triton.cdiv(places, blocks * how["SIZE"])
     parts = x.new_empty(chunks, groups, down * right, inputs, outputs, dtype=torch.float32)
     _to_weight[groups, down, chunks](out, x, parts, places, blocks, **how)

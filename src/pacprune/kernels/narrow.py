@@ -12,10 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pacprune.kernels.grouped import options
-
-_PROGRAMS = 2048
-"""About how many programs the gradient in the weights is divided into."""
+from pacprune.kernels.grouped import PROGRAMS, options
 
 
 @triton.jit
@@ -143,7 +140,7 @@ def to_weight(out: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """The gradient in the weights, [K, channels * taps, outputs] in float32."""
     n, (rows, columns, groups, inputs, outputs, down, right) = x.shape[1], sizes[2:9]
     how = options(sizes, x, inner=inputs * down * right, outer=outputs)
-    blocks = triton.cdiv(n * rows * columns, max(1, _PROGRAMS // groups) * how["SIZE"])
+    blocks = triton.cdiv(n * rows * columns, max(1, PROGRAMS // groups) * how["SIZE"])
     chunks = triton.cdiv(n * rows * columns, blocks * how["SIZE"])
     parts = x.new_empty(chunks, groups, inputs * down * right, outputs, dtype=torch.float32)
     _to_weight[groups, chunks](out, x, parts, n, blocks, **how)
