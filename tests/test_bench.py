@@ -16,7 +16,7 @@ from pacprune.experiments import bench, console, speed, timing
 from pacprune.experiments.timing import Row, Target, Times
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SUBJECTS = ("sample", "step", "population", "certificate")
+SUBJECTS = ("sample", "step", "population", "certificate", "pattern")
 
 
 def call(*words: str) -> Result:
@@ -166,6 +166,7 @@ def test_every_subject_runs_on_a_cpu(subject: str) -> None:
         "step": ("MLP", "transformer", "torch.nn.utils.prune", "gumbel", "autocast"),
         "population": ("2 models", "one model", "PFT / dense", "in sequence"),
         "certificate": ("slack", "one at a time"),
+        "pattern": ("2:4", "CSR"),
     }
     assert [word for word in words[subject] if word not in found] == []
 

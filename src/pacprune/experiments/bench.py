@@ -15,6 +15,7 @@ SUBJECTS = {
     "step": speed.step,
     "population": throughput.population,
     "certificate": throughput.certificate,
+    "pattern": throughput.pattern,
 }
 
 

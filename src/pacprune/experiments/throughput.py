@@ -1,17 +1,19 @@
-"""What the library's own loops reach: K models trained as one population, and networks drawn for a certificate."""
+"""What the library reaches as a whole: a population of K models, a certificate's draws, 2:4 weights at work."""
 
 import copy
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pacprune import gibbs, layers, masks, models, scores, spikeslab
+from pacprune import gibbs, layers, masks, models, patterns, scores, spikeslab
 from pacprune.budget import Budget
 from pacprune.config import Config
 from pacprune.data import Part
@@ -229,3 +231,30 @@ def _naive(model: nn.Module, slab: spikeslab.SpikeSlab, part: Part, name: str, d
     times = alternate({"loop": loop, "batched": batched}, device, seconds=0.0 if scale == "smoke" else 3.0)
     words = f"{draws} networks drawn one at a time, {name}"
     return times.row(words, "loop", "batched", relative_to="many at once", unit="ms per network", per=draws)
+
+
+# --- pattern
+
+
+def pattern(device: torch.device, *, scale: str) -> Iterator[Finding]:
+    """A Linear layer in inference, its weight 2:4 and held dense, beside the same weight in torch's sparse kernels."""
+    on_cuda = device.type == "cuda"
+    dtype, what = (torch.bfloat16, "semi-structured kernels") if on_cuda else (torch.float32, "CSR")
+    sizes = {"smoke": [(64, 32)], "cuda": [(1024, 8192), (4096, 32), (4096, 512), (4096, 8192), (8192, 8192)]}
+    for width, inputs in sizes.get(scale, [(1024, 32)]):
+        dense = nn.Linear(width, width, bias=False, device=device, dtype=dtype)
+        with torch.no_grad():
+            dense.weight.mul_(masks.top_k({"weight": dense.weight.float().abs()}, pattern="2:4")["weight"])
+        sparse = copy.deepcopy(dense)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that sparse tensors are in beta state
+            if on_cuda:
+                patterns.to_semi_structured(nn.Sequential(sparse))
+            else:
+                sparse.weight = nn.Parameter(dense.weight.detach().to_sparse_csr(), requires_grad=False)
+        x = torch.randn(inputs, width, device=device, dtype=dtype)
+        things = {"dense": partial(dense, x), "sparse": partial(sparse, x)}
+        with torch.no_grad():
+            times = alternate(things, device, seconds=0.0 if scale == "smoke" else 1.0)
+        name = f"Linear {width:,} x {width:,}, 2:4 held dense, {inputs:,} inputs, {str(dtype).removeprefix('torch.')}"
+        yield times.row(name, "dense", "sparse", relative_to=f"2:4 in torch's {what}")
