@@ -238,6 +238,26 @@ def test_a_captured_step_is_the_eager_one(state: str, count: int) -> None:
         assert close(b, a, 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("device", "amp"), [("cpu", False), pytest.param("cuda", False, marks=GPU), pytest.param("cuda", True, marks=GPU)]
+)
+def test_attention_trains_in_a_population_as_alone(device: str, amp: bool) -> None:
+    """On a GPU, fused attention has no right gradients under vmap: an error in float32, NaN in bfloat16."""
+    tokens = torch.randint(65, (16, 128), generator=torch.Generator().manual_seed(0)).to(device)
+    config = dataclasses.replace(CONFIG, epochs=2, lr=0.01, batch_size=8, amp=amp)
+    alone = [pp.models.gpt(width=64, depth=2, heads=2, dropout=0.0, seed=k).to(device) for k in (0, 1)]
+    crowd = copy.deepcopy(alone)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+
+    for k, model in enumerate(alone):
+        pp.fit(model, (tokens, tokens.roll(-1, 1)), config, seed=k, loss=loss)
+    pp.fit(crowd, (tokens, tokens.roll(-1, 1)), config, seed=[0, 1], loss=loss)
+    for a, b in zip(alone, crowd, strict=True):
+        assert close(b, a, 1e-2 if amp else 1e-4)
+
+
 class Counts(nn.Module):
     """Looks at its own numbers, which a captured step cannot."""
 

@@ -8,11 +8,13 @@ draw alone.
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pacprune import kernels, layers, weights
 from pacprune.batches import device_of
@@ -100,7 +102,9 @@ class Population:
             before = {} if self._tried else {n: t.clone() for n, t in self._rest.items() if not t.requires_grad}
             apply = self._compiled if self._compiled is not None and fuse else self._apply
             try:
-                with warnings.catch_warnings():
+                # On a GPU the gradients of torch's fused attention are wrong under vmap: NaN in bfloat16.
+                plain = sdpa_kernel(SDPBackend.MATH) if x.device.type == "cuda" else nullcontext()
+                with warnings.catch_warnings(), plain:
                     warnings.filterwarnings("ignore", message="There is a performance drop")
                     found = apply(tensors, x, y, loss, own)
                 self._tried = True
