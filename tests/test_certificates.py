@@ -235,7 +235,7 @@ def test_the_tables_have_the_columns_of_the_results(filled: Any, tmp_path: Path)
     with (tmp_path / "certificates.csv").open() as file:
         found = list(csv.DictReader(file))
     assert [tuple(row) for row in found] == [certificates.COLUMNS] * len(rows)
-    with (tmp_path / "certificates-hashes.csv").open() as file:
+    with (tmp_path / "certificates-details.csv").open() as file:
         assert [row["digest"] for row in csv.DictReader(file)] == [row["digest"] for row in rows]
 
 

@@ -367,9 +367,10 @@ def snip(setting: Setting, job: Job) -> list[dict[str, Any]]:
 
 
 def write_tables(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """certificates.csv, and certificates-hashes.csv with the digest of every certificate.json; only what is new."""
-    names = ("dataset", "model", "sparsity", "alpha", "seed", "digest")
-    for file, columns in (("certificates.csv", COLUMNS), ("certificates-hashes.csv", names)):
+    """certificates.csv, and what explains its rows, with the digest of every certificate; only what is new."""
+    keys = ("dataset", "model", "sparsity", "alpha", "seed")
+    details = keys + tuple(name for name in rows[0] if name not in COLUMNS)
+    for file, columns in (("certificates.csv", COLUMNS), ("certificates-details.csv", details)):
         content = plots.csv_of([{name: row[name] for name in columns} for row in rows])
         if not (out / file).is_file() or (out / file).read_bytes() != content:
             write_atomically(out / file, content)
