@@ -239,6 +239,44 @@ def test_the_tables_have_the_columns_of_the_results(filled: Any, tmp_path: Path)
         assert [row["digest"] for row in csv.DictReader(file)] == [row["digest"] for row in rows]
 
 
+# --- What is published
+
+RESULTS = DECLARED.parent
+FOLDERS = sorted((RESULTS / "certificates").iterdir())
+
+
+def test_every_published_row_was_declared() -> None:
+    grid = read_grid(DECLARED.read_text())
+    cells = {(one.data, one.model, *cell) for one in grid.settings for cell in one.cells()}
+    rows = figures.read(RESULTS / "certificates.csv")
+    found = [(row["dataset"], row["model"], row["alpha"], row["sparsity"], row["seed"]) for row in rows]
+    assert tuple(rows[0]) == certificates.COLUMNS
+    assert len(set(found)) == len(found)
+    assert set(found) <= cells
+    details = figures.read(RESULTS / "certificates-details.csv")
+    assert [(row["dataset"], row["model"], row["alpha"], row["sparsity"], row["seed"]) for row in details] == found
+    assert {row["rows_declared"] for row in details} == {grid.size}
+
+
+def test_the_published_folders_are_small() -> None:
+    assert sum(file.stat().st_size for folder in FOLDERS for file in folder.iterdir()) <= 8_000_000
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_published_certificate_is_valid_and_is_the_one_of_its_row(folder: Path) -> None:
+    assert arithmetic(folder).valid
+    record = json.loads((folder / "certificate.json").read_text())
+    (own,) = (row for row in figures.read(RESULTS / "certificates-details.csv") if row["digest"] == record["digest"])
+    (row,) = (
+        row
+        for row in figures.read(RESULTS / "certificates.csv")
+        if all(row[key] == own[key] for key in ("dataset", "model", "sparsity", "alpha", "seed"))
+    )
+    assert folder.name == "{dataset}-{model}-{sparsity:g}-{alpha:g}-{seed:g}".format(**row)
+    assert record["claim"] == {"family": "catoni", "bound": row["gibbs_certificate"]}
+    assert (record["n"], record["kl"]) == (row["n"], row["kl"])
+
+
 # --- P and Q of frozen gates, and their packed form
 
 
