@@ -21,6 +21,7 @@ from pacprune.experiments import (
     pft_at_init,
     pft_vs_osp,
     plots,
+    posteriors,
     runs,
     shared_weights,
     store,
@@ -45,6 +46,7 @@ RECIPES: dict[str, Recipe] = {
     "keep-probs": keep_probs.reproduce,
     "pair-plot": pair_plot.reproduce,
     "data-scarce": data_scarce.reproduce,
+    "posteriors": posteriors.reproduce,
 }
 
 SETTINGS = "recipe.json"
@@ -54,6 +56,7 @@ PARTED: dict[str, Callable[[str], Sequence[Any]]] = {
     "mask-stability": mask_stability.STUDIES.__getitem__,
     "error-vs-sparsity": lambda scale: error_vs_sparsity.declared(scale, [0]).settings,
     "data-scarce": data_scarce.SETTINGS.__getitem__,
+    "posteriors": posteriors.SETTINGS.__getitem__,
 }
 """The settings of the recipes that have several, by scale."""
 
