@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -369,3 +372,19 @@ def test_a_prior_with_gradients_is_refused() -> None:
     model, _ = with_prior()
     with pytest.raises(ValueError, match=r"the prior carries gradients .*; take it by pp\.read\(model\)"):
         pp.fit_posterior(model, pp.read(model, detach=False), SPLIT, pp.Config(epochs=1))
+
+
+def test_a_prior_that_nobody_asked_to_keep_goes_when_python_ends(tmp_path: Path) -> None:
+    text = """
+import pathlib, tempfile, pacprune as pp
+split = pp.data.digits(seed=0)
+model = pp.models.mlp(64)
+pp.attach(model, pp.block_isotropic(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.9), eps=1e-3, std=0.01))
+prior = pp.read(model)
+pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+print(len(list(pathlib.Path(tempfile.gettempdir()).rglob("prior.safetensors"))))
+"""
+    env = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(pp.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["1"], done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """Training in words of the method: `fit` in whatever state the model is, `fit_posterior` on the PAC-Bayes bound."""
 
+import functools
 import math
 import tempfile
 from collections.abc import Sequence
@@ -130,13 +131,13 @@ def fit_posterior(
     """Trains the posterior Q from the prior P on the PAC-Bayes bound itself, with everything outside Q frozen.
 
     The risk in the bound is the cross-entropy with probabilities clamped at 1e-4, divided by log(1e4), so that it lies
-    in [0, 1]. Refuses when P has seen the bound set; writes P to `out` (default: a new temporary folder) and hashes it
-    before the bound set is read; leaves a receipt without which `certify` refuses. `objective` is "seeger" or "paper".
-    A `budget` holds the expected sparsity of Q. `data` may be other training data (Q may be trained on anything); n
-    and the KL stay the bound set's. `kl_weight` multiplies the KL in what is minimised and nowhere else: any Q may be
-    certified, and `certify` takes the whole KL; every row of the history has it. A list of models, each with its own
-    prior, is trained as a population, and several ranks train together (see `fit`); rank 0 writes P, and the others
-    wait for that.
+    in [0, 1]. Refuses when P has seen the bound set; writes P to `out` (by default a folder that goes when Python ends)
+    and hashes it before the bound set is read; leaves a receipt without which `certify` refuses. `objective` is
+    "seeger" or "paper". A `budget` holds the expected sparsity of Q. `data` may be other training data (Q may be
+    trained on anything); n and the KL stay the bound set's. `kl_weight` multiplies the KL in what is minimised and
+    nowhere else: any Q may be certified, and `certify` takes the whole KL; every row of the history has it. A list of
+    models, each with its own prior, is trained as a population, and several ranks train together (see `fit`); rank 0
+    writes P, and the others wait for that.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
@@ -161,7 +162,7 @@ def fit_posterior(
     given: list[Any] = spread("out", out, count)
 
     def write() -> tuple[list[Path], list[str]]:
-        folders = [Path(tempfile.mkdtemp(prefix="pacprune-") if o is None else o) for o in given]
+        folders = [Path(tempfile.mkdtemp(dir=_passing().name) if o is None else o) for o in given]
         return folders, [write_prior(p, where / "prior.safetensors") for p, where in zip(priors, folders, strict=True)]
 
     folders, hashes = ranks.first(write)  # no rank goes on to the bound set before
@@ -263,6 +264,12 @@ def fit_posterior(
     for one, written, where in zip(crew.models, hashes, folders, strict=True):
         weights.notes(one)["receipt"] = {"prior": written, "bound": split.bound.hash, "written": str(where)}
     return history
+
+
+@functools.cache
+def _passing() -> "tempfile.TemporaryDirectory[str]":
+    """Where priors are written that nobody asked to keep."""
+    return tempfile.TemporaryDirectory(prefix="pacprune-")
 
 
 def stacked(slabs: Sequence[SpikeSlab]) -> SpikeSlab:
