@@ -266,6 +266,8 @@ def test_other_refusals() -> None:
         again(prior=pp.read(issued().model))
     with pytest.raises(ValueError, match="family 'hoeffding' is unknown; declare one of seeger, catoni, excess"):
         again(family="hoeffding")
+    with pytest.raises(ValueError, match="expected_risk is 5; it must lie strictly between 0 and 1"):
+        again(family="catoni", expected_risk=5)
     with pytest.raises(ValueError, match="draws is 0"):
         again(draws=0)
     with pytest.raises(ValueError, match="delta is 0"):

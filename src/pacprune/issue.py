@@ -71,7 +71,7 @@ def certify(
     All seeds follow from the hashes of P and Q: certifying twice gives the same certificate. `name` tells verifiers
     which of pacprune's models it is. Under torchrun all ranks call it; they share the draws, and get one certificate.
     """
-    check_declared(family, method)
+    check_declared(family, method, expected_risk)
     check_split(split)
     tolerance = max(1e-3, 0.1 / math.sqrt(len(split.bound))) if tolerance is None else tolerance
     posterior = layers.read(model)
@@ -175,12 +175,17 @@ def certify(
     return Certificate(record, tensors)
 
 
-def check_declared(family: str, method: str) -> None:
+def check_declared(family: str, method: str, expected_risk: float | None) -> None:
     """Refuses an unknown declaration before anything is trained or drawn."""
     if family not in FAMILIES:
         raise ValueError(f"family {family!r} is unknown; declare one of {', '.join(FAMILIES)}")
     if method not in tally.METHODS:
         raise ValueError(f"method {method!r} is unknown; use one of {', '.join(tally.METHODS)}")
+    if expected_risk is not None and not 0 < expected_risk < 1:
+        raise ValueError(
+            f"expected_risk is {expected_risk}; it must lie strictly between 0 and 1: give a fraction, or None for "
+            "a constant that is chosen on a fixed grid and paid for"
+        )
 
 
 def certify_held_out(

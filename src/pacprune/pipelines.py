@@ -321,7 +321,7 @@ def pbp(
     """
     check_request(model, sparsity, criterion)
     sharded.refuse(model.parameters(), "a certificate", "use pp.pft")
-    check_declared(family, method)
+    check_declared(family, method, expected_risk)
     check_split(split)
     last = config if posterior is None else posterior
     for one in (config, last):

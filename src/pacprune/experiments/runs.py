@@ -241,18 +241,13 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
         part = training(options, split)
         procedure(options)(model, part.subset(few[: len(part)]), config)
         return
-    check_declared(options.family, "betting")
+    check_declared(options.family, "betting", options.expected_risk)
     Ledger.split(options.delta, grid=options.grid)
     if options.draws < 1:
         raise ValueError(f"draws is {options.draws}; at least 1 network must be drawn to estimate the risk")
     if not options.tolerance > 0:
         raise ValueError(
             f"tolerance is {options.tolerance}; it must be more than 0: a tiny --tolerance makes all --draws"
-        )
-    if options.expected_risk is not None and not 0 < options.expected_risk < 1:
-        raise ValueError(
-            f"expected_risk is {options.expected_risk}; it must lie strictly between 0 and 1: give --expected-risk as "
-            "a fraction"
         )
     few = few[: min(len(split.prior), len(split.bound))]
     split = replace(split, prior=split.prior.subset(few), bound=split.bound.subset(few))
