@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pacprune import bounds, data, gibbs, models
 from pacprune.budget import Budget
+from pacprune.checkpoint import write_atomically
 from pacprune.config import Config
 from pacprune.data import Part, Split
 from pacprune.experiments import figures, plots
@@ -65,14 +66,14 @@ class Setting:
     model: str = "lenet5"
     alphas: tuple[float, ...] = (0.01, 0.1, 0.5)
     sparsity: float = 0.9
-    stds: tuple[float, ...] = (0.02, 0.05)
+    stds: tuple[float, ...] = (0.02,)
     eps: float = 1e-5
     seeds: int = 3
-    steps: int = 600
-    late_steps: int = 600
+    steps: int = 400
+    late_steps: int = 400
     lr: float = 0.05
     late_lr: float = 0.1
-    draws: int = 20
+    draws: int = 5
 
     @property
     def name(self) -> str:
@@ -84,7 +85,10 @@ _GREY = Setting("mnist")
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "smoke": (Setting("digits", "mlp", (0.2,), stds=(0.05,), seeds=2, steps=30, late_steps=20, draws=3),),
     "reduced": (_GREY, replace(_GREY, data="fashion-mnist")),
-    "paper": tuple(replace(_GREY, data=d, seeds=5, steps=3000, late_steps=4000) for d in ("mnist", "fashion-mnist")),
+    "paper": tuple(
+        replace(_GREY, data=name, stds=(0.02, 0.05), seeds=5, steps=3000, late_steps=4000, draws=20)
+        for name in ("mnist", "fashion-mnist")
+    ),
 }
 
 
@@ -106,10 +110,14 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
 
 
 def rows(setting: Setting, job: Job) -> Table:
-    """One row per alpha, std, way and seed; the seeds are trained as a population."""
+    """One row per alpha, std, way and seed, the seeds trained as a population; a broken run keeps whole alphas."""
     base = data.load(setting.data, prior_fraction=FIRST, seed=0, data_dir=job.data_dir)
-    found: Table = []
+    path = job.out / f"posteriors-{setting.name}-part.csv"
+    found = figures.read(path) if path.is_file() else []
+    known = {row["alpha"] for row in found}
     for alpha in setting.alphas:
+        if alpha in known:
+            continue
         part, seeds = base.prior, job.seeds(setting.seeds)
         split = data.split(part.x, part.y, prior_fraction=alpha, seed=job.seed, dataset=setting.data)
         plain = [models.build(setting.model, base, seed=seed).to(job.device) for seed in seeds]
@@ -125,6 +133,7 @@ def rows(setting: Setting, job: Job) -> Table:
             fit(nets, split.prior, replace(early, gate_lr=None, lr=setting.lr / 2), stage="prior", **given)
             own = {"dataset": setting.data, "model": setting.model, "alpha": alpha, "std": std, "n": len(split.bound)}
             found += [own | row for row in _judged(setting, nets, split, job, given)]
+        write_atomically(path, plots.csv_of(found))
     return found
 
 
