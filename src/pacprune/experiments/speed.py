@@ -23,7 +23,6 @@ from pacprune.experiments.timing import (
     largest_that_fits,
     linearity,
     out_of_memory,
-    recorded,
     wait,
 )
 from pacprune.kernels import reference
@@ -143,7 +142,7 @@ def _growth(device: torch.device, scale: str) -> Iterator[Finding]:
     for n in (int(m * 1_000_000) for m in millions):
         try:
             both = _both(_part(n, device), kernels.Law())
-            both = recorded(both, device) if device.type == "cuda" else both
+            both = _graph(both, device) if device.type == "cuda" else both
             times = alternate({"both": both}, device, seconds=_seconds(scale, 1))
         except torch.OutOfMemoryError:
             times = both = None
@@ -198,7 +197,7 @@ def _mlp(device: torch.device, scale: str) -> Iterator[Finding]:
     pair = {"dense": steps["dense"], LITERAL: slow}
     yield from list(_ratios(f"{name}, eager", alternate(pair, device, seconds=_seconds(scale, 2)), goal))[-1:]
     if device.type == "cuda":
-        graphs = {v: recorded(_loop(variants[v](), x, y, F.cross_entropy), device) for v in ("dense", "PFT")}
+        graphs = {v: _graph(_loop(variants[v](), x, y, F.cross_entropy), device) for v in ("dense", "PFT")}
         yield from _ratios(f"{name}, CUDA graph", alternate(graphs, device, seconds=_seconds(scale, 2)), goal)
 
 
@@ -236,7 +235,7 @@ def _transformer(device: torch.device, scale: str, shape: _Shape, amp: bool, bat
         steps = {variant: _loop(build(), x, y, loss, amp=amp) for variant, build in chosen.items()}
         yield from _ratios(f"{name}, eager", alternate(steps, device, seconds=_seconds(scale, 3)), goal)
         if device.type == "cuda":
-            graphs = {v: recorded(steps[v], device) for v in ("dense", "PFT")}
+            graphs = {v: _graph(steps[v], device) for v in ("dense", "PFT")}
             yield from _ratios(f"{name}, CUDA graph", alternate(graphs, device, seconds=_seconds(scale, 2)), goal)
 
 
@@ -293,6 +292,24 @@ def _loop(model: nn.Module, x: Tensor, y: Tensor, loss: Loss, *, amp: bool = Fal
         optimizer.step()
 
     return call
+
+
+def _graph(call: Thing, device: torch.device) -> Thing:
+    """The whole step recorded once and replayed."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+
+    def replay(held: Thing = call) -> None:  # `held` keeps the tensors that the graph points at
+        graph.replay()
+
+    return replay
 
 
 def _ratios(name: str, times: Times, goal: Target | None) -> Iterator[Finding]:

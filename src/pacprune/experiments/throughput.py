@@ -19,17 +19,7 @@ from pacprune.config import Config
 from pacprune.data import Part
 from pacprune.data import split as cut
 from pacprune.evaluate import evaluating, mistakes
-from pacprune.experiments.timing import (
-    Finding,
-    Row,
-    Target,
-    Thing,
-    alternate,
-    clocked,
-    largest_that_fits,
-    recorded,
-    wait,
-)
+from pacprune.experiments.timing import Finding, Row, Target, alternate, clocked, largest_that_fits, wait
 from pacprune.issue import BATCH, certify
 from pacprune.pipelines import COUPLING
 from pacprune.train import fit, fit_posterior
@@ -249,7 +239,7 @@ def _naive(model: nn.Module, slab: spikeslab.SpikeSlab, part: Part, name: str, d
 def pattern(device: torch.device, *, scale: str) -> Iterator[Finding]:
     """A Linear layer in inference, its weight 2:4 and held dense, beside the same weight in torch's sparse kernels."""
     on_cuda = device.type == "cuda"
-    dtype, kernels = (torch.bfloat16, "semi-structured kernels") if on_cuda else (torch.float32, "CSR")
+    dtype, what = (torch.bfloat16, "semi-structured kernels") if on_cuda else (torch.float32, "CSR")
     sizes = {"smoke": [(64, 32)], "cuda": [(1024, 8192), (4096, 32), (4096, 512), (4096, 8192), (8192, 8192)]}
     for width, inputs in sizes.get(scale, [(1024, 32)]):
         dense = nn.Linear(width, width, bias=False, device=device, dtype=dtype)
@@ -263,12 +253,8 @@ def pattern(device: torch.device, *, scale: str) -> Iterator[Finding]:
             else:
                 sparse.weight = nn.Parameter(dense.weight.detach().to_sparse_csr(), requires_grad=False)
         x = torch.randn(inputs, width, device=device, dtype=dtype)
-        things: dict[str, Thing] = {"dense": partial(dense, x), "sparse": partial(sparse, x)}
-        name = f"Linear {width:,} x {width:,}, 2:4 held dense, {inputs:,} inputs, {str(dtype).removeprefix('torch.')}"
-        ways = {"": things}
+        things = {"dense": partial(dense, x), "sparse": partial(sparse, x)}
         with torch.no_grad():
-            if scale == "cuda":  # without what Python and the libraries do before a kernel starts
-                ways[", CUDA graph"] = {what: recorded(call, device) for what, call in things.items()}
-            times = {way: alternate(own, device, seconds=0.0 if scale == "smoke" else 1.0) for way, own in ways.items()}
-        for way, own in times.items():
-            yield own.row(name + way, "dense", "sparse", relative_to=f"2:4 in torch's {kernels}")
+            times = alternate(things, device, seconds=0.0 if scale == "smoke" else 1.0)
+        name = f"Linear {width:,} x {width:,}, 2:4 held dense, {inputs:,} inputs, {str(dtype).removeprefix('torch.')}"
+        yield times.row(name, "dense", "sparse", relative_to=f"2:4 in torch's {what}")

@@ -115,24 +115,6 @@ def clocked(thing: Thing, device: torch.device, calls: int = 1) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def recorded(call: Thing, device: torch.device) -> Thing:
-    """A call that is recorded once as a CUDA graph, and replayed."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-
-    def replay(held: Thing = call) -> None:  # `held` keeps the tensors that the graph points at
-        graph.replay()
-
-    return replay
-
-
 def alternate(things: Mapping[str, Thing], device: torch.device, *, seconds: float) -> Times:
     """Times the things in turn, A B A B ..., for about so many seconds in all; each is warmed up first."""
     calls = {}
