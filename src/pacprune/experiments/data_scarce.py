@@ -21,8 +21,7 @@ from pacprune.config import Config
 from pacprune.data import Part, Split
 from pacprune.evaluate import error, gibbs_error, reestimate_batchnorm
 from pacprune.experiments import figures, plots
-from pacprune.experiments.figures import Drawn, Job
-from pacprune.experiments.pair_plot import on_device
+from pacprune.experiments.figures import Drawn, Job, on_device
 from pacprune.experiments.plots import Table
 from pacprune.issue import certify
 from pacprune.layers import attach, harden, read

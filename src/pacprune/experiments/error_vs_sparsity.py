@@ -1,14 +1,15 @@
 """Error and certificate against sparsity for several alpha = |S_P|/|S|, with SNIP as the reference.
 
-The paper's headline figure, from the table of certificates that `certificates` fills. The grid of the scale `reduced`
-is the one that is declared in results/grid.toml; `paper` has the paper's alphas, epochs and number of seeds.
+The paper's headline figure and its pair plot, from the table of certificates that `certificates` fills. The grid of
+the scale `reduced` is the one that is declared in results/grid.toml; `paper` has the paper's alphas, epochs and number
+of seeds.
 """
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pacprune.experiments import certificates, figures, plots
+from pacprune.experiments import certificates, figures, pair_plot, plots
 from pacprune.experiments.certificates import Grid, Motion, Setting, read_grid
 from pacprune.experiments.figures import Drawn, Job
 from pacprune.experiments.plots import Table
@@ -88,7 +89,7 @@ def _paper(setting: Setting) -> Setting:
 
 
 def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
-    """A figure per data set and network, the tables of all certificates, and the mean certificates."""
+    """Two figures per data set and network, the tables of all certificates, mean certificates and correlations."""
     grid = declared(job.scale, job.seeds(3))
     drawn, numbers, table = [], {"K": grid.size}, []
     for setting in job.chosen(grid.settings):
@@ -105,7 +106,17 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         found = figures.draw(job, f"error-vs-sparsity-{setting.name}", caption, rows, paint)
         drawn.append(found)
         numbers |= means(setting, found.rows)
-        table += certificates.run(grid, setting, job)
+        own = certificates.run(grid, setting, job)
+        caption = (
+            f"{setting.data}, {setting.model}: every pair of certificate, test error, alpha and KL/n over the same "
+            f"{len(own)} certificates; r is Pearson's correlation, with its 95 % interval over them."
+        )
+        pairs = figures.draw(
+            job, f"pair-plot-{setting.name}", caption, lambda own=own: pair_plot.rows(own), pair_plot.paint
+        )
+        drawn.append(pairs)
+        numbers |= {f"{setting.name}, {name}": r for name, r in pair_plot.correlations(pairs.rows).items()}
+        table += own
         certificates.write_tables(table, job.out)
     return drawn, numbers
 

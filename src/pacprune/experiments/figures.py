@@ -3,7 +3,7 @@
 import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pacprune import masks
 from pacprune.checkpoint import write_atomically
+from pacprune.config import Config
 from pacprune.experiments import plots
 from pacprune.experiments.plots import Table
 from pacprune.loop import Progress
@@ -50,6 +51,11 @@ class Job:
     def seeds(self, count: int) -> list[int]:
         """The seeds of `count` independent repetitions."""
         return [self.seed * STRIDE + k for k in range(count)]
+
+
+def on_device(config: Config, job: Job, *, amp: bool = False) -> Config:
+    """The same stage by the fastest means of the device; `amp` where bfloat16 will do."""
+    return replace(config, execution="graph", amp=amp) if job.device.type == "cuda" else config
 
 
 class Drawn(NamedTuple):
@@ -109,6 +115,21 @@ def interval(values: Sequence[float]) -> Interval:
         return Interval(mean, math.nan, math.nan)
     half = _student(len(sample) - 1) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
     return Interval(mean, mean - half, mean + half)
+
+
+def correlation(x: Sequence[float], y: Sequence[float]) -> Interval:
+    """Pearson's r and its 95 % interval by Fisher's transform, tanh(artanh r ± 1.96 / sqrt(runs - 3)).
+
+    NaN where one of the two does not vary, an interval of NaN for fewer than four runs.
+    """
+    spread = [float(np.ptp(values)) for values in (x, y)]
+    if not min(spread) > 0:
+        return Interval(math.nan, math.nan, math.nan)
+    r = float(np.corrcoef(x, y)[0, 1])
+    if len(x) < 4:
+        return Interval(r, math.nan, math.nan)
+    middle, half = math.atanh(max(-1 + 1e-15, min(1 - 1e-15, r))), 1.959964 / math.sqrt(len(x) - 3)
+    return Interval(r, math.tanh(middle - half), math.tanh(middle + half))
 
 
 def _student(freedom: int) -> float:

@@ -19,8 +19,8 @@ from pacprune import data, models, weights
 from pacprune.budget import Budget
 from pacprune.config import Config
 from pacprune.evaluate import reestimate_batchnorm
-from pacprune.experiments import figures, pair_plot, plots
-from pacprune.experiments.figures import Drawn, Job
+from pacprune.experiments import figures, kl_weight, plots
+from pacprune.experiments.figures import Drawn, Job, on_device
 from pacprune.experiments.plots import Table
 from pacprune.layers import attach, read
 from pacprune.pipelines import pbp, together
@@ -144,9 +144,9 @@ def entropy_rows(setting: Setting, job: Job) -> Table:
         pbp,
         [models.build(setting.model, split, seed=seed).to(job.device) for _, _, seed in cells],
         split,
-        pair_plot.on_device(setting.prior, job),
-        dense=pair_plot.on_device(setting.dense, job),
-        posterior=pair_plot.on_device(setting.posterior, job),
+        on_device(setting.prior, job),
+        dense=on_device(setting.dense, job),
+        posterior=on_device(setting.posterior, job),
         sparsity=[s for s, _, _ in cells],
         eps=[eps for _, eps, _ in cells],
         seed=[seed for _, _, seed in cells],
@@ -159,7 +159,7 @@ def entropy_rows(setting: Setting, job: Job) -> Table:
     for (sparsity, eps, seed), result in zip(cells, results, strict=True):
         own = {"dataset": setting.entropy_data, "model": setting.model, "sparsity": sparsity, "eps": eps, "seed": seed}
         own |= {"entropy": entropy(result.posterior), "prior_entropy": entropy(result.prior)}
-        found.append(own | pair_plot.measured(result.certificate, result.model, split))
+        found.append(own | kl_weight.measured(result.certificate, result.model, split))
     return found
 
 
@@ -169,7 +169,7 @@ def trained(setting: Setting, job: Job) -> list[dict[str, dict[str, Tensor]]]:
     seeds = job.seeds(setting.seeds)
     nets = [models.build(setting.model, split, seed=seed).to(job.device) for seed in seeds]
     given = {"seed": seeds, "progress": job.progress}
-    fit(nets, split.prior, pair_plot.on_device(setting.dense, job), stage="dense", **given)
+    fit(nets, split.prior, on_device(setting.dense, job), stage="dense", **given)
     for net, seed in zip(nets, seeds, strict=True):
         # As dropout does: the mean of the random network is the dense one, without which hardly a signal gets through.
         with torch.no_grad():
@@ -178,10 +178,10 @@ def trained(setting: Setting, job: Job) -> list[dict[str, dict[str, Tensor]]]:
         attach(net, isotropic(net, sparsity=setting.sparsity, std=setting.std), seed=seed)
     start = [read(net) for net in nets]
     budget = Budget(setting.sparsity)
-    second = replace(pair_plot.on_device(setting.prior, job), gate_lr=setting.shown_gate_lr)
+    second = replace(on_device(setting.prior, job), gate_lr=setting.shown_gate_lr)
     fit(nets, split.prior, second, stage="prior", budget=budget, **given)
     priors = [read(reestimate_batchnorm(net, split.prior)) for net in nets]
-    fit_posterior(nets, priors, split, pair_plot.on_device(setting.posterior, job), budget=budget, **given)
+    fit_posterior(nets, priors, split, on_device(setting.posterior, job), budget=budget, **given)
     return [
         dict(zip(STAGES, (_layers(slab) for slab in slabs), strict=True))
         for slabs in zip(start, priors, [read(net) for net in nets], strict=True)
@@ -227,7 +227,7 @@ def map_rows(found: list[dict[str, dict[str, Tensor]]]) -> Table:
 
 def numbers(entropies: Table, counts: Table) -> dict[str, float]:
     """How entropy and bound go together, and how far the probabilities move in each stage."""
-    r = pair_plot.correlation([row["entropy"] for row in entropies], [row["bound"] for row in entropies]).mean
+    r = figures.correlation([row["entropy"] for row in entropies], [row["bound"] for row in entropies]).mean
     found = {"r of entropy and bound": r} if math.isfinite(r) else {}
     for layer in ("output", "middle"):
         for stage in STAGES[1:]:
@@ -253,7 +253,7 @@ def paint_entropy(canvas: Any, rows: Table) -> None:
         if max(x) > min(x):
             slope, cut = np.polyfit(x, y, 1)
             axes.plot([min(x), max(x)], [cut + slope * min(x), cut + slope * max(x)], color="black", lw=1)
-        r = pair_plot.correlation(x, y)
+        r = figures.correlation(x, y)
         axes.set_title(f"r {r.mean:.2f} [{r.low:.2f}, {r.high:.2f}]", fontsize=9)
         axes.set_xlabel("mean entropy of a gate of Q, in bits")
         axes.set_ylabel(label)

@@ -8,19 +8,25 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from pacprune import data, masks, models
 from pacprune.budget import Budget
+from pacprune.certificate import Certificate
 from pacprune.config import Config
+from pacprune.data import Split
 from pacprune.evaluate import gibbs_error, reestimate_batchnorm
 from pacprune.experiments import figures, plots
-from pacprune.experiments.figures import Drawn, Job
-from pacprune.experiments.pair_plot import TEST_DRAWS, measured, on_device
+from pacprune.experiments.figures import Drawn, Job, on_device
 from pacprune.experiments.plots import Table
 from pacprune.issue import certify
 from pacprune.layers import attach, read
 from pacprune.scores import score
 from pacprune.spikeslab import block_isotropic
 from pacprune.train import fit, fit_posterior
+
+TEST_DRAWS = 20
+"""Networks drawn from Q to estimate its Gibbs error on the test part."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,20 @@ _LINES = {
     "test_error": ("test error of Q", plots.ORANGE, "s"),
     "prior_test_error": ("test error of P", plots.GREY, "D"),
 }
+
+
+def measured(certificate: Certificate, model: nn.Module, split: Split) -> dict[str, float]:
+    """What a certificate says of Q, beside the Gibbs error of Q on the test part."""
+    return {
+        "gibbs_risk": certificate.risk,
+        "kl": certificate.kl,
+        "n": certificate.n,
+        "kl_per_n": certificate.kl / certificate.n,
+        "bound": certificate.bound,
+        "q_equals_p": certificate.bounds["q_equals_p"],
+        "held_out": certificate.bounds["held_out"],
+        "test_error": gibbs_error(model, split.test, draws=TEST_DRAWS),
+    }
 
 
 def paint(canvas: Any, found: Table) -> None:

@@ -20,8 +20,7 @@ from pacprune.checkpoint import write_atomically
 from pacprune.config import Config
 from pacprune.data import Part, Split
 from pacprune.experiments import figures, plots
-from pacprune.experiments.figures import Drawn, Job
-from pacprune.experiments.pair_plot import on_device
+from pacprune.experiments.figures import Drawn, Job, on_device
 from pacprune.experiments.plots import Table
 from pacprune.layers import attach, harden, read
 from pacprune.pipelines import pft, together

@@ -17,7 +17,6 @@ from pacprune.experiments import (
     kl_weight,
     linear_model,
     mask_stability,
-    pair_plot,
     pft_at_init,
     pft_vs_osp,
     plots,
@@ -44,7 +43,6 @@ RECIPES: dict[str, Recipe] = {
     "error-vs-sparsity": error_vs_sparsity.reproduce,
     "kl-weight": kl_weight.reproduce,
     "keep-probs": keep_probs.reproduce,
-    "pair-plot": pair_plot.reproduce,
     "data-scarce": data_scarce.reproduce,
     "posteriors": posteriors.reproduce,
 }
