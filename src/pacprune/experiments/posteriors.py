@@ -32,12 +32,15 @@ FIRST = 0.4
 GAMMA = 0.5
 """How much of Q1's risk Q2 is compared with."""
 DELTA = 0.05
+GATES = {"sigmoid": (10.0, "shift"), "clamp": (0.1, "projection")}
+"""By mapping: gate_lr / lr, since a logit has farther to go than a probability, and how the density is held."""
 
 
 class Way(NamedTuple):
     """What Q may move and what it is trained on."""
 
-    gates: bool = False
+    gates: str | None = None
+    """The mapping of gates that are trained."""
     std: bool = False
     everything: bool = False
     """On the prior part as well."""
@@ -47,7 +50,8 @@ class Way(NamedTuple):
 
 WAYS = {
     "means": Way(),
-    "means and gates": Way(gates=True),
+    "means and gates": Way(gates="sigmoid"),
+    "means and clamped gates": Way(gates="clamp"),
     "means and std": Way(std=True),
     "means, the paper's bound": Way(objective="paper"),
     "means, on all of S": Way(everything=True),
@@ -160,9 +164,11 @@ def _judged(setting: Setting, nets: list[nn.Module], split: Split, job: Job, giv
 
     for name, way in WAYS.items():
         crowd = [_again(net, p, way) for net, p in zip(bare, priors, strict=True)]
-        config = replace(late, gate_lr=setting.late_lr * 10) if way.gates else late
         on = _both(split.prior, split.bound) if way.everything else None
-        budget = Budget(setting.sparsity) if way.gates else None
+        config, budget = late, None
+        if way.gates:
+            ratio, control = GATES[way.gates]
+            config, budget = replace(late, gate_lr=ratio * late.lr), Budget(setting.sparsity, control=control)
         how: dict[str, Any] = {"objective": way.objective, "kl_weight": way.kl_weight, "data": on, "budget": budget}
         fit_posterior(crowd, priors, split, config, **how, **given)
         for k, net in enumerate(crowd):
@@ -265,7 +271,7 @@ def _both(one: Part, other: Part) -> Part:
 
 def _again(plain: nn.Module, prior: SpikeSlab, way: Way) -> nn.Module:
     """A network that draws from P, and may move what the way says."""
-    return attach(copy.deepcopy(plain), prior, train_std=way.std)
+    return attach(copy.deepcopy(plain), prior, mapping=way.gates or "sigmoid", train_std=way.std)
 
 
 def _wrong(plain: nn.Module, slab: SpikeSlab, part: Part, draws: int) -> Tensor:
