@@ -55,6 +55,7 @@ WAYS = {
     "means and std": Way(std=True),
     "means, the paper's bound": Way(objective="paper"),
     "means, on all of S": Way(everything=True),
+    "means, KL times 3": Way(kl_weight=3.0),
     "means, KL times 0.3": Way(kl_weight=0.3),
     "means, KL times 0.1": Way(kl_weight=0.1),
 }
@@ -67,7 +68,7 @@ class Setting:
 
     data: str
     model: str = "lenet5"
-    alphas: tuple[float, ...] = (0.01, 0.1, 0.5)
+    alphas: tuple[float, ...] = (0.001, 0.01, 0.1, 0.5)
     sparsity: float = 0.9
     stds: tuple[float, ...] = (0.02,)
     eps: float = 1e-5
