@@ -135,9 +135,9 @@ def fit_posterior(
     and hashes it before the bound set is read; leaves a receipt without which `certify` refuses. `objective` is
     "seeger" or "paper". A `budget` holds the expected sparsity of Q. `data` may be other training data (Q may be
     trained on anything); n and the KL stay the bound set's. `kl_weight` multiplies the KL in what is minimised and
-    nowhere else: any Q may be certified, and `certify` takes the whole KL; every row of the history has it. A list of
-    models, each with its own prior, is trained as a population, and several ranks train together (see `fit`); rank 0
-    writes P, and the others wait for that.
+    nowhere else: any Q may be certified, and `certify` takes the whole KL; every row of the history has it. Where P is
+    weak, 3 gave lower bounds than 1 (docs/results.md). A list of models, each with its own prior, is trained as a
+    population, and several ranks train together (see `fit`); rank 0 writes P, and the others wait for that.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
