@@ -19,8 +19,10 @@ from pacprune.experiments.figures import Drawn, Job
 from pacprune.experiments.plots import Table
 from pacprune.train import fit
 
-POINTS = 1500
+POINTS = 500
 """Weights per layer that the figure shows at most, drawn at random among those whose fate changes."""
+PANELS = 4
+"""Layers that the figure shows, from the second on, as in the paper; of the others the rows count weights alone."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,9 @@ def _rows(study: _Study, job: Job) -> Table:
         crowd, orders = [net for net, _ in part], [seed for _, seed in part]
         fit(crowd, on, study.setting.dense, seed=orders, stage="dense", progress=job.progress)
     kept = [masks.top_k(scores.magnitude(net), sparsity=study.sparsity) for net in nets]
-    rows = []
-    for number, name in enumerate(weights.prunable(nets[0])):
+    rows, names = [], list(weights.prunable(nets[0]))
+    panels = names[1:-1][:PANELS] or names[:1]
+    for number, name in enumerate(names):
         often = torch.stack([mask[name] for mask in kept]).float().mean(0).flatten()
         size = torch.stack([weights.prunable(net)[name].detach().abs() for net in nets]).flatten(1)
         mean, spread = size.mean(0), size.std(0)
@@ -122,22 +125,23 @@ def _rows(study: _Study, job: Job) -> Table:
             "changing": len(changing),
         }
         points = zip(*(t[shown].tolist() for t in (mean, spread, often)), strict=True)
-        none = [(None, None, None)]  # a layer in which no fate changes still counts its weights
-        rows += [common | {"magnitude": m, "spread": s, "kept": p} for m, s, p in [*points] or none]
+        none = [(None, None, None)]  # a layer that is not shown, or in which no fate changes, still counts its weights
+        found = [*points] if name in panels else []
+        rows += [common | {"magnitude": m, "spread": s, "kept": p} for m, s, p in found or none]
     return rows
 
 
 def _paint(canvas: Any, rows: Table) -> None:
-    names = list(dict.fromkeys(row["layer"] for row in rows if row.get("kept") is not None))
-    chosen = names[1:-1][:4] or names[:1]  # layers in the middle, as in the paper
-    grid = canvas.subplots(1, len(chosen), squeeze=False, sharey=True)[0]
+    panels = list(dict.fromkeys(row["layer"] for row in rows if row.get("kept") is not None)) or [rows[0]["layer"]]
+    grid = canvas.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     points = None
-    for axes, name in zip(grid, chosen, strict=True):
+    for axes, name in zip(grid, panels, strict=True):
         own = [row for row in rows if row["layer"] == name]
-        columns = ([row[key] for row in own] for key in ("magnitude", "spread", "kept"))
-        x, y, colour = columns
+        shown = [row for row in own if row.get("kept") is not None]
+        x, y, colour = ([row[key] for row in shown] for key in ("magnitude", "spread", "kept"))
         points = axes.scatter(x, y, c=colour, s=4, cmap="viridis", vmin=0, vmax=1)
-        axes.set_title(f"{name}: {int(own[0]['changing'])} of {int(own[0]['weights'])}", loc="left", fontsize=8)
+        changing, total = int(own[0]["changing"]), int(own[0]["weights"])
+        axes.set_title(f"{name.removesuffix('.weight')}\n{100 * changing / total:.0f} % of {total:,}", loc="left", fontsize=8)
         axes.set_xlabel("mean |w|", fontsize=8)
     grid[0].set_ylabel("standard deviation of |w| over the runs")
     canvas.suptitle(

@@ -168,8 +168,8 @@ def _paint_shared(canvas: Any, rows: Table) -> None:
     axes.set_xticks(list(places), list(places.values()))
     axes.set_ylim(0, 1)
     axes.set_title(
-        f"{rows[0]['dataset']}, {rows[0]['model']}: weights that one-shot pruning and PFT from it both keep; "
-        f"95 % interval over {len({row['seed'] for row in rows})} seeds",
+        f"{rows[0]['dataset']}, {rows[0]['model']}: weights that one-shot pruning and PFT from it both keep;\n"
+        f"mean and 95 % interval over {len({row['seed'] for row in rows})} seeds",
         loc="left",
         fontsize=9,
     )
