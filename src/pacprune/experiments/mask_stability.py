@@ -141,7 +141,8 @@ def _paint(canvas: Any, rows: Table) -> None:
         x, y, colour = ([row[key] for row in shown] for key in ("magnitude", "spread", "kept"))
         points = axes.scatter(x, y, c=colour, s=4, cmap="viridis", vmin=0, vmax=1)
         changing, total = int(own[0]["changing"]), int(own[0]["weights"])
-        axes.set_title(f"{name.removesuffix('.weight')}\n{100 * changing / total:.0f} % of {total:,}", loc="left", fontsize=8)
+        share = f"{100 * changing / total:.0f} % of {total:,}"
+        axes.set_title(f"{name.removesuffix('.weight')}\n{share}", loc="left", fontsize=8)
         axes.set_xlabel("mean |w|", fontsize=8)
     grid[0].set_ylabel("standard deviation of |w| over the runs")
     canvas.suptitle(

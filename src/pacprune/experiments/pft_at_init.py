@@ -18,6 +18,7 @@ def _at_init(setting: Setting) -> Setting:
     criteria = tuple(criterion for criterion in setting.criteria if criterion in ("magnitude", "snip", "random"))
     return replace(
         setting,
+        sparsities=tuple(sparsity for sparsity in setting.sparsities if 0.9 <= sparsity <= 0.98),
         criteria=criteria,
         methods=("osp", "pft"),
         seeds=3,
