@@ -224,7 +224,7 @@ def pft(
     criterion: str = "magnitude",
     recipe: str = "coupled",
     mask_share: float = 0.5,
-    eps: float = 1e-2,
+    eps: float = 1e-4,
     noise: bool = True,
     dense: Config | None = None,
     min_per_layer: int = 0,

@@ -89,8 +89,8 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         name = f"mask-stability-{study.name}"
         caption = (
             f"{study.setting.data}, {study.setting.model}, {study.runs} runs from one initialisation that differ in "
-            f"the order of the data alone; weights that magnitude pruning to {study.sparsity:g} keeps in some runs "
-            "only."
+            f"the order of the data{' and its crops and flips' if study.setting.dense.augment else ''} alone; weights "
+            f"that magnitude pruning to {study.sparsity:g} keeps in some runs only, at most {POINTS} per layer."
         )
         found = figures.draw(job, name, caption, lambda study=study: _rows(study, job), _paint)
         drawn.append(found)
@@ -104,8 +104,7 @@ def _rows(study: _Study, job: Job) -> Table:
     split = data.load(study.setting.data, seed=0, data_dir=job.data_dir)
     on = split.train.x.to(job.device), split.train.y.to(job.device)
     nets = [study.make(split, job.seed).to(job.device) for _ in range(study.runs)]
-    seeds = [job.seed * figures.STRIDE + k for k in range(study.runs)]
-    for part in contest.chunks(list(zip(nets, seeds, strict=True)), job):
+    for part in contest.chunks(list(zip(nets, job.seeds(study.runs), strict=True)), job):
         crowd, orders = [net for net, _ in part], [seed for _, seed in part]
         fit(crowd, on, study.setting.dense, seed=orders, stage="dense", progress=job.progress)
     kept = [masks.top_k(scores.magnitude(net), sparsity=study.sparsity) for net in nets]

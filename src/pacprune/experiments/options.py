@@ -92,7 +92,7 @@ class Pft(Pruning):
     )
     mask_share: float = _option(0.5, _MASK_SHARE.format("keep probabilities"))
     eps: float = _option(
-        1e-2, "Keep probability, at the start, of the weights that --criterion would prune; --recipe paper only."
+        1e-4, "Keep probability, at the start, of the weights that --criterion would prune; --recipe paper only."
     )
     noise: bool = _option(
         True, "Train with random masks; without, each weight is scaled by a smooth function of its keep probability."

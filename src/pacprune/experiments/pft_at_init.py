@@ -13,7 +13,7 @@ from pacprune.experiments.figures import Drawn, Job
 
 
 def _at_init(setting: Setting) -> Setting:
-    """The same contest without dense training, whose epochs are added to what comes after, and without tuning."""
+    """The same contest at 90 to 98 %, without tuning and dense training, whose epochs are added to what comes after."""
     epochs = setting.dense.epochs + setting.after.epochs
     criteria = tuple(criterion for criterion in setting.criteria if criterion in ("magnitude", "snip", "random"))
     return replace(
@@ -41,9 +41,9 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     for setting in job.chosen(SETTINGS[job.scale]):
         setting = contest.on_device(setting, job)
         caption = (
-            f"{setting.data}, {setting.model}: test error of networks pruned at initialisation, "
-            f"{setting.after.epochs} epochs in all; mean and 95 % interval over {setting.seeds} seeds (weights, data "
-            "order and masks are random)."
+            f"{setting.data}, {setting.model}: test error without dense training, {setting.after.epochs} epochs in "
+            "all; one-shot masks are those of initialisation, PFT has half of the epochs to learn its own; mean and "
+            f"95 % interval over {setting.seeds} seeds (weights, data order and masks are random)."
         )
         name = f"pft-at-init-{setting.name}"
         found = figures.draw(

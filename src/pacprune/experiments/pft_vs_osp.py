@@ -128,7 +128,7 @@ def paint_criteria(canvas: Any, rows: Table) -> None:
 def _paint(canvas: Any, rows: Table, ranked: Table, by: str, style: dict[str, tuple[str, str, str]]) -> None:
     axes = canvas.subplots()
     # Every factor of kept weights has the same width: 0.98 and 0.99 are as far apart as 0.8 and 0.9.
-    ranked = [row | {"place": -math.log(1 - row["sparsity"])} for row in ranked]
+    ranked = [row | {"place": -math.log(1 - row["sparsity"])} for row in ranked if row["kept"]]  # others diverged
     present = {row[by] for row in ranked}
     shown = {key: look for key, look in style.items() if key in present}
     figures.lines(axes, ranked, x="place", y="test_error", by=by, style=shown)
@@ -147,8 +147,9 @@ def _paint(canvas: Any, rows: Table, ranked: Table, by: str, style: dict[str, tu
     # A method that diverges would hide what the others do, and an interval of few seeds may go beyond any error.
     means = {
         place: [
-            figures.interval([r["test_error"] for r in ranked if (r["place"], r[by]) == (place, key)]).mean
+            figures.interval(errors).mean
             for key in shown
+            if (errors := [r["test_error"] for r in ranked if (r["place"], r[by]) == (place, key)])
         ]
         for place in places
     }

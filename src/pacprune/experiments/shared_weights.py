@@ -24,7 +24,12 @@ from pacprune.pipelines import osp, pft, together
 _KEPT = 0.1
 """The share of weights kept by the networks that are given noise."""
 NOISE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
-"""Standard deviations of the noise, in units of the root mean square of the dense network's weights in that layer."""
+"""Standard deviations of the noise, in one of the UNITS."""
+UNITS = {
+    "dense": "in units of the dense layer's rms weight",
+    "own": "in units of the layer's own rms kept weight",
+}
+"""The same noise for every network, as in the paper; or as much for its size, since BatchNorm makes sizes arbitrary."""
 _CRITERIA = ("magnitude", "snip", "random")
 
 SETTINGS: dict[str, Setting] = {
@@ -60,8 +65,8 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     noisy = figures.draw(
         job,
         f"weight-noise-{setting.name}",
-        f"test error with Gaussian noise on the weights that are kept, {setting.data}, {setting.model}; {seeds} "
-        "(weights, data order, masks and noise are random).",
+        f"test error with Gaussian noise on the weights that are kept and BatchNorm's statistics as trained, "
+        f"{setting.data}, {setting.model}; {seeds} (weights, data order, masks and noise are random).",
         lambda: _noisy(setting, job),
         _paint_noisy,
     )
@@ -104,8 +109,7 @@ def _shared(setting: Setting, job: Job) -> Table:
             progress=job.progress,
         )
         for (criterion, sparsity, seed), old, new in zip(part, before, found, strict=True):
-            same = sum(int((old[name] & new.mask[name]).sum()) for name in old)
-            kept = sum(int(keep.sum()) for keep in old.values())
+            shared, chance = masks.overlap(old, new.mask)
             rows.append(
                 {
                     "dataset": setting.data,
@@ -113,8 +117,8 @@ def _shared(setting: Setting, job: Job) -> Table:
                     "criterion": criterion,
                     "sparsity": sparsity,
                     "seed": seed,
-                    "shared": same / kept,
-                    "chance": 1 - sparsity,
+                    "shared": shared,
+                    "chance": chance,
                 }
             )
     return rows
@@ -132,22 +136,24 @@ def _noisy(setting: Setting, job: Job) -> Table:
     rows = []
     for method, trained in nets.items():
         for seed, net, whole in zip(seeds, trained, dense.values(), strict=True):
-            for width in NOISE:
-                crowd = [_with_noise(net, whole, width, seed, k) for k in range(_DRAWS[job.scale] if width else 1)]
+            for units, width in [(units, width) for units in UNITS for width in NOISE]:
+                scale = whole if units == "dense" else net
+                crowd = [_with_noise(net, scale, width, seed, k) for k in range(_DRAWS[job.scale] if width else 1)]
                 errors = [e for part in contest.chunks(crowd, job) for e in error(part, test)]
-                mean = sum(errors) / len(errors)
-                rows.append({"method": method, "seed": seed, "noise": width, "draws": len(errors), "test_error": mean})
+                found = {"method": method, "seed": seed, "units": units, "noise": width, "draws": len(errors)}
+                rows.append(found | {"test_error": sum(errors) / len(errors)})
     return rows
 
 
 @torch.no_grad()
-def _with_noise(net: nn.Module, whole: nn.Module, width: float, seed: int, number: int) -> nn.Module:
-    """A copy with N(0, (width * rms of the dense layer)^2) added to every weight that is not zero."""
-    noisy, scale = copy.deepcopy(net), weights.prunable(whole)
+def _with_noise(net: nn.Module, like: nn.Module, width: float, seed: int, number: int) -> nn.Module:
+    """A copy with N(0, (width r)^2) added to weights other than 0; r is the rms of these in `like`'s layer."""
+    noisy, scale = copy.deepcopy(net), weights.prunable(like)
     start = 0
     for name, w in weights.prunable(noisy).items():
         z = philox.normal(w.numel(), seed=seed, step=number, stream=philox.SLAB, offset=start, device=w.device)
-        w.add_((w != 0) * width * scale[name].square().mean().sqrt() * z.reshape(w.shape))
+        rms = (scale[name].square().sum() / (scale[name] != 0).sum().clamp(min=1)).sqrt()
+        w.add_((w != 0) * width * rms * z.reshape(w.shape))
         start += w.numel()
     return noisy
 
@@ -179,18 +185,20 @@ def _paint_shared(canvas: Any, rows: Table) -> None:
 
 
 def _paint_noisy(canvas: Any, rows: Table) -> None:
-    axes = canvas.subplots()
+    panels = canvas.subplots(1, len(UNITS), sharey=True)
     style = {
         "dense": ("dense", "black", "o"),
         "osp": ("one-shot, 90 % pruned", "#999999", "s"),
         "pft": ("PFT, 90 % pruned", "#D55E00", "^"),
     }
-    figures.lines(axes, rows, x="noise", y="test_error", by="method", style=style)
-    axes.set_ylim(bottom=0)
+    for axes, (units, words) in zip(panels, UNITS.items(), strict=True):
+        own = [row for row in rows if row["units"] == units]
+        figures.lines(axes, own, x="noise", y="test_error", by="method", style=style)
+        axes.set_xlabel(f"v, the noise's standard deviation\n{words}", fontsize=8)
     seeds = len({row["seed"] for row in rows})
-    axes.set_title(
+    panels[0].set_title(
         f"Gaussian noise on the kept weights; mean and 95 % interval over {seeds} seeds", loc="left", fontsize=9
     )
-    axes.set_xlabel("v, the noise's standard deviation in units of the layer's rms weight")
-    axes.set_ylabel("test error")
-    axes.legend(frameon=False)
+    panels[0].set_ylim(0, 1)
+    panels[0].set_ylabel("test error")
+    panels[0].legend(frameon=False, fontsize=8)
