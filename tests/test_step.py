@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune import budget, layers, masks, philox, step
+from pacprune import budget, layers, masks, philox, pipelines, step
 from pacprune.batches import crop_flip
 from pacprune.spikeslab import ETA
 
@@ -170,6 +170,35 @@ def test_orders_and_crops_are_functions_of_seed_step_and_position(monkeypatch: p
         first = torch.cat([one["x"] for one in seen[:4]]).flatten(1)
         assert torch.equal(first.sort(0).values, IMAGES.flatten(1).sort(0).values)
         assert not torch.equal(first[:8], torch.cat([one["x"] for one in seen[4:]]).flatten(1)[:8])
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_two_stages_of_one_schedule_read_the_data_as_one_stage_does(
+    monkeypatch: pytest.MonkeyPatch, loader: bool
+) -> None:
+    pairs = (IMAGES, torch.arange(33) % 2)
+    whole = pp.Config(epochs=5, lr=0.0, gate_lr=None, batch_size=8, augment=True)
+    first, second = pipelines.shares(whole, 0.5)
+
+    def batches(models: Any, config: Any, seed: Any = 3) -> list[dict[str, Any]]:
+        data = torch.utils.data.TensorDataset(*pairs) if loader else pairs
+        with watched(monkeypatch) as seen:
+            pp.fit(models, data, config, seed=seed)
+        return seen
+
+    wanted = batches(pictures(), whole)
+    found = batches(pictures(), first) + batches(pictures(), second)
+    assert len(wanted) == len(found) == 20
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.equal(one["x"], other["x"])
+        assert torch.equal(one["word"], other["word"])
+    if loader:
+        return
+    late = dataclasses.replace(whole, epochs=2, span=(0.6, 1.0))
+    for number, one in enumerate(batches([pictures(), pictures()], [dataclasses.replace(whole, epochs=2), late], 3)):
+        for k, start in enumerate((0, 12)):  # one seed, and yet each member has its own order
+            assert torch.equal(one["x"][k], wanted[start + number]["x"])
+            assert torch.equal(one["word"][k], wanted[start + number]["word"])
 
 
 def test_accumulation_takes_a_draw_for_every_part() -> None:

@@ -25,14 +25,15 @@ class Config:
 
     gate_lr None freezes the gates; lr 0 freezes everything else. schedule "cosine" falls to 0, "step" is x0.1 at 50 %
     and at 75 %; `warmup` is the share of steps with a linear rise; `span` is the part of the schedule that this stage
-    covers, so that two stages can share one cosine. The gates' learning rate stays constant. A batch of `batch_size` is
-    split into `accumulate` micro-batches, each with its own draw. `samples` > 0 takes the gates' gradient from
-    Algorithm 1 with so many draws. With `patience` > 0, stops after so many epochs without a better validation loss and
-    goes back to the best one. `amp` computes in bfloat16, images channels-last. execution "graph" records the whole
-    step as a CUDA graph and replays it, which a network without Python-side state allows; "compiled" hands the network
-    to torch.compile first; on a CPU, and over several ranks, there are no graphs. Under torchrun `batch_size` is that
-    of all ranks together; with masks "shared" all draw the same and train what one process would, with "independent"
-    each draws its own, so that a step's gradient is a mean over as many draws as there are ranks.
+    covers, so that two stages can share one cosine, and one order of the data. The gates' learning rate stays constant.
+    A batch of `batch_size` is split into `accumulate` micro-batches, each with its own draw. `samples` > 0 takes the
+    gates' gradient from Algorithm 1 with so many draws. With `patience` > 0, stops after so many epochs without a
+    better validation loss and goes back to the best one. `amp` computes in bfloat16, images channels-last. execution
+    "graph" records the whole step as a CUDA graph and replays it, which a network without Python-side state allows;
+    "compiled" hands the network to torch.compile first; on a CPU, and over several ranks, there are no graphs. Under
+    torchrun `batch_size` is that of all ranks together; with masks "shared" all draw the same and train what one
+    process would, with "independent" each draws its own, so that a step's gradient is a mean over as many draws as
+    there are ranks.
     """
 
     epochs: int = 10
@@ -82,6 +83,12 @@ class Config:
         for name, known in vocabularies.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
+
+    @property
+    def first_epoch(self) -> int:
+        """How many epochs of the schedule lie before this stage: order and augmentation go on where they ended."""
+        start, end = self.span
+        return round(self.epochs * start / (end - start)) if end > start else 0
 
     def factor(self, progress: float) -> float:
         """What lr is multiplied by when a share `progress` of the stage is done."""

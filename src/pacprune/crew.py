@@ -17,7 +17,7 @@ from pacprune.evaluate import mean_loss
 from pacprune.loop import History, check_population, loop
 from pacprune.population import Population, compile_always, members, spread
 from pacprune.scores import Loss
-from pacprune.step import Run
+from pacprune.step import Run, orders
 
 
 class Crew:
@@ -27,8 +27,6 @@ class Crew:
         self.models = members(model)
         self.configs: list[Config] = spread("config", config, len(self.models))
         self.seeds: list[int] = spread("seed", seed, len(self.models))
-        self.own = len(set(self.seeds)) > 1
-        """Whether every member has its own order of the data."""
         if not self.models:
             raise ValueError("a population needs at least one model, but the list is empty")
         self.device = device_of(self.models[0])
@@ -69,8 +67,8 @@ class Crew:
         """(x, y) -> the loss of the model, or of every member."""
         whole = math.ceil(self.configs[0].batch_size / self.configs[0].accumulate) // ranks.world()
         if self.population is not None:
-            crew = self.population
-            return lambda x, y: crew.losses(loss, x, y, own=self.own, fuse=y.shape[1 if self.own else 0] == whole)
+            crew, own = self.population, len(orders(self.configs, self.seeds)) > 1
+            return lambda x, y: crew.losses(loss, x, y, own=own, fuse=y.shape[1 if own else 0] == whole)
         model = self.models[0]
         compiled = compile_always(model) if self.configs[0].execution == "compiled" else model
 

@@ -74,8 +74,8 @@ class Step:
         self.clock = torch.zeros(len(run.groups) + 3, *shape, device=device)
         self.value = torch.zeros(shape, dtype=torch.float64, device=device)
         self.total = torch.zeros_like(self.value)
-        self.own = len(set(seeds)) > 1
-        self.order = list(seeds) if self.own else [seeds[0]]
+        self.orders = orders(configs, seeds)
+        self.own = len(self.orders) > 1
         alike = not run.members or len({_rates(config) for config in configs}) == 1
         for row, group in zip(self.clock, run.groups, strict=False):
             group.rate = row[0] if alike and run.members else row  # one rate for all: one launch for all parameters
@@ -105,13 +105,13 @@ class Step:
                     f"a population needs data that all members can read at once, not a {type(data).__name__}; "
                     "give (x, y) tensors or a Part"
                 )
-            seed, size_ = self.order[0], self.config.batch_size
-            return lambda epoch: batches(data, size_, device=self.device, order=_order(size(data), seed, epoch))
+            (seed, first), size_ = self.orders[0], self.config.batch_size
+            return lambda epoch: batches(data, size_, device=self.device, order=_order(size(data), seed, first + epoch))
         self.x, self.y = (t.to(self.device) for t in pair)  # once, whole: an epoch has no copies in it
         n = len(self.x)
 
         def read(epoch: int) -> Iterator[Tensor]:
-            order = torch.stack([_order(n, seed, epoch) for seed in self.order]).to(self.device)
+            order = torch.stack([_order(n, seed, first + epoch) for seed, first in self.orders]).to(self.device)
             # `portions` looks at the first dimension; an index is [n], or [K, n] when each member has its own order.
             for part in portions(order.T, self.config.batch_size):
                 yield part.T if self.own else part[:, 0]
@@ -147,7 +147,8 @@ class Step:
         if self.config.augment:
             steps = torch.arange(self.first, self.first + per_epoch, device=self.device)
             # A last example may join the batch before it.
-            each = [self._words(seed, steps, self.config.batch_size + 1) for seed in self.order]
+            most = self.config.batch_size + 1
+            each = [self._words(seed, first * per_epoch + steps, most) for seed, first in self.orders]
             self.words = torch.stack(each, dim=1) if self.own else each[0]
 
     def __call__(self, number: int, examples: Any) -> int:
@@ -158,7 +159,9 @@ class Step:
         if not isinstance(examples, Tensor):
             x, y = examples
             self.count = len(x)
-            word = self._words(self.order[0], self.first + number, self.count) if self.config.augment else None
+            (seed, first), per_epoch = self.orders[0], self.steps // self.config.epochs
+            now = first * per_epoch + self.first + number
+            word = self._words(seed, now, self.count) if self.config.augment else None
             own = self._plan()[0]
             if own is not None:
                 x, y, word = x[own], y[own], None if word is None else word[own]
@@ -321,6 +324,12 @@ class Step:
         scale = (most / (norm + 1e-6)).clamp_max(1.0)
         for g in grads:
             g.mul_(scale.reshape(-1, *[1] * (g.ndim - 1)) if apart else scale)
+
+
+def orders(configs: Sequence[Config], seeds: Sequence[int]) -> list[tuple[int, int]]:
+    """(seed, first epoch) of the order of the data: one for all members of a population, or one each."""
+    each = [(seed, config.first_epoch) for config, seed in zip(configs, seeds, strict=True)]
+    return each if len(set(each)) > 1 else each[:1]
 
 
 def _rates(config: Config) -> tuple[Any, ...]:
