@@ -347,7 +347,7 @@ class Overlap(NamedTuple):
     chance: float
 
 
-def overlap(a: Mask, b: Mask) -> Overlap:
+def overlap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Overlap:
     """|a and b| / |a|, with its chance level |b| / D: two random masks of sparsity s share 1 - s."""
     if a.keys() != b.keys():
         raise ValueError(f"the masks name different tensors: {sorted(a.keys() ^ b.keys())}")
