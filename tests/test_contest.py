@@ -1,5 +1,6 @@
 """The contest of pruning methods: equal terms, tuning that never sees the test set, and work that is done once."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,34 @@ def test_finished_networks_are_not_trained_again(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(contest, "fit", lambda *a, **k: pytest.fail("the dense networks are there"))
     assert contest.run(small, job(tmp_path)) == rows
     assert len(trained) == 1
+
+
+def test_methods_with_a_mask_stage_have_the_share_that_the_setting_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third = replace(
+        SETTING,
+        methods=tuple(METHODS),
+        mask_share=1 / 3,
+        rates=(0.1,),
+        gated=((0.1, 100.0),),
+        seeds=1,
+        sparsities=(0.9,),
+    )
+    stages: dict[str, list[tuple[str, int]]] = {}
+    real = contest.together
+
+    def noted(verb, models, on, configs, **given):
+        found = real(verb, models, on, configs, **given)
+        key = next(m for m, (v, o) in METHODS.items() if v is verb and o.items() <= given.items() and m not in stages)
+        stages[key] = list(Counter(row["stage"] for row in found[0].history).items())
+        return found
+
+    monkeypatch.setattr(contest, "together", noted)
+    contest.run(replace(third, after=replace(SETTING.after, epochs=3)), job(tmp_path))
+    assert stages.keys() == METHODS.keys()
+    assert {m for m, found in stages.items() if dict(found).get("masks") == 1} == METHODS.keys() - {"osp", "imp"}
+    assert third.terms != SETTING.terms
 
 
 def test_a_network_that_diverges_does_not_stop_the_others(tmp_path: Path) -> None:

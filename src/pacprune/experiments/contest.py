@@ -42,6 +42,7 @@ METHODS: dict[str, tuple[Callable[..., Pruned], dict[str, Any]]] = {
 }
 FROM_A_CRITERION = ("osp", "pft", "pft-paper", "pft-still")
 """Methods that begin with a criterion's scores; the others rank by magnitude, or learn their own."""
+WITHOUT_A_MASK_STAGE = ("osp", "imp")
 VALIDATION = 0.1
 AT_ONCE = {"cpu": 8, "cuda": 96}
 """Networks in one population; where they do not fit into memory, `fit` trains them in halves."""
@@ -66,6 +67,8 @@ class Setting:
     """(lr, gate_lr / lr) that pft tries, as many as the others have rates."""
     tuned_at: float
     """The sparsity at which the learning rates are chosen."""
+    mask_share: float = 0.5
+    """The share of the epochs after dense training that finds the mask, where a method has such a stage."""
 
     def __post_init__(self) -> None:
         if len(self.rates) != len(self.gated):
@@ -81,7 +84,8 @@ class Setting:
     @property
     def terms(self) -> str:
         """Names what an entry does not say: networks made on other terms are not taken for these."""
-        return hashlib.sha256(repr((self.data, self.model, self.dense, self.after)).encode()).hexdigest()[:12]
+        found = self.data, self.model, self.dense, self.after, self.mask_share
+        return hashlib.sha256(repr(found).encode()).hexdigest()[:12]
 
     def pairs(self) -> list[tuple[str, str]]:
         """All (method, criterion); a method without a criterion of its own ranks by magnitude.
@@ -247,7 +251,11 @@ def _contest(
     total = weights.total(dense[entries[0].seed])
 
     def attempt(entries: list[Entry]) -> list[dict[str, Any]]:
-        own = {"criterion": [entry.criterion for entry in entries]} if entries[0].method in FROM_A_CRITERION else {}
+        own: dict[str, Any] = {}
+        if entries[0].method in FROM_A_CRITERION:
+            own["criterion"] = [entry.criterion for entry in entries]
+        if entries[0].method not in WITHOUT_A_MASK_STAGE:
+            own["mask_share"] = setting.mask_share
         results = together(
             verb,
             [copy.deepcopy(dense[entry.seed]) for entry in entries],

@@ -70,6 +70,7 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
             gated=((0.2, 100.0),),
             dense=replace(_COLOUR.dense, epochs=120),
             after=replace(_COLOUR.after, epochs=180),
+            mask_share=1 / 3,  # 60 + 120 epochs
         ),
     ),
 }
