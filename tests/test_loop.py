@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pacprune as pp
 from pacprune import layers, loop, weights
 from pacprune.budget import CONTROLS
-from pacprune.config import OPTIMIZERS
+from pacprune.config import GATE_STEPS, OPTIMIZERS
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,6 +51,10 @@ def test_gates_learn_a_hundred_times_faster_unless_told_otherwise() -> None:
     assert pp.Config(lr=0.02).gate_lr == pytest.approx(2.0)
     assert pp.Config(lr=0.02, gate_lr=0.5).gate_lr == 0.5
     assert pp.Config(lr=0.02, gate_lr=None).gate_lr is None
+    for steps, rate in ((1, 2.0), (GATE_STEPS, 2.0), (4 * GATE_STEPS, 0.5)):
+        assert pp.Config(lr=0.02).paced(steps).gate_lr == pytest.approx(rate)
+    for given in (2.0, None):  # 100 lr, too, when it was asked for
+        assert pp.Config(lr=0.02, gate_lr=given).paced(10 * GATE_STEPS).gate_lr == given
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pacprune as pp
+from pacprune import config as config_module
 from pacprune import scores, weights
 
 G = torch.Generator().manual_seed(1)
@@ -107,6 +108,22 @@ def test_pft_at_initialisation_even_of_a_net_without_a_width() -> None:
     found = pp.pft(pp.models.mlp(classes=3), (X, Y), pp.Config(epochs=10, lr=0.1), sparsity=0.9)
     assert [row["stage"] for row in found.history] == ["masks"] * 5 + ["tune"] * 5
     assert pp.error(found.model, (X, Y)) < 0.4
+
+
+@pytest.mark.parametrize("recipe", ["coupled", "paper"])
+@pytest.mark.parametrize("loader", [False, True])
+def test_a_long_mask_stage_has_a_smaller_gate_lr_unless_one_is_given(
+    recipe: str, loader: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_module, "GATE_STEPS", 4)  # the mask stage has 2 epochs of 4 steps: twice as many
+    data = DataLoader(TensorDataset(X, Y), batch_size=32) if loader else (X, Y)
+
+    def weight(config: pp.Config) -> Tensor:
+        return pp.pft(net(), data, config, sparsity=0.5, recipe=recipe).model[0].weight  # type: ignore[index]
+
+    found, whole, half = (weight(c) for c in (CONFIG, *(dataclasses.replace(CONFIG, gate_lr=r) for r in (10.0, 5.0))))
+    assert torch.equal(found, half if recipe == "coupled" else whole)
+    assert not torch.equal(whole, half)
 
 
 @pytest.mark.parametrize("recipe", ["coupled", "paper"])

@@ -155,6 +155,11 @@ def portions(whole: Tensor, most: int) -> list[Tensor]:
     return pieces
 
 
+def per_epoch(data: Data, batch_size: int) -> int:
+    """The number of steps of an epoch; a DataLoader has its own batches."""
+    return len(data) if isinstance(data, DataLoader) else len(portions(torch.arange(size(data)), batch_size))
+
+
 def batches(
     data: Data, batch_size: int, *, device: torch.device, order: Tensor | None = None, limit: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:

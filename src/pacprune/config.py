@@ -1,7 +1,7 @@
 """The Config that describes how one stage of training is run."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,8 @@ MASKS = ("shared", "independent")
 
 GATE_RATIO = 100.0
 """gate_lr / lr unless it is given."""
+GATE_STEPS = 3200
+"""Steps of a mask stage up to which GATE_RATIO was found to be right; see `Config.paced`."""
 
 
 class _Auto(float):
@@ -89,6 +91,15 @@ class Config:
         """How many epochs of the schedule lie before this stage: order and augmentation go on where they ended."""
         start, end = self.span
         return round(self.epochs * start / (end - start)) if end > start else 0
+
+    def paced(self, steps: int) -> "Config":
+        """For a stage of so many steps: min(1, GATE_STEPS / steps) of a gate_lr that follows lr; a given one stays.
+
+        The gates' steps add up, so that in a long stage they would outgrow what the weights' sizes say.
+        """
+        if not isinstance(self.gate_lr, _Auto) or steps <= GATE_STEPS:
+            return self
+        return replace(self, gate_lr=float(self.gate_lr) * GATE_STEPS / steps)
 
     def factor(self, progress: float) -> float:
         """What lr is multiplied by when a share `progress` of the stage is done."""

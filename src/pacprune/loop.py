@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from pacprune import budget, checkpoint, layers, ranks, sharded, weights
-from pacprune.batches import Data, device_of, forked, portions, size
+from pacprune import batches, budget, checkpoint, layers, ranks, sharded, weights
+from pacprune.batches import Data, device_of, forked
 from pacprune.config import Config
 from pacprune.optim import Group
 from pacprune.step import Run, Step
@@ -56,8 +56,7 @@ def loop(
             f"patience is {config.patience} but there is no validation data to judge by; give some, or patience=0"
         )
     _check_split(data, config)
-    device, n = device_of(model), size(data)
-    per_epoch = len(data) if isinstance(data, DataLoader) else len(portions(torch.arange(n), config.batch_size))
+    device, per_epoch = device_of(model), batches.per_epoch(data, config.batch_size)
     step = Step(model, configs, run, seeds, device)
     trained = [p for group in run.groups for p in group.params]
     known = {id(p) for p in (*trained, *(shards.weight for shards in layers.held(model)))}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pacprune import kernels, masks, patterns, scores, sharded, weights
-from pacprune.batches import Data
+from pacprune.batches import Data, per_epoch
 from pacprune.budget import Budget, keep_means_
 from pacprune.certificate import Certificate
 from pacprune.checkpoint import kept
@@ -238,14 +238,14 @@ def pft(
 
     `config` is the whole budget after dense training: its first `mask_share` trains the masks, the rest fine-tunes, on
     one learning-rate schedule, so that osp with the same config is the fair comparison. recipe "coupled" (the default)
-    ties each gate to its weight's magnitude, holds the mean keep_prob to a budget that falls from dense to
-    1 - sparsity, and hardens the gates, while what another criterion said at the start fades; "paper" is the paper's:
-    block-isotropic start with `eps`, clamped probabilities, no budget. An untrained model gives PFT at initialisation;
-    lr = 0 with mask_share = 1 and a gate_lr (say 20 for "coupled", 0.5 for "paper") gives strong lottery tickets.
-    Without `noise` the relaxed gates are not sampled but sigmoid(logit / beta), to see what sampling is worth. With a
-    `pattern`, "2:4" or "1:4", every group of weights has one gate, a choice of so many out of 4 that is relaxed by
-    Gumbel-softmax and hardened like the others, and the likeliest choice is kept; the pattern holds from the start, in
-    place of the falling budget.
+    ties each gate to its weight's magnitude, holds the mean keep_prob to a budget that falls from dense to 1 -
+    sparsity, and hardens the gates, while what another criterion said at the start fades; a gate_lr that is not given
+    is smaller where the mask stage is long (`Config.paced`); "paper" is the paper's: block-isotropic start with `eps`,
+    clamped probabilities, no budget. An untrained model gives PFT at initialisation; lr = 0 with mask_share = 1 and a
+    gate_lr (say 20 for "coupled", 0.5 for "paper") gives strong lottery tickets. Without `noise` the relaxed gates are
+    not sampled but sigmoid(logit / beta), to see what sampling is worth. With a `pattern`, "2:4" or "1:4", every group
+    of weights has one gate, a choice of so many out of 4 that is relaxed by Gumbel-softmax and hardened like the
+    others, and the likeliest choice is kept; the pattern holds from the start, in place of the falling budget.
     """
     sparsity = check_request(model, sparsity, criterion, pattern)
     if recipe not in ("coupled", "paper"):
@@ -266,6 +266,7 @@ def pft(
     found = kept(folder, f"{criterion} {seed} {getattr(loss, '__qualname__', loss)}", model, data, scored)
     estimator = kernels.SOFT if noise else kernels.STILL
     if recipe == "coupled":
+        first = first.paced(first.epochs * per_epoch(data, first.batch_size))
         slab = score_monotone(model, found, sparsity=sparsity)
         attach(model, slab, mapping=pattern or "sigmoid", coupling=COUPLING, estimator=estimator, seed=seed)
         # keep_prob alone would not tell the smallest scores apart.

@@ -25,7 +25,7 @@ from pacprune import bounds, data, gibbs, layers, models, weights
 from pacprune.batches import rows
 from pacprune.certificate import RECORD, Certificate
 from pacprune.checkpoint import write_atomically
-from pacprune.config import Config
+from pacprune.config import GATE_RATIO, Config
 from pacprune.data import Part, Split
 from pacprune.evaluate import error
 from pacprune.experiments import plots, store
@@ -164,6 +164,8 @@ def _setting(entry: Mapping[str, Any]) -> Setting:
     if unknown := sorted(set(entry) - known):
         raise ValueError(f"the grid has {unknown[0]!r} in a setting, but there are only {', '.join(sorted(known))}")
     stages = {name: Config(**entry[name]) for name in ("dense", "pruning")}
+    if "gate_lr" not in entry["pruning"]:  # as the published grid was made, however long the stage
+        stages["pruning"] = replace(stages["pruning"], gate_lr=GATE_RATIO * stages["pruning"].lr)
     stages |= {name: Config(**entry[name], gate_lr=None) for name in ("prior", "posterior")}
     lists = {name: tuple(entry[name]) for name in ("alphas", "sparsities", "seeds", "std")}
     if len(lists["std"]) != len(lists["alphas"]):

@@ -112,7 +112,7 @@ class Entry(NamedTuple):
     seed: int
     lr: float
     ratio: float
-    """gate_lr / lr, where there are gates."""
+    """gate_lr / lr, where there are gates; GATE_RATIO stands for the default, which is less for long mask stages."""
 
 
 def run(setting: Setting, job: Job) -> list[dict[str, Any]]:
@@ -260,7 +260,7 @@ def _contest(
             verb,
             [copy.deepcopy(dense[entry.seed]) for entry in entries],
             on,
-            [replace(setting.after, lr=entry.lr, gate_lr=entry.lr * entry.ratio) for entry in entries],
+            [_config(setting.after, entry) for entry in entries],
             sparsity=[entry.sparsity for entry in entries],
             seed=[entry.seed for entry in entries],
             progress=job.progress,
@@ -274,6 +274,11 @@ def _contest(
         ]
 
     return surviving(entries, attempt, {"kept": 0, "total": total, "error": 1.0})
+
+
+def _config(after: Config, entry: Entry) -> Config:
+    config = replace(after, lr=entry.lr)
+    return config if entry.ratio == GATE_RATIO else replace(config, gate_lr=entry.lr * entry.ratio)
 
 
 def surviving(entries: list[_Any], attempt: Callable[[list[_Any]], list[_R]], lost: _R) -> list[_R]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pacprune import data, models, patterns, scores
-from pacprune.config import SCHEDULES
+from pacprune.config import GATE_STEPS, SCHEDULES
 from pacprune.issue import FAMILIES
 from pacprune.train import OBJECTIVES
 
@@ -49,7 +49,7 @@ class Options:
 
 
 _CRITERION = f"What ranks the weights: {', '.join(scores.NAMES)}."
-_GATE_LR = "Learning rate of the keep probabilities; 100 times --lr unless given."
+_GATE_LR = "Learning rate of the keep probabilities; 100 times --lr unless given{}."
 _MASK_SHARE = "Share of --epochs that trains the {}; the rest fine-tunes."
 _FLOOR = "Weights that every layer keeps at least."
 _PATTERN = f"Keep so many of every 4 weights in a row: {', '.join(patterns.PATTERNS)}; --sparsity follows from it."
@@ -85,7 +85,7 @@ class Pft(Pruning):
     """
 
     criterion: str = _option("magnitude", _CRITERION)
-    gate_lr: float | None = _option(None, _GATE_LR)
+    gate_lr: float | None = _option(None, _GATE_LR.format(f", less where they have more than {GATE_STEPS} steps"))
     recipe: str = _option(
         "coupled",
         "coupled (keep probabilities follow the weights' sizes while their mean falls to 1 - sparsity) or paper.",
@@ -141,7 +141,7 @@ class L0(Pruning):
     Dense training, weights and gates trained together, the most open gates, sparse fine-tuning.
     """
 
-    gate_lr: float | None = _option(None, _GATE_LR)
+    gate_lr: float | None = _option(None, _GATE_LR.format(""))
     mask_share: float = _option(0.5, _MASK_SHARE.format("gates"))
     min_per_layer: int = _option(0, _FLOOR)
 
@@ -156,7 +156,7 @@ class Pbp(Options):
 
     criterion: str = _option("magnitude", _CRITERION)
     epochs: int = _option(20, "Epochs of training the prior, after dense training and before --posterior-epochs.")
-    gate_lr: float | None = _option(None, _GATE_LR)
+    gate_lr: float | None = _option(None, _GATE_LR.format(""))
     posterior_epochs: int = _option(20, "Epochs of training the posterior on the bound.")
     posterior_lr: float = _option(0.02, "Learning rate of the posterior.")
     eps: float = _option(1e-4, "Keep probability of the weights outside the prior's mask, at the start.")
