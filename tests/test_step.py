@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import pacprune as pp
 from pacprune import budget, layers, masks, philox, pipelines, step
@@ -22,6 +23,7 @@ G = torch.Generator().manual_seed(2)
 X = torch.randn(50, 5, generator=G)
 Y = (X[:, 0] > 0).long()
 IMAGES = torch.randn(33, 2, 6, 6, generator=G)
+MARKS = torch.arange(33) % 2
 CONFIG = pp.Config(epochs=4, lr=0.1, batch_size=10)  # 5 steps an epoch
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -143,13 +145,12 @@ def pictures() -> nn.Module:
 
 
 def test_orders_and_crops_are_functions_of_seed_step_and_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    marks = torch.arange(33) % 2
     config = pp.Config(epochs=2, lr=0.0, gate_lr=None, batch_size=8, augment=True)  # 33 = 3 x 8 + 9
 
     def batches(seed: Any) -> list[dict[str, Any]]:
         models = pictures() if isinstance(seed, int) else [pictures() for _ in seed]
         with watched(monkeypatch) as seen:
-            pp.fit(models, (IMAGES, marks), config, seed=seed)
+            pp.fit(models, (IMAGES, MARKS), config, seed=seed)
         return seen
 
     alone = [batches(3), batches(8)]
@@ -172,33 +173,21 @@ def test_orders_and_crops_are_functions_of_seed_step_and_position(monkeypatch: p
         assert not torch.equal(first[:8], torch.cat([one["x"] for one in seen[4:]]).flatten(1)[:8])
 
 
-@pytest.mark.parametrize("loader", [False, True])
-def test_two_stages_of_one_schedule_read_the_data_as_one_stage_does(
-    monkeypatch: pytest.MonkeyPatch, loader: bool
-) -> None:
-    pairs = (IMAGES, torch.arange(33) % 2)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_two_stages_of_one_schedule_read_the_data_as_one_does(monkeypatch: pytest.MonkeyPatch, loaded: bool) -> None:
     whole = pp.Config(epochs=5, lr=0.0, gate_lr=None, batch_size=8, augment=True)
-    first, second = pipelines.shares(whole, 0.5)
 
-    def batches(models: Any, config: Any, seed: Any = 3) -> list[dict[str, Any]]:
-        data = torch.utils.data.TensorDataset(*pairs) if loader else pairs
+    def batches(models: Any, config: Any) -> list[tuple[Tensor, Tensor]]:
         with watched(monkeypatch) as seen:
-            pp.fit(models, data, config, seed=seed)
-        return seen
+            pp.fit(models, TensorDataset(IMAGES, MARKS) if loaded else (IMAGES, MARKS), config, seed=3)
+        return [(one["x"], one["word"]) for one in seen]
 
-    wanted = batches(pictures(), whole)
-    found = batches(pictures(), first) + batches(pictures(), second)
-    assert len(wanted) == len(found) == 20
-    for one, other in zip(wanted, found, strict=True):
-        assert torch.equal(one["x"], other["x"])
-        assert torch.equal(one["word"], other["word"])
-    if loader:
-        return
-    late = dataclasses.replace(whole, epochs=2, span=(0.6, 1.0))
-    for number, one in enumerate(batches([pictures(), pictures()], [dataclasses.replace(whole, epochs=2), late], 3)):
-        for k, start in enumerate((0, 12)):  # one seed, and yet each member has its own order
-            assert torch.equal(one["x"][k], wanted[start + number]["x"])
-            assert torch.equal(one["word"][k], wanted[start + number]["word"])
+    wanted, first, second = (batches(pictures(), config) for config in (whole, *pipelines.shares(whole, 0.5)))
+    assert all(torch.equal(a, b) for two in zip(wanted, first + second, strict=True) for a, b in zip(*two, strict=True))
+    stages = [dataclasses.replace(whole, epochs=2, span=span) for span in ((0.0, 0.4), (0.6, 1.0))]
+    for number, both in enumerate([] if loaded else batches([pictures(), pictures()], stages)):
+        for k, own in enumerate((wanted[number], wanted[12 + number])):  # one seed, and yet each has its own order
+            assert all(torch.equal(mine[k], alone) for mine, alone in zip(both, own, strict=True))
 
 
 def test_accumulation_takes_a_draw_for_every_part() -> None:
