@@ -140,6 +140,14 @@ def _student(freedom: int) -> float:
     return math.sqrt(freedom) * math.tan(float(np.interp(0.95, mass / mass[-1], angle)))
 
 
+def means(rows: Table, y: str, *by: str) -> dict[tuple[Any, ...], float]:
+    """The mean of y over the rows that agree in all columns `by`, under their values."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in by), []).append(row[y])
+    return {key: interval(values).mean for key, values in found.items()}
+
+
 def lines(axes: Any, rows: Table, *, x: str, y: str, by: str, style: dict[str, tuple[str, str, str]]) -> None:
     """One line per value of `by`: the mean of y over the rows with equal x, and its interval.
 

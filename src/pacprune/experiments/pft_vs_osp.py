@@ -165,16 +165,10 @@ def _paint(canvas: Any, rows: Table, ranked: Table, by: str, style: dict[str, tu
 
 def margins(setting: Setting, rows: Table) -> dict[str, float]:
     """How far PFT is below one-shot pruning by the same criterion, per criterion and sparsity."""
-
-    def mean(method: str, criterion: str, sparsity: float) -> float:
-        own = (method, criterion, sparsity)
-        return figures.interval(
-            [row["test_error"] for row in rows if (row["method"], row["criterion"], row["sparsity"]) == own]
-        ).mean
-
+    found = figures.means(rows, "test_error", "method", "criterion", "sparsity")
     return {
-        f"{setting.name}, {criterion} at {sparsity}: one-shot - PFT": mean("osp", criterion, sparsity)
-        - mean("pft", criterion, sparsity)
+        f"{setting.name}, {criterion} at {sparsity}: one-shot - PFT": found["osp", criterion, sparsity]
+        - found["pft", criterion, sparsity]
         for criterion in setting.criteria
         for sparsity in setting.sparsities
     }

@@ -70,15 +70,8 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         lambda: _noisy(setting, job),
         _paint_noisy,
     )
-    numbers = {
-        f"shared, {criterion} at {sparsity}": figures.interval(
-            [r["shared"] for r in shared.rows if (r["criterion"], r["sparsity"]) == (criterion, sparsity)]
-        ).mean
-        for criterion in _CRITERIA
-        for sparsity in setting.sparsities
-        if criterion in setting.criteria
-    }
-    return [shared, noisy], numbers
+    shares = figures.means(shared.rows, "shared", "criterion", "sparsity")
+    return [shared, noisy], {f"shared, {criterion} at {sparsity}": s for (criterion, sparsity), s in shares.items()}
 
 
 def _start(setting: Setting, job: Job) -> tuple[Any, tuple[Tensor, Tensor], dict[int, nn.Module]]:

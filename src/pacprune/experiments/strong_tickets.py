@@ -54,14 +54,8 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         "data order and masks are random)."
     )
     found = figures.draw(job, f"strong-tickets-{setting.name}", caption, lambda: _rows(setting, job), _paint)
-    numbers = {
-        f"thresholded error from {start} at {sparsity}": figures.interval(
-            [r["thresholded_error"] for r in found.rows if (r["start"], r["sparsity"]) == (start, sparsity)]
-        ).mean
-        for start in STARTS
-        for sparsity in setting.sparsities
-    }
-    return [found], numbers
+    errors = figures.means(found.rows, "thresholded_error", "start", "sparsity")
+    return [found], {f"thresholded error from {start} at {sparsity}": e for (start, sparsity), e in errors.items()}
 
 
 def _rows(setting: Setting, job: Job) -> Table:
