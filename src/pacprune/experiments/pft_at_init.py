@@ -40,10 +40,11 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     drawn, numbers = [], {}
     for setting in job.chosen(SETTINGS[job.scale]):
         setting = contest.on_device(setting, job)
+        epochs = setting.after.epochs
         caption = (
-            f"{setting.data}, {setting.model}: test error without dense training, {setting.after.epochs} epochs in "
-            "all; one-shot masks are those of initialisation, PFT has half of the epochs to learn its own; mean and "
-            f"95 % interval over {setting.seeds} seeds (weights, data order and masks are random)."
+            f"{setting.data}, {setting.model}: test error without dense training, {epochs} epochs in all; one-shot "
+            f"masks are those of initialisation, PFT has {round(epochs * setting.mask_share)} epochs to learn its own; "
+            f"mean and 95 % interval over {setting.seeds} seeds (weights, data order and masks are random)."
         )
         name = f"pft-at-init-{setting.name}"
         found = figures.draw(
