@@ -14,7 +14,7 @@ MASKS = ("shared", "independent")
 GATE_RATIO = 100.0
 """gate_lr / lr unless it is given."""
 GATE_STEPS = 3200
-"""Steps of a mask stage up to which GATE_RATIO was found to be right; see `Config.paced`."""
+"""Just above the longest mask stage, 3,128 steps, that GATE_RATIO was chosen with; see `Config.paced`."""
 
 
 class _Auto(float):

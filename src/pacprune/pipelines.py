@@ -238,8 +238,8 @@ def pft(
 
     `config` is the whole budget after dense training: its first `mask_share` trains the masks, the rest fine-tunes, on
     one learning-rate schedule, so that osp with the same config is the fair comparison. recipe "coupled" (the default)
-    ties each gate to its weight's magnitude, holds the mean keep_prob to a budget that falls from dense to 1 -
-    sparsity, and hardens the gates, while what another criterion said at the start fades; a gate_lr that is not given
+    ties each gate to its weight's magnitude, holds the mean keep_prob to a budget that falls to 1 - sparsity,
+    and hardens the gates, while what another criterion said at the start fades; a gate_lr that is not given
     is smaller where the mask stage is long (`Config.paced`); "paper" is the paper's: block-isotropic start with `eps`,
     clamped probabilities, no budget. An untrained model gives PFT at initialisation; lr = 0 with mask_share = 1 and a
     gate_lr (say 20 for "coupled", 0.5 for "paper") gives strong lottery tickets. Without `noise` the relaxed gates are
