@@ -302,6 +302,7 @@ def test_a_step_that_cannot_be_captured_is_said_once_and_training_goes_on() -> N
 
 
 @GPU
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("stage", ["dense", "budget", "posterior"])
 def test_nothing_waits_for_the_device_inside_an_epoch(stage: str, count: int, tmp_path: Path) -> None:
@@ -314,8 +315,7 @@ def test_nothing_waits_for_the_device_inside_an_epoch(stage: str, count: int, tm
     def progress(name: str, done: int, total: int, row: dict) -> None:
         """The first epoch makes what is made once; from its second step on, the second may not wait."""
         moments.append(done)
-        inside = per < done < 2 * per
-        torch.cuda.set_sync_debug_mode("error" if inside else "default")
+        torch.cuda.set_sync_debug_mode("error" if per < done < 2 * per else "default")
 
     data = (X.cuda(), Y.cuda())
     per = 5 if stage != "posterior" else math.ceil(len(split.bound) / 10)
