@@ -2,7 +2,7 @@
 
 import json
 import sys
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from sklearn.linear_model import Lasso
 from typer.testing import CliRunner, Result
 
 from pacprune import cli, linear
-from pacprune.experiments import figures, linear_model, recipes, wide_masks
+from pacprune.experiments import figures, linear_model, recipes, weight_noise, wide_masks
 from pacprune.experiments.figures import Job
 
 NAMES = list(recipes.RECIPES)
@@ -117,7 +117,7 @@ def test_bad_input_gets_one_sentence(words: str, said: str, tmp_path: Path, monk
 
 
 def test_help_says_which_recipes_have_several_settings_and_where_figures_go() -> None:
-    text = " ".join(call("--help").stdout.split())
+    text = " ".join(call("--help").stdout.split()).replace("- ", "-")  # a line may break after a hyphen
     assert f"One setting of {', '.join(recipes.PARTED)}; an unknown name lists them" in text
     assert "[runs/NAME-SCALE[-ONLY]]" in text
 
@@ -170,6 +170,38 @@ def test_agreement_is_0_by_chance_and_1_for_equal_masks_of_kept_and_of_pruned_we
     assert figures.agreement(a, a) == 1
     c, d = (linear_model.top(torch.rand(50, generator=g), 10) for _ in range(2))
     assert figures.agreement({"w": c}, {"w": d}) == pytest.approx(figures.agreement({"w": ~c}, {"w": ~d}))
+
+
+# --- Noise on the weights
+
+
+def test_noise_has_its_width_on_kept_weights_and_leaves_pruned_ones() -> None:
+    net, like = (torch.nn.Linear(500, 400).requires_grad_(False) for _ in range(2))
+    net.weight[:, ::2] = 0
+    like.weight.mul_(3)
+    like.weight[::4] = 0
+    rms = float(like.weight[like.weight != 0].square().mean().sqrt())
+    noisy = weight_noise.with_noise(net, like, 0.5, seed=0, number=0)
+    added = noisy.weight - net.weight
+    assert not added[:, ::2].any()
+    assert float(added[:, 1::2].std()) == pytest.approx(0.5 * rms, rel=0.01)
+    assert torch.equal(noisy.bias, net.bias)
+    assert not torch.equal(noisy.weight, weight_noise.with_noise(net, like, 0.5, seed=0, number=1).weight)
+
+
+def test_the_calibration_error_is_that_of_its_definition() -> None:
+    g = torch.Generator().manual_seed(0)
+    logits, y = 2 * torch.randn(3000, 4, generator=g), torch.randint(4, (3000,), generator=g)
+    confidence, said = (t.numpy() for t in logits.double().softmax(1).max(1))
+    edges = np.linspace(0, 1, weight_noise.BINS + 1)
+    expected = 0.0
+    for low, high in pairwise(edges.tolist()):
+        inside = (confidence >= low) & ((confidence < high) | (high == 1))
+        if inside.any():
+            expected += inside.mean() * abs((said == y.numpy())[inside].mean() - confidence[inside].mean())
+    net = torch.nn.Linear(4, 4, bias=False)
+    torch.nn.init.eye_(net.weight)
+    assert weight_noise.calibration_error(net, (logits, y)) == pytest.approx(expected, abs=1e-6)
 
 
 # --- The methods in the linear model

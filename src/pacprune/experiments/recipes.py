@@ -25,6 +25,7 @@ from pacprune.experiments import (
     shared_weights,
     store,
     strong_tickets,
+    weight_noise,
 )
 from pacprune.experiments.figures import SCALES, STRIDE, Drawn, Job
 from pacprune.loop import Progress
@@ -37,6 +38,7 @@ RECIPES: dict[str, Recipe] = {
     "pft-vs-osp": pft_vs_osp.reproduce,
     "pft-at-init": pft_at_init.reproduce,
     "shared-weights": shared_weights.reproduce,
+    "weight-noise": weight_noise.reproduce,
     "strong-tickets": strong_tickets.reproduce,
     "mask-stability": mask_stability.reproduce,
     "characters": characters.reproduce,
@@ -51,6 +53,7 @@ SETTINGS = "recipe.json"
 PARTED: dict[str, Callable[[str], Sequence[Any]]] = {
     "pft-vs-osp": pft_vs_osp.SETTINGS.__getitem__,
     "pft-at-init": pft_at_init.SETTINGS.__getitem__,
+    "weight-noise": weight_noise.SETTINGS.__getitem__,
     "mask-stability": mask_stability.STUDIES.__getitem__,
     "error-vs-sparsity": lambda scale: error_vs_sparsity.declared(scale, [0]).settings,
     "data-scarce": data_scarce.SETTINGS.__getitem__,
