@@ -104,13 +104,35 @@ def test_help_names_all_methods_whose_runs_are_taken() -> None:
         assert methods in " ".join(call(command, "--help").stdout.split())
 
 
-def test_a_stage_that_ends_early_is_shown_as_complete(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_that_ends_early_is_shown_as_complete(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
     with progress_bars() as progress:
         progress("draws", 1952, 4000)
         progress("more", 1, 2, {"loss": 0.5})
     shown = capsys.readouterr().err
     assert "1952/1952" in shown
     assert "1/1" in shown
+
+
+def test_a_log_has_lines_while_a_stage_is_under_way(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 200, 20))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with progress_bars() as progress:
+        for done in range(4):
+            progress("dense", done, 4, {"loss": 0.5})
+        assert capsys.readouterr().err == "dense              2/4 0:00:40 loss 0.5000\n"
+        progress("dense", 4, 4)
+        progress("dense", 1, 4)
+        progress("draws", 1, 4000)
+    assert capsys.readouterr().err.splitlines() == [
+        "dense              4/4 0:01:20",
+        "dense              1/4 0:00:00",
+        "draws              1/4000 0:00:00",
+    ]
 
 
 def test_both_spellings_are_one_program() -> None:

@@ -1,18 +1,30 @@
-"""Progress bars on stderr."""
+"""Progress on stderr: bars in a terminal, lines in a log."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+WAIT = 30.0
+"""Seconds between two lines of a log about one stage."""
+
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[..., None]]:
-    """A function to call as (stage or file, done, total, last epoch's row): each gets a progress bar on stderr."""
+    """A function to call as (stage or file, done, total, last epoch's row): each is told of on stderr."""
+    console = Console(stderr=True)
+    with _bars(console) if console.is_terminal else _lines(console) as update:
+        yield update
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Callable[..., None]]:
     columns = TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True))
+    bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
     tasks: dict[str, Any] = {}
 
     def update(stage: str, done: int, total: int, row: dict[str, Any] | None = None) -> None:
@@ -34,6 +46,36 @@ def progress_bars() -> Iterator[Callable[..., None]]:
     finally:
         if tasks:
             bar.stop()
+
+
+@contextmanager
+def _lines(console: Console) -> Iterator[Callable[..., None]]:
+    """A line about a stage when it ends, and now and then before: rich would write its bars when all is over."""
+    current, reached, begun, said, unsaid = "", 0, 0.0, 0.0, ""
+
+    def update(stage: str, done: int, total: int, row: dict[str, Any] | None = None) -> None:
+        nonlocal current, reached, begun, said, unsaid
+        now = time.monotonic()
+        if stage != current or done < reached:
+            settle()
+            current, begun, said = stage, now, now
+        reached = done
+        took, of = timedelta(seconds=int(now - begun)), f"/{total}" if total else ""
+        unsaid = f"{stage:<18} {done}{of} {took} {_note(row or {})}".rstrip()
+        if now - said >= WAIT:
+            settle()
+            said = now
+
+    def settle() -> None:
+        nonlocal unsaid
+        if unsaid:
+            console.print(unsaid, soft_wrap=True, highlight=False, markup=False)
+        unsaid = ""
+
+    try:
+        yield update
+    finally:
+        settle()
 
 
 def _note(row: dict[str, Any]) -> str:
