@@ -177,6 +177,14 @@ def test_under_feedback_weights_come_back_until_the_masks_are_final() -> None:
     assert all(now.all() for stage, now in whole if stage == "masks")  # they are zero in the network alone
 
 
+@pytest.mark.parametrize(("name", "command", "period"), [("gmp", opt.Gmp, 16), ("dpf", opt.Dpf, 1)])
+def test_masks_from_which_weights_come_back_move_at_every_step(name: str, command: type[opt.Gmp], period: int) -> None:
+    _, seen = watched(name, noted, every=None)
+    masks = [s for stage, s in seen if stage == "masks"][:25]  # then the cubic is flat
+    assert [k for k in range(1, 25) if not torch.equal(masks[k], masks[k - 1])] == list(range(period, 25, period))
+    assert command().every == period
+
+
 def test_imp_prunes_geometrically_and_replays_the_schedule() -> None:
     config = pp.Config(epochs=8, lr=0.1, schedule="cosine", warmup=0.25, batch_size=30)
     model, seen = net(), {}

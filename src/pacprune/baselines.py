@@ -36,7 +36,7 @@ def gmp(
     pattern: str | None = None,
     feedback: bool = False,
     mask_share: float = 0.5,
-    every: int = 16,
+    every: int | None = None,
     dense: Config | None = None,
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
@@ -48,8 +48,9 @@ def gmp(
     """Gradual magnitude pruning (Zhu & Gupta 2017), in place: [dense] -> prune while training -> sparse fine-tuning.
 
     In the first `mask_share` of `config` the density falls as d(t) = 1 - s (1 - (1 - r)^3), r = min(1, t / 0.8): after
-    `every` so many steps the largest weights stay and the others are zero for good. With `feedback` (DPF, Lin et al.
-    2020) these are zero in the network alone: its gradient trains them on, and they can come back until it is over.
+    `every` so many steps (16) the largest weights stay and the others are zero for good. With `feedback` (DPF, Lin et
+    al. 2020) these are zero in the network alone: its gradient trains them on, and they can come back until it is over;
+    the mask then moves at every step.
     With a `pattern`, "2:4" or "1:4", the largest of every group of weights are the last to go.
     """
     sparsity = check_request(model, sparsity, pattern=pattern)

@@ -41,7 +41,7 @@ class Budget:
     fade: bool = False
     strength: float = 10.0
     patience: float = 10.0
-    every: int = 16
+    every: int | None = None
     min_per_layer: int = 0
     pattern: str | None = None
 
@@ -65,8 +65,17 @@ class Budget:
                 )
         if self.fade and self.control in PLAIN_CONTROLS:
             raise ValueError(f"fade is for gates, which the control {self.control!r} has not; leave it out")
-        if self.every < 1:
+        if self.period < 1:
             raise ValueError(f"every is {self.every}; it is the number of steps from mask to mask, at least 1")
+
+    @property
+    def period(self) -> int:
+        """Steps from one mask of a plain network to the next: `every`, or else 16, with feedback 1.
+
+        Where they can come back, pruned weights that grow unseen for 16 steps, as in Lin et al. 2020, return so many at
+        once that layers of a very sparse network are left without a weight (docs/results.md, DPF).
+        """
+        return self.every if self.every is not None else 1 if self.control == "feedback" else 16
 
     def density(self, progress: float) -> float:
         """d(t), the mean keep_prob asked for when a share `progress` of the stage is done."""
@@ -108,13 +117,13 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
 def move_masks_(model: nn.Module, budget: Budget | Sequence[Budget], step: int, steps: int) -> None:
     """Before step number `step` of `steps`: the noted masks keep the largest weights at the density of this moment.
 
-    Every member of a population by its own budget, and only when its `every` is due. Waits for the device, and writes
+    Every member of a population by its own budget, and only when its `period` is over. Waits for the device, and writes
     in place, so that a captured step goes on with the new masks.
     """
     plans = [budget] if isinstance(budget, Budget) else budget
     pairs = weights.masked(model)
     for k, plan in enumerate(plans):
-        if step % plan.every:
+        if step % plan.period:
             continue
         own = pairs if isinstance(budget, Budget) else [(weight[k], keep[k]) for weight, keep in pairs]
         scores = {str(i): weight.abs() for i, (weight, _) in enumerate(own)}
