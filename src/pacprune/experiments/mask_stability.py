@@ -140,9 +140,11 @@ def _paint(canvas: Any, rows: Table) -> None:
         x, y, colour = ([row[key] for row in shown] for key in ("magnitude", "spread", "kept"))
         points = axes.scatter(x, y, c=colour, s=4, cmap="viridis", vmin=0, vmax=1)
         changing, total = int(own[0]["changing"]), int(own[0]["weights"])
-        share = f"{100 * changing / total:.0f} % of {total:,}"
+        share = f"{100 * changing / total:.1f} % of {total:,}"
         axes.set_title(f"{name.removesuffix('.weight')}\n{share}", loc="left", fontsize=8)
         axes.set_xlabel("mean |w|", fontsize=8)
+        axes.locator_params(axis="x", nbins=3)
+        axes.tick_params(axis="x", labelsize=7)  # larger ones run into each other in so narrow a panel
     grid[0].set_ylabel("standard deviation of |w| over the runs")
     canvas.suptitle(
         f"{rows[0]['dataset']}, {rows[0]['model']}: weights whose fate changes with the order of the data",
