@@ -159,6 +159,8 @@ def test_gmp_follows_the_cubic_density_and_its_zeros_stay() -> None:
         assert not (now & ~before).any()
     final = torch.cat([m.reshape(-1) for m in found.mask.values()])
     assert torch.equal(final, masks[-1])
+    told = [row["sparsity"] for row in found.history if row["stage"] == "masks"]
+    assert told == pytest.approx([1 - int(now.sum()) / 180 for now in masks[3::4]])
     assert all(torch.equal(now, final) for stage, now in seen if stage == "tune")
 
 
@@ -194,6 +196,7 @@ def test_imp_prunes_geometrically_and_replays_the_schedule() -> None:
 
     found = pp.imp(model, (X, Y), config, sparsity=0.9, rounds=3, progress=progress)
     assert seen == {f"round {i}": round(0.1 ** (i / 3) * 180) for i in (1, 2, 3)}
+    assert {row["stage"]: round((1 - row["sparsity"]) * 180) for row in found.history} == seen
     rounds = [[row["lr"] for row in found.history if row["stage"] == f"round {i}"] for i in (1, 2, 3)]
     assert [len(lr) for lr in rounds] == [2, 3, 3]
     assert rounds[1] == rounds[2]

@@ -146,9 +146,7 @@ def loop(
                 if step.sites and run.budgets is not None:
                     # The last step moved the gates; what is read from here on meets the budget.
                     budget.enforce_(model, run.plan(), (epoch + 1) / config.epochs)
-                if step.sites:
-                    for row, expected in zip(rows, _expected_sparsity(model, run), strict=True):
-                        row["expected_sparsity"] = expected
+                _add_sparsity(rows, model, run)
                 if run.validate is not None:
                     # Of rank 0 alone, so that all ranks stop at the same epoch; of a sharded model, all have to help.
                     values = run.validate() if step.sharded else []
@@ -190,13 +188,21 @@ def _shown(histories: list[History]) -> dict[str, Any]:
     return {**rows[0], **numbers, "members": len(rows)}
 
 
-def _expected_sparsity(model: nn.Module, run: Run) -> list[float]:
-    """sum(1 - keep_prob) / D, of every member."""
+def _add_sparsity(rows: History, model: nn.Module, run: Run) -> None:
+    """To every member's row: sum(1 - keep_prob) / D where there are gates, else the share of D that is masked now."""
     apart = 1 if run.members else 0
-    sites = layers.sites(model)
-    pruned = [(1 - sharded.local(site.keep_prob()).double()).flatten(apart).sum(-1) for site in sites]
-    everything = sharded.total(sum(pruned[1:], pruned[0]), [site.gate for site in sites])
-    return [one / layers.total(model) for one in _listed(everything)]
+    if sites := layers.sites(model):
+        name, of = "expected_sparsity", [site.gate for site in sites]
+        gone = [1 - sharded.local(site.keep_prob()).double() for site in sites]
+    elif pairs := weights.masked(model):
+        name, of = "sparsity", [weight for weight, _ in pairs]
+        gone = [(~sharded.local(keep)).double() for _, keep in pairs]
+    else:
+        return
+    each = [one.flatten(apart).sum(-1) for one in gone]
+    everything = sharded.total(sum(each[1:], each[0]), of)
+    for row, one in zip(rows, _listed(everything), strict=True):
+        row[name] = one / layers.total(model)
 
 
 def _check_finite(value: Tensor, run: Run, epoch: int, configs: Sequence[Config]) -> None:

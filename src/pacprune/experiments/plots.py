@@ -144,14 +144,14 @@ def _curves_table(folder: Path, result: dict[str, Any]) -> Table:
     for row in store.metrics(folder):
         method = row.get("method", result["rows"][-1]["method"])  # the demo alone has rows of several
         steps[method] = steps.get(method, 0) + 1
-        fixed = 0.0 if row["stage"] == "dense" else counted[method]
+        known = row.get("expected_sparsity", row.get("sparsity"))
         rows.append(
             {
                 "method": method,
                 "stage": row["stage"],
                 "epoch": steps[method],
                 "loss": row["loss"],
-                "sparsity": row.get("expected_sparsity", fixed),
+                "sparsity": known if known is not None else 0.0 if row["stage"] == "dense" else counted[method],
             }
         )
     return rows
