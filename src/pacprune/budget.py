@@ -72,8 +72,8 @@ class Budget:
     def period(self) -> int:
         """Steps from one mask of a plain network to the next: `every`, or else 16, with feedback 1.
 
-        Where they can come back, pruned weights that grow unseen for 16 steps, as in Lin et al. 2020, return so many at
-        once that layers of a very sparse network are left without a weight (docs/results.md, DPF).
+        With feedback and a new mask after 16 steps, very sparse networks ended with layers that have no weight left,
+        likely since many of those that grew unseen came back at once (docs/results.md, DPF).
         """
         return self.every if self.every is not None else 1 if self.control == "feedback" else 16
 
