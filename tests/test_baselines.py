@@ -159,7 +159,7 @@ def test_gmp_follows_the_cubic_density_and_its_zeros_stay() -> None:
         assert not (now & ~before).any()
     final = torch.cat([m.reshape(-1) for m in found.mask.values()])
     assert torch.equal(final, masks[-1])
-    told = [row["sparsity"] for row in found.history if row["stage"] == "masks"]
+    told = [row.get("sparsity", 0.0) for row in found.history if row["stage"] == "masks"]
     assert told == pytest.approx([1 - int(now.sum()) / 180 for now in masks[3::4]])
     assert all(torch.equal(now, final) for stage, now in seen if stage == "tune")
 

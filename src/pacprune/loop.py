@@ -189,8 +189,7 @@ def _shown(histories: list[History]) -> dict[str, Any]:
 
 
 def _add_sparsity(rows: History, model: nn.Module, run: Run) -> None:
-    """To every member's row: sum(1 - keep_prob) / D where there are gates, else the share of D that is masked now."""
-    apart = 1 if run.members else 0
+    """To every member's row: sum(1 - keep_prob) / D where there are gates, or the share of D that is masked, if any."""
     if sites := layers.sites(model):
         name, of = "expected_sparsity", [site.gate for site in sites]
         gone = [1 - sharded.local(site.keep_prob()).double() for site in sites]
@@ -199,10 +198,11 @@ def _add_sparsity(rows: History, model: nn.Module, run: Run) -> None:
         gone = [(~sharded.local(keep)).double() for _, keep in pairs]
     else:
         return
-    each = [one.flatten(apart).sum(-1) for one in gone]
+    each = [one.flatten(1 if run.members else 0).sum(-1) for one in gone]
     everything = sharded.total(sum(each[1:], each[0]), of)
     for row, one in zip(rows, _listed(everything), strict=True):
-        row[name] = one / layers.total(model)
+        if sites or one:  # a member without a mask has a row as if it were alone
+            row[name] = one / layers.total(model)
 
 
 def _check_finite(value: Tensor, run: Run, epoch: int, configs: Sequence[Config]) -> None:

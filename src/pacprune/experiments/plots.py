@@ -140,18 +140,16 @@ def _methods(canvas: Any, rows: Table) -> None:
 def _curves_table(folder: Path, result: dict[str, Any]) -> Table:
     steps: dict[str, int] = {}
     rows = []
-    counted = {row["method"]: row["sparsity"] for row in result["rows"]}
     for row in store.metrics(folder):
         method = row.get("method", result["rows"][-1]["method"])  # the demo alone has rows of several
         steps[method] = steps.get(method, 0) + 1
-        known = row.get("expected_sparsity", row.get("sparsity"))
         rows.append(
             {
                 "method": method,
                 "stage": row["stage"],
                 "epoch": steps[method],
                 "loss": row["loss"],
-                "sparsity": known if known is not None else 0.0 if row["stage"] == "dense" else counted[method],
+                "sparsity": row.get("expected_sparsity", row.get("sparsity", 0.0)),
             }
         )
     return rows
