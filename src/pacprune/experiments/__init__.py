@@ -1,1 +1,0 @@
-"""Runs from the command line: options, run folders, the demo, figures and the report."""
