@@ -5,21 +5,24 @@
 The nouns are scores, masks, SpikeSlab, Split, Config and Certificate; the rest are verbs. See docs/ for a tutorial.
 """
 
-from pacprune import bounds, data, linear, models, scores, wide
+from pacprune import bounds, data, models
 from pacprune._version import __version__ as __version__
-from pacprune.baselines import gmp, imp, l0
-from pacprune.budget import Budget
-from pacprune.certificate import Certificate
-from pacprune.config import Config
-from pacprune.evaluate import error, gibbs_error, reestimate_batchnorm
-from pacprune.issue import certify, certify_held_out
-from pacprune.layers import attach, harden, read, resample_
-from pacprune.masks import entropy, overlap, top_k
-from pacprune.pipelines import Certified, Pruned, osp, pbp, pft, together
-from pacprune.recheck import verify
-from pacprune.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
-from pacprune.train import fit, fit_posterior
-from pacprune.weights import apply_mask, prunable, sparsity
+from pacprune.certification.audit import verify
+from pacprune.certification.certificate import Certificate
+from pacprune.certification.certify import certify, certify_held_out
+from pacprune.masking import criteria as scores
+from pacprune.masking.attachment import attach, harden, read, resample_
+from pacprune.masking.masks import entropy, overlap, top_k
+from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
+from pacprune.masking.weights import apply_mask, prunable, sparsity
+from pacprune.methods.baselines import gmp, imp, l0
+from pacprune.methods.pipeline import Certified, Pruned, osp, pbp, pft, together
+from pacprune.theory import linear
+from pacprune.theory import linearised as wide
+from pacprune.training.budget import Budget
+from pacprune.training.config import Config
+from pacprune.training.evaluate import error, gibbs_error, reestimate_batchnorm
+from pacprune.training.fit import fit, fit_posterior
 
 __all__ = [
     "Budget",

@@ -1,6 +1,6 @@
 """python -m pacprune."""
 
-from pacprune.cli import main
+from pacprune.cli.app import main
 
 if __name__ == "__main__":
     main()

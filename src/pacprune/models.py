@@ -234,3 +234,8 @@ def _seeded(make: Callable[[], _Model], seed: int) -> _Model:
         # torch.manual_seed would seed the accelerators too, whose state is not the factory's to change.
         torch.default_generator.manual_seed(seed)
         return make()
+
+
+def next_character(out: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy per character."""
+    return F.cross_entropy(out.flatten(0, 1), y.flatten())

@@ -11,16 +11,18 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from pacprune import cli, kernels, layers, models, weights
-from pacprune.experiments import bench, console, speed, timing
-from pacprune.experiments.timing import Row, Target, Times
+from pacprune import kernels, models
+from pacprune.bench import sampler, subjects, timing
+from pacprune.bench.timing import Row, Target, Times
+from pacprune.cli import app, console
+from pacprune.masking import attachment, weights
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SUBJECTS = ("sample", "step", "population", "certificate", "pattern")
 
 
 def call(*words: str) -> Result:
-    return CliRunner().invoke(cli.app, ["bench", *words], prog_name="pacprune")
+    return CliRunner().invoke(app.app, ["bench", *words], prog_name="pacprune")
 
 
 # --- Arithmetic.
@@ -101,22 +103,22 @@ def test_what_does_not_fit_is_said_and_the_next_smaller_size_measured() -> None:
 
 
 def test_the_literal_mask_has_the_distribution_of_the_fused_one() -> None:
-    part = speed._part(40_000, CPU)._replace(mean=torch.ones(40_000), gate=torch.full((40_000,), -1.0))
+    part = sampler._part(40_000, CPU)._replace(mean=torch.ones(40_000), gate=torch.full((40_000,), -1.0))
     (fused,) = kernels.draw([part], kernels.Law())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        other = speed.literal(part.mean, part.gate)
+        other = sampler.literal(part.mean, part.gate)
     for one, two in ((fused, other), (fused**2, other**2), ((fused > 0.5).float(), (other > 0.5).float())):
         error = math.sqrt(float(one.var() + two.var()) / len(one))
         assert abs(float(one.mean() - two.mean())) < 5 * error
 
 
 def test_the_four_states_of_a_network_are_what_they_are_called() -> None:
-    made = {name: make() for name, make in speed._variants(lambda: models.mlp(20, hidden=(30,))).items()}
+    made = {name: make() for name, make in sampler._variants(lambda: models.mlp(20, hidden=(30,))).items()}
     assert list(made) == ["dense", "PFT", "torch.nn.utils.prune", "literal F.gumbel_softmax"]
     dense, stochastic, masked, literal = made.values()
-    assert not layers.sites(dense)
-    assert [site.name for site in layers.sites(stochastic)] == list(weights.prunable(dense))
+    assert not attachment.sites(dense)
+    assert [site.name for site in attachment.sites(stochastic)] == list(weights.prunable(dense))
     zeros = [float((m.weight == 0).float().mean()) for m in masked.modules() if isinstance(m, nn.Linear)]
     assert zeros == [pytest.approx(0.9, abs=0.01)] * 2
     extra = sum(p.numel() for p in literal.parameters()) - sum(p.numel() for p in dense.parameters())
@@ -126,10 +128,10 @@ def test_the_four_states_of_a_network_are_what_they_are_called() -> None:
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_step_trains_every_state(amp: bool) -> None:
     x, y = torch.randn(8, 20, generator=torch.Generator().manual_seed(0)), torch.zeros(8, dtype=torch.int64)
-    for name, make in speed._variants(lambda: models.mlp(20, hidden=(30,))).items():
+    for name, make in sampler._variants(lambda: models.mlp(20, hidden=(30,))).items():
         model = make()
         before = [p.detach().clone() for p in model.parameters()]
-        speed._loop(model, x, y, nn.functional.cross_entropy, amp=amp)()
+        sampler._loop(model, x, y, nn.functional.cross_entropy, amp=amp)()
         assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)), name
 
 
@@ -174,7 +176,7 @@ def test_every_subject_runs_on_a_cpu(subject: str) -> None:
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_every_subject_runs_on_a_gpu(subject: str) -> None:
-    result = bench.run(subject, device="cuda", smoke=True)
+    result = subjects.run(subject, device="cuda", smoke=True)
     check(result, subject)
     assert any(row["unit"].startswith(("ms", "s", "us", "ps")) for row in result["rows"])
 
@@ -192,7 +194,7 @@ def test_the_table_says_what_is_met(capsys: pytest.CaptureFixture[str]) -> None:
         "rows": [timing.as_dict(row) for row in rows],
         "notes": ["10 weights do not fit."],
     }
-    console.show(result, False, *bench.shown(result))
+    console.show(result, False, *subjects.shown(result))
     shown = " ".join(capsys.readouterr().out.split())
     for words in ("1.5 ms", "1.1 [1, 1.2]", "ratio at most 1.25", "yes", "NO", "10 weights do not fit.", "threads"):
         assert words in shown

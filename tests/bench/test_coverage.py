@@ -8,8 +8,10 @@ import pytest
 import torch
 from scipy import stats
 
-from pacprune import bounds, montecarlo, spikeslab
-from pacprune.experiments import coverage, populations
+from pacprune import bounds
+from pacprune.bench import coverage, synthetic
+from pacprune.bounds import montecarlo
+from pacprune.masking import spikeslab
 
 DELTA = 0.05
 
@@ -60,7 +62,7 @@ def test_the_lines_fit_a_terminal_and_say_what_happened(rows):
 
 
 def test_ten_thousand_trials_where_the_bounds_are_worst(monkeypatch):
-    monkeypatch.setattr(coverage, "STUDIES", (populations._gibbs, populations._held_out))
+    monkeypatch.setattr(coverage, "STUDIES", (synthetic._gibbs, synthetic._held_out))
     rows = coverage.run(10_000)
     assert [row for row in rows if not row.ok] == []
     exact = {
@@ -77,7 +79,7 @@ def test_ten_thousand_trials_where_the_bounds_are_worst(monkeypatch):
 def test_a_bound_that_is_wrong_is_found_out(monkeypatch):
     true = bounds.seeger
     monkeypatch.setattr(bounds, "seeger", lambda risk, *, n, kl, delta: true(risk, n=3 * n, kl=kl, delta=delta))
-    monkeypatch.setattr(coverage, "STUDIES", (populations._gibbs, populations._single_draw))
+    monkeypatch.setattr(coverage, "STUDIES", (synthetic._gibbs, synthetic._single_draw))
     found = {row.bound: row for row in coverage.run(200) if row.predictor == "Gibbs"}
     assert not found["Seeger-Maurer"].ok
     assert list(coverage.lines([found["Seeger-Maurer"]]))[1].startswith("FAILS")
@@ -85,7 +87,7 @@ def test_a_bound_that_is_wrong_is_found_out(monkeypatch):
 
 
 def test_the_seed_decides_and_progress_is_told(monkeypatch):
-    monkeypatch.setattr(coverage, "STUDIES", (populations._held_out, populations._transfer))
+    monkeypatch.setattr(coverage, "STUDIES", (synthetic._held_out, synthetic._transfer))
     told = []
     first = coverage.run(500, seed=1, progress=lambda *message: told.append(message))
     assert told == [("coverage", 1, 2, {}), ("coverage", 2, 2, {})]
@@ -105,7 +107,7 @@ def test_refusals(trials, delta, message):
 @pytest.mark.parametrize("networks", [1, 10_000])
 def test_the_worst_case_of_seeger_is_no_error_at_all(networks):
     n, kl = 50, math.log(networks)
-    found = populations.worst_case(
+    found = synthetic.worst_case(
         lambda k, n: bounds.seeger(k / n, n=n, kl=kl, delta=DELTA), sizes=(n,), networks=networks
     )
     none = DELTA / (bounds.xi(n) * networks)
@@ -118,7 +120,7 @@ def test_the_worst_case_is_the_worst_of_all_risks():
     def bound(k, n):
         return bounds.catoni(k / n, n=n, kl=math.log(networks), delta=DELTA, c=1.0)
 
-    _, _, worst = populations.worst_case(bound, sizes=(n,), networks=networks)
+    _, _, worst = synthetic.worst_case(bound, sizes=(n,), networks=networks)
     levels = np.array([bound(k, n) for k in range(n + 1)])
     rates = []
     for risk in np.linspace(0.001, 0.999, 999):
@@ -128,12 +130,12 @@ def test_the_worst_case_is_the_worst_of_all_risks():
 
 
 def test_clopper_pearson_is_exact_where_it_is_worst():
-    found = populations.worst_case(lambda k, n: bounds.clopper_pearson(k, n=n, delta=DELTA), sizes=(30,))
+    found = synthetic.worst_case(lambda k, n: bounds.clopper_pearson(k, n=n, delta=DELTA), sizes=(30,))
     assert found[2] == pytest.approx(DELTA, rel=1e-9)
 
 
 def test_the_fewest_errors_have_the_law_of_a_minimum():
-    found = populations._fewest(np.random.default_rng(0), 20_000, n=30, risk=0.2, networks=50)
+    found = synthetic._fewest(np.random.default_rng(0), 20_000, n=30, risk=0.2, networks=50)
     counts = np.bincount(found, minlength=31)
     above = stats.binom.sf(np.arange(-1, 31), 30, 0.2) ** 50
     expected = 20_000 * -np.diff(above)
@@ -150,7 +152,7 @@ def test_ever_below_looks_at_every_time():
     def bound(k, t):
         return montecarlo.chernoff(k / t, draws=t, delta=0.2)
 
-    found = populations._ever_below(np.random.default_rng(3), 40, bound, means=0.4, risk=0.4, draws=30)
+    found = synthetic._ever_below(np.random.default_rng(3), 40, bound, means=0.4, risk=0.4, draws=30)
     errors = (np.random.default_rng(3).random((40, 30)) < 0.4).cumsum(axis=1)
     expected = [any(bound(int(k), t) < 0.4 for t, k in enumerate(row, start=1)) for row in errors]
     assert found.tolist() == expected
@@ -160,15 +162,15 @@ def test_ever_below_looks_at_every_time():
 @pytest.fixture(scope="module")
 def networks():
     rng = np.random.default_rng(0)
-    w, v = rng.standard_normal((populations.HIDDEN, populations.INPUTS)), rng.standard_normal(populations.HIDDEN)
-    return w, v, *populations.small_networks(w, v)
+    w, v = rng.standard_normal((synthetic.HIDDEN, synthetic.INPUTS)), rng.standard_normal(synthetic.HIDDEN)
+    return w, v, *synthetic.small_networks(w, v)
 
 
 def test_the_small_networks_are_pruned_torch_networks(networks):
     w, v, probability, wrong, _ = networks
     assert probability.sum() == pytest.approx(1.0)
-    assert wrong[-1] @ probability == pytest.approx(populations.NOISE)
-    x = torch.tensor([[1.0 if i >> j & 1 else -1.0 for j in range(populations.INPUTS)] for i in range(32)]).double()
+    assert wrong[-1] @ probability == pytest.approx(synthetic.NOISE)
+    x = torch.tensor([[1.0 if i >> j & 1 else -1.0 for j in range(synthetic.INPUTS)] for i in range(32)]).double()
     for mask in (0, 1, 1234, 4095):
         gates = torch.tensor([mask >> i & 1 for i in range(12)])
         first, last = torch.nn.Linear(5, 2, bias=False).double(), torch.nn.Linear(2, 1, bias=False).double()
@@ -184,7 +186,7 @@ def test_the_small_posteriors_are_spike_and_slab_distributions(networks):
     *_, wrong, gibbs = networks
     centre, kind = 1234, 2
     bits = np.arange(4096)[:, None] >> np.arange(12) & 1
-    keep = np.where(bits[centre] == 1, 1.0 - populations.FLIPS[kind], populations.FLIPS[kind])
+    keep = np.where(bits[centre] == 1, 1.0 - synthetic.FLIPS[kind], synthetic.FLIPS[kind])
     q = np.where(bits == 1, keep, 1.0 - keep).prod(axis=1)
     assert np.allclose(q @ wrong, gibbs[kind, centre], atol=1e-12)
 
@@ -192,6 +194,6 @@ def test_the_small_posteriors_are_spike_and_slab_distributions(networks):
         zero = torch.zeros(12)
         return spikeslab.SpikeSlab({"w": torch.as_tensor(keep_prob)}, {"w": zero}, {"w": torch.tensor(0.0)}, {}, 12)
 
-    kl = 12 * bounds.kl_bernoulli(populations.FLIPS[kind], 0.5)
+    kl = 12 * bounds.kl_bernoulli(synthetic.FLIPS[kind], 0.5)
     assert float(spikeslab.kl(slab(keep), slab(np.full(12, 0.5)))) == pytest.approx(kl)
     assert (q * np.log(q * 4096)).sum() == pytest.approx(kl)

@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pacprune import export, weights
-from pacprune.experiments import options as opt
-from pacprune.experiments import profile, runs, store
+from pacprune.bench import deployment
+from pacprune.deploy import export
+from pacprune.masking import weights
+from pacprune.runs import commands, store
+from pacprune.runs import options as opt
 
 
 @pytest.fixture(scope="module")
@@ -17,23 +19,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of pft, as short as can be."""
     folder = tmp_path_factory.mktemp("runs") / "pft"
     options = opt.Pft(dense_epochs=1, epochs=2, sparsity=0.95)
-    runs.execute("pft", options, runs.single, out=folder, progress=lambda *_: None)
+    commands.execute("pft", options, commands.single, out=folder, progress=lambda *_: None)
     return folder
 
 
 def test_every_format_holds_the_network_of_the_run(run: Path, tmp_path: Path) -> None:
-    model, x = profile.network(run)
+    model, x = deployment.network(run)
     state = load_file(run / "model.safetensors")
     with torch.no_grad():
         expected = model(x)
-    found = profile.export(run, format="safetensors", out=tmp_path / "packed")
+    found = deployment.export(run, format="safetensors", out=tmp_path / "packed")
     assert found["bytes"] == (tmp_path / "packed").stat().st_size
     assert found["bytes"] <= 1.05 * (2510 * 4 + 50_200 / 8 + 410 * 4)
     assert all(torch.equal(state[n], t) for n, t in export.load(tmp_path / "packed").items())
     assert export.Packed(tmp_path / "packed").metadata["kept"] == "2510"
-    profile.export(run, format="dense", out=tmp_path / "dense")
+    deployment.export(run, format="dense", out=tmp_path / "dense")
     assert all(torch.equal(state[n], t) for n, t in load_file(tmp_path / "dense").items())
-    said = profile.export(run, format="slim")["said"]
+    said = deployment.export(run, format="slim")["said"]
     assert "removed" in said
     loaded = torch.export.load(run / "slim.pt2")
     with torch.no_grad():
@@ -44,21 +46,21 @@ def test_every_format_holds_the_network_of_the_run(run: Path, tmp_path: Path) ->
 def test_an_onnx_file_of_a_run_gives_its_outputs(run: Path, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model, x = profile.network(run)
-    profile.export(run, format="onnx", out=tmp_path / "net.onnx")
+    model, x = deployment.network(run)
+    deployment.export(run, format="onnx", out=tmp_path / "net.onnx")
     (found,) = runtime.InferenceSession(tmp_path / "net.onnx").run(None, {"input": x.numpy()})
     with torch.no_grad():
         assert torch.allclose(torch.from_numpy(found), model(x), atol=1e-5)
 
 
-@pytest.mark.parametrize("data", profile.SHAPES)
+@pytest.mark.parametrize("data", deployment.SHAPES)
 @pytest.mark.parametrize("name", ["mlp", "lenet5", "resnet20"])
 def test_the_network_is_built_without_its_data(data: str, name: str, tmp_path: Path) -> None:
     if data == "digits" and name != "mlp":
         return  # too small for these
     from pacprune import models
 
-    x = torch.zeros(1, *profile.SHAPES[data])
+    x = torch.zeros(1, *deployment.SHAPES[data])
     channels, side = x.shape[1], x.shape[-1]
     model = {
         "mlp": lambda: models.mlp(x[0].numel()),
@@ -68,7 +70,7 @@ def test_the_network_is_built_without_its_data(data: str, name: str, tmp_path: P
     store.begin(tmp_path, "osp", opt.Osp(data=data, model=name, data_dir="/nowhere"))
     store.write_model(tmp_path / "model.safetensors", model)
     store.finish(tmp_path, {})
-    found, batch = profile.network(tmp_path)
+    found, batch = deployment.network(tmp_path)
     assert found(batch[:2]).shape == (2, 10)
 
 
@@ -83,18 +85,18 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(run: Path, tmp_path:
         (tmp_path / "none", "dense", r"does not exist; name the folder of a run"),
     ):
         with pytest.raises(ValueError, match=said):
-            profile.export(folder, format=format, out=out)
+            deployment.export(folder, format=format, out=out)
     with pytest.raises(ValueError, match="is not finished"):
-        profile.profile(going)
+        deployment.profile(going)
     store.finish(going, {})
     with pytest.raises(ValueError, match=r"holds no model.safetensors: name the folder of one finished run"):
-        profile.export(going, format="dense", out=out)
+        deployment.export(going, format="dense", out=out)
     assert not out.exists()
 
 
 def test_a_profile_measures_all_forms_against_dense(run: Path) -> None:
     said: list[Any] = []
-    found = profile.profile(run, seconds=0.0, progress=lambda *rest: said.append(rest))
+    found = deployment.profile(run, seconds=0.0, progress=lambda *rest: said.append(rest))
     rows = {row["form"]: row for row in found["rows"]}
     assert list(rows)[:4] == ["dense", "packed", "CSR", "BSR"]
     assert "slim" in rows
@@ -104,30 +106,30 @@ def test_a_profile_measures_all_forms_against_dense(run: Path) -> None:
     for name, row in rows.items():
         if name != "packed":
             assert row["difference"] <= 1e-5
-            assert [one["batch"] for one in row["latency"]] == list(profile.BATCHES)
+            assert [one["batch"] for one in row["latency"]] == list(deployment.BATCHES)
             assert all(one["gain"] == (one["spread"][1] < 1) for one in row["latency"])
     assert all(one["ratio"] == 1 and not one["gain"] for one in rows["dense"]["latency"])
-    assert found["sparsity"] == weights.sparsity(profile.network(run)[0])
+    assert found["sparsity"] == weights.sparsity(deployment.network(run)[0])
     assert said[-1][:3] == ("profile", 2, 2)
 
 
 def test_no_gain_is_printed_where_there_is_none() -> None:
     quick = {"batch": 1, "ms": 1.0, "ratio": 0.5, "spread": [0.4, 0.6], "gain": True}
     slow = {**quick, "ratio": 1.2, "spread": [0.9, 1.3], "gain": False}
-    assert profile._latency(quick, False) == "1 ms, 0.50 [0.40, 0.60]"
-    assert profile._latency(slow, False) == "1 ms, 1.20 [0.90, 1.30], no gain"
-    assert profile._latency(quick, True) == "1 ms"
-    assert profile._number(50, 100, False) == "50, 50.0%"
-    assert profile._number(101, 100, False) == "101, no gain"
-    assert profile._number(None, 100, False) == ""
+    assert deployment._latency(quick, False) == "1 ms, 0.50 [0.40, 0.60]"
+    assert deployment._latency(slow, False) == "1 ms, 1.20 [0.90, 1.30], no gain"
+    assert deployment._latency(quick, True) == "1 ms"
+    assert deployment._number(50, 100, False) == "50, 50.0%"
+    assert deployment._number(101, 100, False) == "101, no gain"
+    assert deployment._number(None, 100, False) == ""
 
 
 def test_a_missing_extra_is_a_note_of_the_profile(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str, group: str) -> None:
         raise ValueError(f'{name} cannot be imported; pip install "pacprune[{group}]"')
 
-    monkeypatch.setattr(profile.formats, "extra", missing)
-    found = profile.profile(run, seconds=0.0)
+    monkeypatch.setattr(deployment.formats, "extra", missing)
+    found = deployment.profile(run, seconds=0.0)
     assert 'ONNX: not measured: onnx cannot be imported; pip install "pacprune[export]"' in found["notes"]
-    *texts, _ = [part for part in profile.shown(found) if isinstance(part, str)]
+    *texts, _ = [part for part in deployment.shown(found) if isinstance(part, str)]
     assert "sparsity 0.9500" in texts[0]

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pacprune import bounds, montecarlo
-from pacprune.bounds import Ledger
+from pacprune import bounds
+from pacprune.bounds import Ledger, montecarlo
 
 N, KL, DELTA = 500, 20.0, 0.05
 EXCESS = {"reference_errors": 1200, "plus": 0.011, "minus": 0.011, "n": 12_000, "kl": 500.0}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pacprune import montecarlo
+from pacprune.bounds import montecarlo
 
 # With a failure rate of delta, more failures than this happen once in 1000 runs.
 ONCE_IN = 0.001

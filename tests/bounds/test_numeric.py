@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from pacprune import bounds, numeric
+from pacprune import bounds
+from pacprune.bounds import numeric
 
 RISKS = (0.0, 1e-300, 1e-30, 1e-12, 1e-9, 1e-6, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.8, 0.9, 0.99, 1 - 1e-6, 1 - 1e-12, 1.0)
 COSTS = (0.0, 1e-300, 1e-30, 1e-16, 1e-12, 1e-8, 1e-5, 1e-3, 0.01, 0.1, 0.5, 1.0, 3.0, 10.0, 100.0, 1e4, math.inf)

@@ -9,9 +9,9 @@ from scipy import stats
 from torch import nn
 
 import pacprune as pp
-from pacprune import scores
-from pacprune.estimators import enumerate_gibbs
-from pacprune.spikeslab import SpikeSlab, draw, kl
+from pacprune.masking import criteria
+from pacprune.masking.spikeslab import SpikeSlab, draw, kl
+from pacprune.training.estimators import enumerate_gibbs
 
 DRAWS = 2000
 
@@ -76,7 +76,7 @@ def test_a_slab_has_its_moments_where_it_is_kept_and_is_exactly_zero_elsewhere()
 @pytest.mark.parametrize("mapping", ["sigmoid", "clamp"])
 def test_attached_models_keep_as_often_as_they_read(mapping):
     model = nn.Linear(300, 100, bias=False)
-    pp.attach(model, pp.score_monotone(model, scores.random(model), sparsity=0.9), mapping=mapping, seed=3).eval()
+    pp.attach(model, pp.score_monotone(model, criteria.random(model), sparsity=0.9), mapping=mapping, seed=3).eval()
     p = pp.read(model).keep_prob["weight"].double()
     total = torch.zeros_like(p)
     for _ in range(40):
@@ -94,7 +94,7 @@ def test_the_gibbs_risk_by_enumeration_is_that_of_sampled_networks():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
         x, y = torch.randn(40, 3), torch.randint(0, 2, (40,))
-    q = pp.score_monotone(model, scores.magnitude(model), sparsity=0.4)
+    q = pp.score_monotone(model, criteria.magnitude(model), sparsity=0.4)
 
     def wrong(w: dict[str, torch.Tensor]) -> torch.Tensor:
         return (torch.func.functional_call(model, dict(w), (x,)).argmax(1) != y).float().mean()

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from test_certify import FAST, digits, issued, network, prior_of
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune import gibbs, issue, recheck, tally
 from pacprune.bounds import Ledger
-from pacprune.certificate import rounded_up
-from pacprune.data import Split
-from pacprune.spikeslab import draw, gates, log_ratio
-from test_issue import FAST, digits, issued, network, prior_of
+from pacprune.certification import audit, bounds_table, certify, drawn_networks
+from pacprune.certification.certificate import rounded_up
+from pacprune.data.splits import Split
+from pacprune.masking.spikeslab import draw, gates, log_ratio
 
 Record = dict[str, Any]
 Tensors = dict[str, dict[str, Tensor]]
@@ -40,18 +40,20 @@ def consistent(record: Record, tensors: Tensors) -> None:
         for name, key in KEYS.items()
     }
     counted = {
-        whose: gibbs.Counts(25, *(tensors["draws.safetensors"][f"{whose}/{w}"] for w in ("wrong", "plus", "minus")))
+        whose: drawn_networks.Counts(
+            25, *(tensors["draws.safetensors"][f"{whose}/{w}"] for w in ("wrong", "plus", "minus"))
+        )
         for whose in ("posterior", "prior")
     }
     errors, n = record["reference"]["errors"], record["n"]
     for whose, counts in counted.items():
-        record["monte_carlo"][whose] |= tally.summarise(counts, errors, n, ledgers["gibbs"].monte_carlo_each)
-    record["bounds"] = tally.all_bounds(record, ledgers, counted["posterior"])
+        record["monte_carlo"][whose] |= bounds_table.summarise(counts, errors, n, ledgers["gibbs"].monte_carlo_each)
+    record["bounds"] = bounds_table.all_bounds(record, ledgers, counted["posterior"])
     bound = record["claim"]["bound"] = record["bounds"]["seeger"]["bound"]
     record["statement"] = record["statement"].rsplit(" ", 1)[0] + f" {rounded_up(bound)}."
 
 
-def check(folder: Path, split: Split | None = None, **options: Any) -> recheck.Report:
+def check(folder: Path, split: Split | None = None, **options: Any) -> audit.Report:
     return pp.verify(folder, split=digits() if split is None else split, model=network, **options)
 
 
@@ -70,7 +72,7 @@ def test_a_true_certificate_is_valid_at_every_level(folder: Path) -> None:
         assert str(report).endswith("VALID")
     assert len(one.checks) < len(two.checks) < len(three.checks)
 
-    def trusts(report: recheck.Report, word: str) -> bool:
+    def trusts(report: audit.Report, word: str) -> bool:
         return any(word in line for line in report.trusted)
 
     assert trusts(one, "the split")
@@ -230,7 +232,7 @@ def test_the_wrong_data_is_refused(folder: Path) -> None:
 def reissued(split: Split, **fit: Any) -> pp.Certificate:
     """A certificate of a split as somebody made it, whatever certify says about it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(issue, "refuse_split", lambda split: None)
+        patch.setattr(certify, "refuse_split", lambda split: None)
         model, prior = prior_of(split, **fit)
         pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
         return pp.certify(model, prior, split, **FAST)
@@ -297,7 +299,10 @@ def test_a_fished_network_is_refused(tmp_path: Path) -> None:
 
     def fish(record: Record, tensors: Tensors) -> None:
         """The best of 50 drawn networks, under the seed of the first."""
-        tried = {t: int(gibbs.errors(plain, draw(slabs[0], seed=9, step=t), run.split.bound).sum()) for t in range(50)}
+        tried = {
+            t: int(drawn_networks.errors(plain, draw(slabs[0], seed=9, step=t), run.split.bound).sum())
+            for t in range(50)
+        }
         best = min(tried, key=tried.__getitem__)
         drawn, mask = (f(slabs[0], seed=9, step=best) for f in (draw, gates))
         zeros = sum(int((w == 0).sum()) for w in drawn.values())
@@ -307,7 +312,7 @@ def test_a_fished_network_is_refused(tmp_path: Path) -> None:
             "sparsity": zeros / record["total"],
         }
         tensors["single_draw.safetensors"].update(drawn)
-        tensors["draws.safetensors"].update({f"single_draw/{n}": issue.packed(m) for n, m in mask.items()})
+        tensors["draws.safetensors"].update({f"single_draw/{n}": certify.packed(m) for n, m in mask.items()})
         consistent(record, tensors)
 
     place = forged(tmp_path, fish)

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from test_certify import again, digits, issued, network
 from torch import nn
 
 import pacprune as pp
-from pacprune import bounds, certificate, gibbs, layers, montecarlo
-from pacprune.spikeslab import draw, gates, kl, log_ratio
-from test_issue import again, digits, issued, network
+from pacprune import bounds
+from pacprune.bounds import montecarlo
+from pacprune.certification import certificate, drawn_networks
+from pacprune.masking import attachment
+from pacprune.masking.spikeslab import draw, gates, kl, log_ratio
 
 STORY = """
 split = pp.data.digits(prior_fraction=0.5, seed=0)
@@ -124,8 +127,8 @@ def test_the_numbers_follow_from_the_counts_and_the_kl() -> None:
     assert divergence <= record["kl"] <= divergence * (1 + 1e-9)
     assert sum(record["kl_per_tensor"].values()) <= record["kl"]
     draws = run.cert.tensors["draws.safetensors"]
-    plain = layers.harden(copy.deepcopy(run.model))
-    reference = int(gibbs.errors(plain, gibbs.thresholded(run.prior), run.split.bound).sum())
+    plain = attachment.harden(copy.deepcopy(run.model))
+    reference = int(drawn_networks.errors(plain, drawn_networks.thresholded(run.prior), run.split.bound).sum())
     assert record["reference"]["errors"] == reference
     for whose in ("posterior", "prior"):
         stated, wrong = record["monte_carlo"][whose], draws[f"{whose}/wrong"]
@@ -230,10 +233,10 @@ def test_the_thresholded_bound_needs_unlabelled_inputs() -> None:
     run = issued()
     stated = run.cert.record["thresholded"]
     assert stated["inputs"] == 150
-    plain = layers.harden(copy.deepcopy(run.model))
-    fixed = gibbs.thresholded(run.posterior)
+    plain = attachment.harden(copy.deepcopy(run.model))
+    fixed = drawn_networks.thresholded(run.posterior)
     x = run.split.unlabelled.x
-    assert stated["disagreements"] == gibbs.disagreements(plain, run.posterior, fixed, x, seed=stated["seed"])
+    assert stated["disagreements"] == drawn_networks.disagreements(plain, run.posterior, fixed, x, seed=stated["seed"])
     transfer = bounds.seeger(run.cert.risk_upper, n=run.cert.n, kl=run.cert.kl, delta=0.03)
     expected = bounds.agreement(transfer, disagreements=stated["disagreements"], m=150, delta=0.01)
     assert run.cert.bounds["thresholded"] == pytest.approx(expected)

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 import pacprune as pp
-from pacprune import bounds, issue, layers, weights
-from pacprune.data import Split
-from pacprune.spikeslab import SpikeSlab
+from pacprune import bounds
+from pacprune.certification import certify
+from pacprune.data.splits import Split
+from pacprune.masking import attachment, weights
+from pacprune.masking.spikeslab import SpikeSlab
 
 FAST: dict[str, Any] = {"draws": 300, "tolerance": 1}
 
@@ -64,7 +66,7 @@ def again(**changed: Any) -> pp.Certificate:
 # --- What one asks for.
 
 
-@pytest.mark.parametrize("family", issue.FAMILIES)
+@pytest.mark.parametrize("family", certify.FAMILIES)
 def test_the_family_is_declared_beforehand(family: str) -> None:
     cert = again(family=family)
     assert cert.record["claim"] == {"family": family, "bound": cert.bounds[family]}
@@ -140,11 +142,11 @@ def test_certifying_twice_gives_the_same_certificate_and_counts() -> None:
 
 def test_every_seed_is_another_and_follows_from_p_and_q() -> None:
     purposes = ("posterior draws", "prior draws", "single draw", "unlabelled draws")
-    seeds = {issue.seed_of({"prior": p, "posterior": q}, w) for p in "ab" for q in "ab" for w in purposes}
+    seeds = {certify.seed_of({"prior": p, "posterior": q}, w) for p in "ab" for q in "ab" for w in purposes}
     assert len(seeds) == 16
     assert all(0 <= seed < 2**63 for seed in seeds)
     record = issued().cert.record
-    assert record["single_draw"]["seed"] == issue.seed_of(record["hashes"], "single draw")
+    assert record["single_draw"]["seed"] == certify.seed_of(record["hashes"], "single draw")
 
 
 def test_a_second_prior_on_the_same_examples_must_be_paid_for() -> None:
@@ -208,7 +210,7 @@ def test_honest_standardisation_of_awkward_columns_is_accepted() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         x = torch.randn(400, 4) * torch.tensor([1.0, 0.1, 0.0, 1e-3]) + torch.tensor([0.0, 5e3, 7.0, 300.0])
-    issue.refuse_split(pp.data.split(x, torch.arange(400) % 2))
+    certify.refuse_split(pp.data.split(x, torch.arange(400) % 2))
 
 
 def test_what_lies_outside_q_is_frozen() -> None:
@@ -280,7 +282,7 @@ def test_other_refusals() -> None:
     model, prior = prior_of(split, std=0.0)
     pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
     with torch.no_grad():
-        layers.sites(model)[0].mean.add_(0.1)
+        attachment.sites(model)[0].mean.add_(0.1)
     with pytest.raises(ValueError, match="train the gates only, or give a std"):
         pp.certify(model, prior, split, **FAST)
 

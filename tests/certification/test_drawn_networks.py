@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pacprune as pp
-from pacprune import gibbs
-from pacprune.evaluate import evaluating
-from pacprune.spikeslab import SpikeSlab, draw
+from pacprune.certification import drawn_networks
+from pacprune.masking.spikeslab import SpikeSlab, draw
+from pacprune.training.evaluate import evaluating
 
 CPU = torch.device("cpu")
 
@@ -99,7 +99,7 @@ def test_many_draws_in_one_call_are_the_draws_one_by_one(name: str) -> None:
     steps = torch.tensor([0, 7, 3, 2**31])
     x = part.x.reshape(4, 15, *part.x.shape[1:])
     with evaluating(model):
-        found = gibbs.outputs(model, slab, x, seed=5, steps=steps)
+        found = drawn_networks.outputs(model, slab, x, seed=5, steps=steps)
         for k, step in enumerate(steps.tolist()):
             one = functional_call(model, draw(slab, seed=5, step=step), (x[k],))
             torch.testing.assert_close(found[k], one, rtol=1e-4, atol=1e-5)
@@ -109,12 +109,12 @@ def test_many_draws_in_one_call_are_the_draws_one_by_one(name: str) -> None:
 def test_an_error_of_the_network_itself_is_not_hidden() -> None:
     model, slab, _ = make()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        gibbs.outputs(model, slab, torch.randn(2, 5, 9), seed=0, steps=torch.arange(2))
+        drawn_networks.outputs(model, slab, torch.randn(2, 5, 9), seed=0, steps=torch.arange(2))
 
 
 def test_minibatches_are_uniform_independent_and_with_replacement() -> None:
     n, batch, draws = 40, 25, 4000
-    found = gibbs.minibatches(n, batch, seed=11, steps=torch.arange(draws), device=CPU)
+    found = drawn_networks.minibatches(n, batch, seed=11, steps=torch.arange(draws), device=CPU)
     assert found.shape == (draws, batch)
     assert (int(found.min()), int(found.max())) == (0, n - 1)
     assert stats.chisquare(np.bincount(found.reshape(-1).numpy(), minlength=n)).pvalue > 1e-3
@@ -129,19 +129,19 @@ def test_minibatches_are_uniform_independent_and_with_replacement() -> None:
 
 
 def test_minibatches_are_a_function_of_seed_and_step() -> None:
-    many = gibbs.minibatches(1000, 8, seed=3, steps=torch.arange(10), device=CPU)
+    many = drawn_networks.minibatches(1000, 8, seed=3, steps=torch.arange(10), device=CPU)
     for t in (0, 4, 9):
-        assert torch.equal(gibbs.minibatches(1000, 8, seed=3, steps=torch.tensor([t]), device=CPU)[0], many[t])
-    assert not torch.equal(gibbs.minibatches(1000, 8, seed=4, steps=torch.arange(10), device=CPU), many)
+        assert torch.equal(drawn_networks.minibatches(1000, 8, seed=3, steps=torch.tensor([t]), device=CPU)[0], many[t])
+    assert not torch.equal(drawn_networks.minibatches(1000, 8, seed=4, steps=torch.arange(10), device=CPU), many)
 
 
 def test_the_counts_are_those_of_a_plain_loop() -> None:
     model, slab, part = make("convolution with BatchNorm")
-    reference = wrong_of(model, gibbs.thresholded(slab), part.x, part.y)
-    found = gibbs.monte_carlo(model, slab, part, reference, seed=2, batch=13, draws=40)
+    reference = wrong_of(model, drawn_networks.thresholded(slab), part.x, part.y)
+    found = drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=13, draws=40)
     assert (len(found), found.batch, found.wrong.dtype) == (40, 13, torch.int32)
     for t in range(40):
-        index = gibbs.minibatches(60, 13, seed=2, steps=torch.tensor([t]), device=CPU)[0]
+        index = drawn_networks.minibatches(60, 13, seed=2, steps=torch.tensor([t]), device=CPU)[0]
         wrong = wrong_of(model, draw(slab, seed=2, step=t), part.x[index], part.y[index])
         other = reference[index]
         assert int(found.wrong[t]) == int(wrong.sum())
@@ -153,7 +153,7 @@ def test_the_counts_are_those_of_a_plain_loop() -> None:
 def test_the_mean_is_the_gibbs_risk() -> None:
     model, slab, part = make()
     none = torch.zeros(60, dtype=torch.bool)
-    found = gibbs.monte_carlo(model, slab, part, none, seed=8, batch=25, draws=2000)
+    found = drawn_networks.monte_carlo(model, slab, part, none, seed=8, batch=25, draws=2000)
     full = [wrong_of(model, draw(slab, seed=9, step=t), part.x, part.y).double().mean() for t in range(400)]
     assert float(found.wrong.double().mean()) / 25 == pytest.approx(float(torch.stack(full).mean()), abs=0.01)
     assert torch.equal(found.plus, found.wrong)
@@ -162,30 +162,30 @@ def test_the_mean_is_the_gibbs_risk() -> None:
 
 def test_neither_the_chunk_nor_the_number_of_draws_changes_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     model, slab, part = make()
-    reference = gibbs.errors(model, gibbs.thresholded(slab), part)
+    reference = drawn_networks.errors(model, drawn_networks.thresholded(slab), part)
 
     def table(draws: int) -> Tensor:
-        found = gibbs.monte_carlo(model, slab, part, reference, seed=2, batch=10, draws=draws)
+        found = drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=10, draws=draws)
         return torch.stack([found.wrong, found.plus, found.minus])
 
     whole = table(90)
-    monkeypatch.setattr(gibbs, "_chunk", lambda slab, device: 7)
+    monkeypatch.setattr(drawn_networks, "_chunk", lambda slab, device: 7)
     assert torch.equal(table(90), whole)
     assert torch.equal(table(33), whole[:, :33])
-    monkeypatch.setattr(gibbs, "_chunk", lambda slab, device: 1)
+    monkeypatch.setattr(drawn_networks, "_chunk", lambda slab, device: 1)
     assert torch.equal(table(20), whole[:, :20])
 
 
 def test_an_early_stop_keeps_the_whole_prefix() -> None:
     model, slab, part = make()
-    reference, asked = gibbs.errors(model, gibbs.thresholded(slab), part), []
+    reference, asked = drawn_networks.errors(model, drawn_networks.thresholded(slab), part), []
 
-    def watch(counts: gibbs.Counts) -> tuple[bool, dict[str, float]]:
+    def watch(counts: drawn_networks.Counts) -> tuple[bool, dict[str, float]]:
         asked.append(len(counts))
         return len(asked) == 2, {"bound": 0.5}
 
     told: list[tuple[str, int, int]] = []
-    found = gibbs.monte_carlo(
+    found = drawn_networks.monte_carlo(
         model,
         slab,
         part,
@@ -200,17 +200,17 @@ def test_an_early_stop_keeps_the_whole_prefix() -> None:
     assert asked == [1000, 1250]  # on every device, however many it draws at once
     assert len(found) == told[-1][1] == 1250
     assert {(stage, total) for stage, _, total in told} == {("here", 5000)}
-    whole = gibbs.monte_carlo(model, slab, part, reference, seed=2, batch=5, draws=len(found))
+    whole = drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=5, draws=len(found))
     assert torch.equal(whole.wrong, found.wrong)
     with pytest.raises(ValueError, match="draws is 0; at least 1"):
-        gibbs.monte_carlo(model, slab, part, reference, seed=2, batch=5, draws=0)
+        drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=5, draws=0)
 
 
 def test_the_thresholded_network_keeps_the_expected_number() -> None:
     slab = make()[1]
     keep_prob = {name: torch.linspace(0.1, 0.9, p.numel()).reshape(p.shape) for name, p in slab.keep_prob.items()}
     slab = SpikeSlab(keep_prob, slab.mean, slab.std, slab.rest, slab.total)
-    found = gibbs.thresholded(slab)
+    found = drawn_networks.thresholded(slab)
     kept = sum(int((w != 0).sum()) for w in found.values())
     assert kept == round(sum(float(p.double().sum()) for p in keep_prob.values()))
     least = min(float(keep_prob[n][w != 0].min()) for n, w in found.items())
@@ -221,29 +221,29 @@ def test_the_thresholded_network_keeps_the_expected_number() -> None:
 def test_errors_and_disagreements_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     model, slab, part = make("convolution with BatchNorm")
     model.train()  # whatever mode it is in: evaluation is evaluation, and puts the mode back
-    fixed = gibbs.thresholded(slab)
-    assert torch.equal(gibbs.errors(model, fixed, part), wrong_of(model, fixed, part.x, part.y))
+    fixed = drawn_networks.thresholded(slab)
+    assert torch.equal(drawn_networks.errors(model, fixed, part), wrong_of(model, fixed, part.x, part.y))
     expected, plain = 0, copy.deepcopy(model).eval()
     for t in range(60):  # an independent draw for every input
         both = (functional_call(plain, w, (part.x[t : t + 1],)) for w in (fixed, draw(slab, seed=4, step=t)))
         one, other = (int(out.argmax()) for out in both)
         expected += one != other
-    found = gibbs.disagreements(model, slab, fixed, part.x, seed=4)
+    found = drawn_networks.disagreements(model, slab, fixed, part.x, seed=4)
     assert 0 < found == expected
-    monkeypatch.setattr(gibbs, "_chunk", lambda slab, device: 11)
-    assert gibbs.disagreements(model, slab, fixed, part.x, seed=4) == expected
+    monkeypatch.setattr(drawn_networks, "_chunk", lambda slab, device: 11)
+    assert drawn_networks.disagreements(model, slab, fixed, part.x, seed=4) == expected
     assert model.training
 
 
 def test_the_counts_of_several_workers_merge_in_order_and_without_gaps() -> None:
     model, slab, part = make()
-    reference = gibbs.errors(model, gibbs.thresholded(slab), part)
+    reference = drawn_networks.errors(model, drawn_networks.thresholded(slab), part)
 
-    def work(first: int, draws: int) -> gibbs.Counts:
-        return gibbs.monte_carlo(model, slab, part, reference, seed=2, batch=5, draws=draws, first=first)
+    def work(first: int, draws: int) -> drawn_networks.Counts:
+        return drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=5, draws=draws, first=first)
 
-    whole, merged = work(0, 60), gibbs.merge([work(40, 20), work(0, 25), work(25, 15)])
+    whole, merged = work(0, 60), drawn_networks.merge([work(40, 20), work(0, 25), work(25, 15)])
     for what in ("wrong", "plus", "minus"):
         assert torch.equal(getattr(whole, what), getattr(merged, what))
     with pytest.raises(ValueError, match="do the missing draws again"):
-        gibbs.merge([work(0, 25), work(40, 20)])
+        drawn_networks.merge([work(0, 25), work(40, 20)])

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_audit import Record, Tensors, check, consistent, forged, noisy
 
 import pacprune as pp
-from test_recheck import Record, Tensors, check, consistent, forged, noisy
 
 
 def test_a_keep_bit_at_a_pruned_weight_is_refused(tmp_path: Path) -> None:

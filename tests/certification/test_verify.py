@@ -21,10 +21,12 @@ from safetensors.torch import load_file, save, save_file
 from torch import nn
 
 import pacprune as pp
-from pacprune import bounds, certificate, issue, montecarlo
-from pacprune.verify import verify
+from pacprune import bounds
+from pacprune.bounds import montecarlo
+from pacprune.certification import certificate, certify
+from pacprune.certification.verify import verify
 
-arithmetic = importlib.import_module("pacprune.verify")  # pacprune.verify is the name of a function, too
+arithmetic = importlib.import_module("pacprune.certification.verify")  # pacprune.verify is the name of a function, too
 FILES = ("distributions", "draws", "single_draw", "thresholded")
 Record = dict[str, Any]
 
@@ -50,7 +52,7 @@ def issued(
     pp.fit(model, split.prior, pp.Config(epochs=2, lr=0.05, gate_lr=1.0))
     prior = pp.read(model)
     pp.fit_posterior(model, prior, split, pp.Config(epochs=epochs, lr=0.1 if std else 0.0, gate_lr=1.0))
-    return issue.certify(model, prior, split, draws=200, **options).save(folder)
+    return certify.certify(model, prior, split, draws=200, **options).save(folder)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +154,7 @@ def test_held_out_certificates_are_valid_and_checked(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
     pp.fit(model, split.prior, pp.Config(epochs=3, lr=0.05))
     pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.5))
-    record = read(issue.certify_held_out(model, split, certified=2).save(tmp_path))
+    record = read(certify.certify_held_out(model, split, certified=2).save(tmp_path))
     assert refused(tmp_path) == ""
     rng = np.random.default_rng(0)
     for path in matching(record, f"(?!({TRUSTED}|split/sizes/unlabelled)$).*"):
@@ -238,9 +240,9 @@ def rehashed(record: Record, tensors: dict[str, torch.Tensor]) -> Record:
         hashes[whose] = arithmetic.tensor_hash(arrays, *prefixes, "rest/")
     found = copy.deepcopy(record) | {"hashes": hashes}
     for whose in ("posterior", "prior"):
-        found["monte_carlo"][whose]["seed"] = issue.seed_of(hashes, f"{whose} draws")
-    found["single_draw"]["seed"] = issue.seed_of(hashes, "single draw")
-    found["thresholded"]["seed"] = issue.seed_of(hashes, "unlabelled draws")
+        found["monte_carlo"][whose]["seed"] = certify.seed_of(hashes, f"{whose} draws")
+    found["single_draw"]["seed"] = certify.seed_of(hashes, "single draw")
+    found["thresholded"]["seed"] = certify.seed_of(hashes, "unlabelled draws")
     return found
 
 
@@ -376,7 +378,7 @@ def test_tensors_of_all_types_are_read_and_hashed_as_the_package_does() -> None:
     state |= {"count": torch.tensor(7), "bytes": torch.arange(9).byte(), "flags": torch.tensor([True, False])}
     state |= {"small": torch.arange(3).int(), "none": torch.zeros(0, 4), "plain": torch.randn(2, 3, 4)}
     found = arithmetic.read_tensors(save(state))
-    assert arithmetic.tensor_hash(found, "") == issue.tensor_hash(state)
+    assert arithmetic.tensor_hash(found, "") == certify.tensor_hash(state)
     for name, tensor in state.items():
         expected = tensor.float() if name == "brain" else tensor
         assert np.array_equal(arithmetic._values(found[name]), expected.numpy())

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from pacprune import __version__, bounds, cli, fetch, montecarlo
-from pacprune.experiments import options as opt
-from pacprune.experiments import runs
-from pacprune.experiments.bars import progress_bars
+from pacprune import __version__, bounds
+from pacprune.bounds import montecarlo
+from pacprune.cli import app
+from pacprune.cli.progress import progress_bars
+from pacprune.data import download
+from pacprune.runs import commands
+from pacprune.runs import options as opt
 
 COMMANDS = (
     *("demo", "osp", "pft", "pbp", "bound", "certify", "verify", "selftest", "data", "report", "bench", "reproduce"),
@@ -31,7 +34,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(*words: str) -> Result:
-    return CliRunner().invoke(cli.app, list(words), prog_name="pacprune")
+    return CliRunner().invoke(app.app, list(words), prog_name="pacprune")
 
 
 def answer(*words: str) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def test_every_option_is_a_flag_with_help(command: str) -> None:
 
 
 def test_the_examples_are_understood() -> None:
-    for lines in cli.EXAMPLES.values():
+    for lines in app.EXAMPLES.values():
         for line in lines:
             words = [word for word in line.split()[1:] if word.startswith("--")]
             assert all(word in call(line.split()[1], "--help").stdout for word in words)
@@ -193,7 +196,7 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "execute", interrupted)
+    monkeypatch.setattr(commands, "execute", interrupted)
     done = call("osp")
     assert done.exit_code == 130
     assert "run the same command again" in done.stderr
@@ -321,6 +324,6 @@ def test_data_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_data_fetch_reports_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        fetch, "fetch", lambda name, data_dir, progress: progress("file.gz", 1, 2) or Path(data_dir, name)
+        download, "fetch", lambda name, data_dir, progress: progress("file.gz", 1, 2) or Path(data_dir, name)
     )
     assert answer("data", "fetch", "mnist", "--out", "there") == {"name": "mnist", "folder": "there/mnist"}

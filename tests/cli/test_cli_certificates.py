@@ -13,16 +13,18 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from pacprune import certificate, cli, recheck
-from pacprune.experiments import coverage, store
-from pacprune.experiments.populations import STUDIES
+from pacprune.bench import coverage
+from pacprune.bench.synthetic import STUDIES
+from pacprune.certification import audit, certificate
+from pacprune.cli import app
+from pacprune.runs import store
 
 SHORT = "--dense-epochs 8 --epochs 6"
 PBP = f"pbp {SHORT} --posterior-epochs 1 --draws 100 --unlabelled 50"
 
 
 def call(*words: str | Path) -> Result:
-    return CliRunner().invoke(cli.app, [str(word) for word in words], prog_name="pacprune")
+    return CliRunner().invoke(app.app, [str(word) for word in words], prog_name="pacprune")
 
 
 def run(line: str, out: Path) -> Path:
@@ -79,7 +81,7 @@ def test_verify_says_what_it_checked_and_what_it_trusts(pbp: Path) -> None:
 
 
 def test_every_level_checks_more_and_trusts_less(pbp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recheck, "verify", partial(recheck.verify, draws=200))
+    monkeypatch.setattr(audit, "verify", partial(audit.verify, draws=200))
     found = []
     for flags in ([], ["--recount"], ["--replay", "--seed", "5"]):
         done = call("verify", pbp, *flags, "--json", "--out", tmp_path)
@@ -97,7 +99,7 @@ def test_every_level_checks_more_and_trusts_less(pbp: Path, tmp_path: Path, monk
 
 
 def test_a_replay_says_its_seed_which_nobody_can_foresee(pbp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recheck, "verify", partial(recheck.verify, draws=20))
+    monkeypatch.setattr(audit, "verify", partial(audit.verify, draws=20))
 
     def seed(*words: str) -> str:
         found = re.search(r"fresh draws \(seed (\d+)\)", call("verify", pbp, "--replay", *words).stdout)

@@ -13,7 +13,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from pacprune import batches, data, philox
+from pacprune import data, philox
+from pacprune.data import batches, splits
 
 CPU = torch.device("cpu")
 X = torch.arange(30.0).reshape(10, 3)
@@ -52,7 +53,7 @@ def test_every_form_gives_the_same_batches_and_hashes(form: str) -> None:
     assert [len(x) for x, _ in found] == [4, 4, 2]
     assert torch.equal(torch.cat([x for x, _ in found]), X)
     assert torch.equal(torch.cat([y for _, y in found]), Y)
-    assert torch.equal(batches.rows(given), data.rows(X))
+    assert torch.equal(batches.example_hashes(given), splits.example_hashes(X))
     assert batches.size(given) == 10
 
 
@@ -67,8 +68,8 @@ def test_order_and_limit() -> None:
 
 def test_a_part_is_known_by_content_and_by_origin() -> None:
     part = data.Part("own", X, Y, torch.arange(10), source="ab" * 32)
-    assert torch.equal(batches.rows(part), torch.cat([part.rows, part.ids]))
-    assert torch.equal(batches.rows(DataLoader(part, 4)), batches.rows(part))  # type: ignore[arg-type]
+    assert torch.equal(batches.example_hashes(part), torch.cat([part.example_hashes, part.ids]))
+    assert torch.equal(batches.example_hashes(DataLoader(part, 4)), batches.example_hashes(part))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -86,17 +87,17 @@ def test_a_part_is_known_by_content_and_by_origin() -> None:
     ],
 )
 def test_data_that_cannot_be_read_is_refused(given: batches.Data, message: str) -> None:
-    for use in (batches.tensors, batches.size, batches.rows):
+    for use in (batches.tensors, batches.size, batches.example_hashes):
         with pytest.raises(ValueError, match=message):
             use(given)
 
 
 def test_hashes_of_a_random_augmentation_repeat_and_take_no_randomness() -> None:
     state = torch.get_rng_state()
-    first = batches.rows(Noisy())
+    first = batches.example_hashes(Noisy())
     assert torch.equal(state, torch.get_rng_state())
     torch.randn(3)
-    assert torch.equal(first, batches.rows(DataLoader(Noisy(), 4, shuffle=True)))
+    assert torch.equal(first, batches.example_hashes(DataLoader(Noisy(), 4, shuffle=True)))
     torch.set_rng_state(state)
 
 
@@ -121,7 +122,7 @@ def test_forked_puts_every_random_state_back(own: bool) -> None:
     loader = DataLoader(TensorDataset(X, Y), 4, shuffle=True, generator=g)
     before, orders = torch.get_rng_state(), []
     for _ in range(2):
-        with batches.forked(CPU, loader, seed=5):
+        with batches.isolated_rng(CPU, loader, seed=5):
             orders.append(torch.cat([y for _, y in loader]).tolist())
             torch.rand(7)
     assert orders[0] == orders[1]
@@ -130,7 +131,7 @@ def test_forked_puts_every_random_state_back(own: bool) -> None:
         list(loader)
         raise KeyError
 
-    with pytest.raises(KeyError), batches.forked(CPU, loader):
+    with pytest.raises(KeyError), batches.isolated_rng(CPU, loader):
         broken()
     assert torch.equal(before, torch.get_rng_state())
     assert g is None or torch.equal(g.get_state(), torch.Generator().manual_seed(3).get_state())
@@ -153,8 +154,8 @@ def test_a_loaders_own_collate_function_is_used_and_a_dataset_read_once() -> Non
     ragged = Ragged()
     loader = DataLoader(ragged, 2, collate_fn=collate)
     for _ in range(2):
-        assert torch.equal(batches.rows(loader), data.rows(X[:5]))
-        assert torch.equal(batches.labels(loader), batches.labels((X[:5], Y[:5])))
+        assert torch.equal(batches.example_hashes(loader), splits.example_hashes(X[:5]))
+        assert torch.equal(batches.label_hashes(loader), batches.label_hashes((X[:5], Y[:5])))
     assert ragged.reads == 5
     key = id(loader)
     del loader
@@ -176,22 +177,22 @@ def test_crop_flip_gives_windows_of_the_padded_image_or_its_mirror():
 
 
 def test_a_tensor_is_hashed_once_until_it_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = data.rows, []
-    monkeypatch.setattr(data, "rows", lambda x: calls.append(len(x)) or real(x))
+    real, calls = splits.example_hashes, []
+    monkeypatch.setattr(splits, "example_hashes", lambda x: calls.append(len(x)) or real(x))
     x, y = torch.randn(6, 3), torch.zeros(6, dtype=torch.int64)
-    first = batches.rows((x, y))
-    assert torch.equal(batches.rows((x, y)), first)
+    first = batches.example_hashes((x, y))
+    assert torch.equal(batches.example_hashes((x, y)), first)
     assert len(calls) == 1
     x[2] = 1.0
-    assert torch.equal(batches.rows((x, y)), real(x))
+    assert torch.equal(batches.example_hashes((x, y)), real(x))
     x.data = x.data + 1
-    assert torch.equal(batches.rows((x, y)), real(x))
+    assert torch.equal(batches.example_hashes((x, y)), real(x))
     x.numpy()[0] = 7.0  # which no version counts
-    assert torch.equal(batches.rows((x, y)), real(x))
-    assert torch.equal(batches.rows((x[:3], y[:3])), real(x[:3]))
+    assert torch.equal(batches.example_hashes((x, y)), real(x))
+    assert torch.equal(batches.example_hashes((x[:3], y[:3])), real(x[:3]))
     known = len(batches._rows)
     del x
     assert len(batches._rows) == known - 1  # nothing is kept of a tensor that is gone
     with torch.inference_mode():
         frozen = torch.randn(4, 3)
-    assert torch.equal(batches.rows((frozen, y[:4])), real(frozen))
+    assert torch.equal(batches.example_hashes((frozen, y[:4])), real(frozen))

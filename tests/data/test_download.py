@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from pacprune import data, fetch
+from pacprune import data
+from pacprune.data import download
 
 
 class Mirror(ThreadingHTTPServer):
@@ -58,7 +59,7 @@ def mirror(monkeypatch):
 @pytest.fixture
 def files(mirror, monkeypatch):
     """Small stand-ins for MNIST's files, on the mirror and in the table of md5s."""
-    source = fetch.SOURCES["mnist"]
+    source = download.SOURCES["mnist"]
     for file in source.contents:
         content = hashlib.sha256(file.encode()).digest() * 100
         packed = gzip.compress(content, mtime=0)
@@ -165,11 +166,11 @@ def test_bad_names_and_folders(tmp_path):
 def test_advice_to_fetch_names_the_folder_that_was_asked_for(tmp_path):
     for folder, said in ((None, "`pacprune data fetch mnist`"), ("my data", "fetch mnist --data-dir 'my data'`")):
         with pytest.raises(ValueError, match=f"{said}$"):
-            fetch.read("mnist", "no such file", folder)
+            download.read("mnist", "no such file", folder)
 
 
 def test_cifar10_is_unpacked_from_its_archive(mirror, tmp_path, monkeypatch):
-    source = fetch.SOURCES["cifar10"]
+    source = download.SOURCES["cifar10"]
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
         for file in [*source.contents, "readme.html", "../../evil"]:

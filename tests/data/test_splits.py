@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pacprune import batches, data, fetch, philox, train
+from pacprune import data, philox
+from pacprune.data import batches, download, splits
+from pacprune.training import fit
 
 REAL = {
     "mnist": data.mnist,
@@ -34,13 +36,13 @@ def write_official(folder, monkeypatch, name):
     random = np.random.default_rng(0)
     labels = np.arange(10, dtype=np.uint8)
     contents = {}
-    for file in fetch.SOURCES[name].contents:
+    for file in download.SOURCES[name].contents:
         if name == "cifar10":
             content = np.c_[labels, random.integers(0, 256, (10, 3072), np.uint8)].tobytes()
         else:
             content = idx(random.integers(0, 256, (10, 28, 28), np.uint8) if "images" in file else labels)
         contents[file] = content
-        monkeypatch.setitem(fetch.SOURCES[name].contents, file, hashlib.md5(content).hexdigest())
+        monkeypatch.setitem(download.SOURCES[name].contents, file, hashlib.md5(content).hexdigest())
     folder.mkdir(parents=True, exist_ok=True)
     for file, content in contents.items():
         (folder / file).write_bytes(content)
@@ -128,13 +130,13 @@ def test_a_part_is_a_dataset_with_hashes():
     batch = next(iter(torch.utils.data.DataLoader(part, batch_size=len(part))))
     assert torch.equal(batch[0], part.x)
     expected = hashlib.blake2b(x.numpy().tobytes(), digest_size=8).digest()
-    assert part.rows[3] == int.from_bytes(expected, "little", signed=True)
-    assert torch.equal(data.rows(part.x), part.rows)
-    assert part.rows.shape == (len(part),)
+    assert part.example_hashes[3] == int.from_bytes(expected, "little", signed=True)
+    assert torch.equal(splits.example_hashes(part.x), part.example_hashes)
+    assert part.example_hashes.shape == (len(part),)
     joined = part.x.numpy().tobytes() + part.y.numpy().tobytes() + part.index.numpy().tobytes()
     assert part.hash == hashlib.sha256(joined).hexdigest()
     some = part.subset(torch.tensor([5, 2]))
-    assert torch.equal(some.rows, part.rows[[5, 2]])
+    assert torch.equal(some.example_hashes, part.example_hashes[[5, 2]])
     assert torch.equal(some.index, part.index[[5, 2]])
     assert some.hash != part.hash
 
@@ -142,8 +144,8 @@ def test_a_part_is_a_dataset_with_hashes():
 def test_rows_tell_examples_apart_by_x():
     x = torch.zeros(3, 2)
     x[1, 1] = 1.0
-    assert len(set(data.rows(x).tolist())) == 2
-    assert data.rows(x[:0]).shape == (0,)
+    assert len(set(splits.example_hashes(x).tolist())) == 2
+    assert splits.example_hashes(x[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("kind", ["raw", "bytes", "one-hot labels", "subset"])
@@ -158,12 +160,12 @@ def test_whoever_trained_on_the_raw_tensors_has_seen_the_bound_set(kind):
         "subset": (split.bound.subset(torch.tensor([3])).x, y[:1]),
     }[kind]
     with pytest.raises(ValueError, match="the network has seen the bound set"):
-        train.refuse_if_touched(batches.rows(given), split, "the network")
+        fit.refuse_if_touched(batches.example_hashes(given), split, "the network")
 
 
 def test_ids_agree_between_splits_of_one_source():
     one, other = own(seed=0), own(seed=1)
-    assert not torch.isin(one.train.rows, other.train.rows).any()
+    assert not torch.isin(one.train.example_hashes, other.train.example_hashes).any()
     assert set(one.train.ids.tolist()) == set(other.train.ids.tolist())
     elsewhere = data.split(torch.rand(40, 3), torch.arange(40) % 4)
     assert not torch.isin(one.train.ids, elsewhere.train.ids).any()
@@ -182,7 +184,7 @@ def test_an_empty_test_part_is_whole():
     split = own()
     assert len(split.test) == len(split.unlabelled) == 0
     assert split.test.x.shape == (0, 3)
-    assert split.test.rows.shape == (0,)
+    assert split.test.example_hashes.shape == (0,)
     assert len(split.test.hash) == 64
 
 
@@ -242,7 +244,7 @@ def test_load_by_name():
 
 @pytest.mark.parametrize("name", REAL)
 def test_official_files_are_parsed(name, tmp_path, monkeypatch):
-    contents = write_official(tmp_path / fetch.SOURCES[name].folder, monkeypatch, name)
+    contents = write_official(tmp_path / download.SOURCES[name].folder, monkeypatch, name)
     split = REAL[name](data_dir=tmp_path, prior_fraction=0.4)
     assert split.files == {file: hashlib.sha256(content).hexdigest() for file, content in contents.items()}
     assert split.train.x.shape == ((50, 3, 32, 32) if name == "cifar10" else (10, 1, 28, 28))
@@ -267,7 +269,7 @@ def test_loose_recompressed_and_damaged_files(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"idx3-ubyte.gz cannot be read .*; delete it and run `pacprune data fetch"):
         data.mnist()
     packed.write_bytes(gzip.compress(b"other"))
-    wanted = fetch.SOURCES["mnist"].contents[images.name]
+    wanted = download.SOURCES["mnist"].contents[images.name]
     with pytest.raises(ValueError, match=f"md5 {hashlib.md5(b'other').hexdigest()}, the official .* has {wanted}"):
         data.mnist()
     packed.unlink()
@@ -286,7 +288,7 @@ def test_data_folder(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_files(name):
-    if "PACPRUNE_DATA" not in os.environ or not (data.data_folder() / fetch.SOURCES[name].folder).is_dir():
+    if "PACPRUNE_DATA" not in os.environ or not (data.data_folder() / download.SOURCES[name].folder).is_dir():
         pytest.skip(f"the files of {name} are not in $PACPRUNE_DATA")
     split = REAL[name](seed=0, unlabelled=1000)
     n = 50_000 if name == "cifar10" else 60_000

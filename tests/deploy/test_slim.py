@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune import models, slim
+from pacprune import models
+from pacprune.deploy import slim
 
 
 def lively(model: nn.Module) -> nn.Module:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import pacprune as pp
-from pacprune import ranks
-from pacprune.budget import Budget
+from pacprune.distributed import ranks
+from pacprune.training.budget import Budget
 
 Found = dict[str, Any]
 
@@ -230,10 +230,10 @@ def main(folder: Path, cases: list[str]) -> None:
             own = folder / case
             if ranks.rank() == 0:
                 own.mkdir(parents=True, exist_ok=True)
-            ranks.meet()
+            ranks.barrier()
             found = globals()[case](own)
             torch.save(found, folder / f"{case}-{ranks.rank()}.found")
-            ranks.meet()
+            ranks.barrier()
 
 
 if __name__ == "__main__":

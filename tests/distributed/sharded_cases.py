@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sharded_parts import checkpoints, ties
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune import ranks
-from pacprune.budget import Budget
-from sharded_parts import checkpoints, ties
+from pacprune.distributed import ranks
+from pacprune.training.budget import Budget
 
 __all__ = ["checkpoints", "ties"]  # the others are here
 
@@ -337,7 +337,7 @@ def main(folder: Path, cases: list[str]) -> None:
             own = folder / case
             if ranks.rank() == 0:
                 own.mkdir(parents=True, exist_ok=True)
-            ranks.meet()
+            ranks.barrier()
             torch.save(globals()[case](own), folder / f"{case}-{ranks.rank()}.found")
 
 

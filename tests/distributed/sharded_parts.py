@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import pacprune as pp
-from pacprune import ranks
+from pacprune.distributed import ranks
 
 Found = dict[str, Any]
 
@@ -51,7 +51,7 @@ def ties(folder: Path) -> Found:
 
 def checkpoints(folder: Path) -> Found:
     """Parts of checkpoints as they lie after a death at any moment; the epoch that is gone on from, or the refusal."""
-    from pacprune.checkpoint import load_shards, save, save_shards
+    from pacprune.training.checkpoint import load_shards, save, save_shards
 
     path, here, found = folder / "cut.pt", ranks.rank(), {}
     own = folder / f"cut.pt.{here}-of-{ranks.world()}"
@@ -63,7 +63,7 @@ def checkpoints(folder: Path) -> Found:
             found[name] = None if part is None else (part["epoch"], part["rank"])
         except ValueError as error:
             found[name] = str(error)
-        ranks.meet()
+        ranks.barrier()
 
     read("none")
     save_shards(path, identity="run", epoch=1, batch=0, rank=here)
@@ -77,10 +77,10 @@ def checkpoints(folder: Path) -> Found:
     read("one has renamed")
     if here == 1:
         own.unlink()
-    ranks.meet()
+    ranks.barrier()
     read("one is lost")
     if here == 0:
         (folder / "cut.pt.0-of-3").write_bytes(b"")
-    ranks.meet()
+    ranks.barrier()
     read("three ranks")
     return found

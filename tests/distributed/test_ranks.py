@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks_cases
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import pacprune as pp
-import ranks_cases
-from pacprune import layers, ranks
-from pacprune.step import _order
+from pacprune.distributed import ranks
+from pacprune.masking import attachment
+from pacprune.training.step import _order
 
 EQUAL = [
     *("dense", "gates", "sparse", "uneven", "joined_last", "lagrangian", "algorithm1", "feedback", "loader"),
@@ -139,18 +140,18 @@ def test_independent_masks_give_the_mean_of_the_ranks_gradients(two: Path) -> No
     model, (x, y), order = ranks_cases.attached(), ranks_cases.pair(20), _order(20, 0, 0)
     model.train()
     for rank, index in enumerate(order.split(10)):
-        for site in layers.sites(model):
+        for site in attachment.sites(model):
             site.sampler.step.fill_(rank * 2**31)
         pp.resample_(model)
         (0.5 * F.cross_entropy(model(x[index]), y[index])).backward()
     config = pp.Config()
     with torch.no_grad():
-        for site in layers.sites(model):
+        for site in attachment.sites(model):
             assert site.mean.grad is not None
             assert site.gate.grad is not None
             site.mean.sub_(config.lr * site.mean.grad)
             site.gate.sub_(float(config.gate_lr or 0) * site.gate.grad)
-        for p in layers.rest_parameters(model):
+        for p in attachment.rest_parameters(model):
             assert p.grad is not None
             p.sub_(config.lr * p.grad)
     assert close(dict(model.state_dict()), results(two, "draws")[0]["independent"]["state"])
@@ -251,6 +252,6 @@ def test_alone_nothing_is_asked_of_other_ranks(monkeypatch: pytest.MonkeyPatch) 
     for name in ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "monitored_barrier"):
         monkeypatch.setattr(ranks.dist, name, never)
     ranks_cases.gates(Path())
-    assert (ranks.world(), ranks.rank(), ranks.part(5), ranks.first(lambda: 3)) == (1, 0, (0, 5), 3)
+    assert (ranks.world(), ranks.rank(), ranks.part(5), ranks.on_rank0(lambda: 3)) == (1, 0, (0, 5), 3)
     with ranks.joined() as device:
         assert device == torch.device("cpu")

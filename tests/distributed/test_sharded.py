@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded_cases
+import test_ranks
 import torch
+from test_ranks import results
 from torch import Tensor
 
 import pacprune as pp
-import sharded_cases
-import test_ranks
-from test_ranks import results
 
 EQUAL = [
     *("dense", "gates", "uneven", "clamped", "lagrangian", "gradual", "feedback", "patience", "own_loop"),

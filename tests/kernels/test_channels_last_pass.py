@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pacprune import models
-from pacprune.kernels.views import elementwise_first
-from pacprune.population import Population
+from pacprune.kernels.conv.channels_last_pass import elementwise_first
+from pacprune.training.population import Population
 
 
 def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[GraphModule, GraphModule]:

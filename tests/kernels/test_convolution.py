@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import batches, population
-from pacprune.kernels import convolution as op
+from pacprune.data import batches
+from pacprune.kernels.conv import convolution as op
+from pacprune.training import population
 
 SHAPES = [  # members, inputs, outputs, height, width, stride, padding, taps
     (3, 16, 16, 6, 5, 1, 1, 3),
@@ -184,7 +185,7 @@ def test_the_sums_of_a_gpu_in_tritons_interpreter() -> None:
         logits = torch.randn(3, 20_011) * 9
         tau, gamma = torch.randn(3), torch.tensor([1.0, 2.0, 0.5])
         exact = masks._moments([logits[:, 5:]], tau, gamma)
-        found = moments.sums(logits[:, 5:], tau, gamma, most=masks.LOGIT_MAX)
+        found = gate_sums.sums(logits[:, 5:], tau, gamma, most=LOGIT_MAX)
         assert found.dtype == torch.float64
         assert ((found - exact).abs() < 1e-6 * exact[0]).all()
     """

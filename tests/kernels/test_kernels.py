@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from scipy import stats
 
 from pacprune import kernels, philox
-from pacprune.kernels import GIVEN, HARD, SOFT, STRAIGHT_THROUGH, Law, Part, hard_gate, keep_prob, quantised
+from pacprune.kernels import GIVEN, HARD, SOFT, STRAIGHT_THROUGH, Law, SampleInputs, hard_gate, keep_prob, quantised
 
 SEED, STEP = torch.tensor(5), torch.tensor(3)
 N = 40_000
@@ -26,7 +26,7 @@ def sample(
     beta: float,
 ) -> torch.Tensor:
     """A draw whose gate is its own logit."""
-    return kernels.sample(Part(mean, logit, std, seed, step, offset), Law(mode=mode, beta=beta))
+    return kernels.sample(SampleInputs(mean, logit, std, seed, step, offset), Law(mode=mode, beta=beta))
 
 
 def gates(logit: torch.Tensor, mode: str, *, beta: float = 0.5, step: int = 3, offset: int = 0) -> torch.Tensor:
@@ -224,7 +224,7 @@ def test_frozen_inputs_cost_no_gradient():
         wanted = [t for t in (mean, logit, std) if t.requires_grad]
         assert all(g is not None for g in torch.autograd.grad(out.sum(), wanted))
         frozen.requires_grad_(True)
-    part = Part(mean, logit, std, SEED, STEP, 9)
+    part = SampleInputs(mean, logit, std, SEED, STEP, 9)
     assert kernels.gradients(part, Law(), torch.ones(6, 5), (False, False, False)) == (None, None, None)
 
 
@@ -232,13 +232,13 @@ def test_what_cannot_be_drawn_is_refused_in_one_sentence():
     p = quantised(torch.rand(4, 3))
     one, three = torch.tensor(1), torch.arange(3)
     with pytest.raises(ValueError, match="'hard', not 'concrete'"):
-        kernels.draw([Part(p, p, None, one, one, 0)], Law(GIVEN))
+        kernels.draw([SampleInputs(p, p, None, one, one, 0)], Law(GIVEN))
     with pytest.raises(ValueError, match=r"3 members need means of shape \[3, ...\], not \[4, 3\]"):
-        kernels.draw([Part(p, p, None, three, one, 0)], Law())
+        kernels.draw([SampleInputs(p, p, None, three, one, 0)], Law())
     with pytest.raises(ValueError, match=r"\[3, 4\] members"):
-        kernels.draw([Part(p, p, None, three, torch.arange(4), 0)], Law())
+        kernels.draw([SampleInputs(p, p, None, three, torch.arange(4), 0)], Law())
     with pytest.raises(ValueError, match="have no gradient"):
-        kernels.sample(Part(p, p, None, three, one, 0, shared=True), Law())
+        kernels.sample(SampleInputs(p, p, None, three, one, 0, shared=True), Law())
 
 
 def test_the_environment_can_ask_for_the_reference(monkeypatch):

@@ -22,8 +22,8 @@ from pacprune.kernels import (
     STRAIGHT_THROUGH,
     STRETCHED,
     Law,
-    Part,
-    cpu,
+    SampleInputs,
+    cpp,
     reference,
 )
 
@@ -62,7 +62,7 @@ def make(
     sizes: tuple[int, ...],
     offset: int,
     device: str,
-) -> list[Part]:
+) -> list[SampleInputs]:
     generator = torch.Generator().manual_seed(0)
     parts = []
     for n in sizes:
@@ -78,7 +78,7 @@ def make(
             width = torch.rand({"one": (), "member": (K,), "full": form}[std], generator=generator)
             width = width - 3 if law.log_std else width
         given = [None if t is None else t.to(device) for t in (mean, gate, width, *counters)]
-        parts.append(Part(*given[:5], offset, *given[5:], types[1], members == "shared"))
+        parts.append(SampleInputs(*given[:5], offset, *given[5:], types[1], members == "shared"))
         offset += n
     return parts
 
@@ -129,7 +129,7 @@ def test_the_gradient_of_a_clamped_gate_next_to_one_keeps_its_digits(device: str
     n, law = 4000, Law(CLAMP, mode=mode)
     gate = 1 - torch.logspace(-4.9, -1, n)
     counters = torch.tensor(3, device=device), torch.tensor(4, device=device)
-    part = Part(torch.ones(n, device=device), gate.to(device), None, *counters, 0)
+    part = SampleInputs(torch.ones(n, device=device), gate.to(device), None, *counters, 0)
     p = gate.double()
     x = torch.logit(p)
     if mode != STILL:
@@ -149,7 +149,7 @@ def test_a_million_hard_gates_are_the_references(device: str) -> None:
     counters = torch.tensor(11, device=device), torch.tensor(7, device=device)
     for law in (Law(mode=HARD), Law(coupling=4.0, mode=HARD)):
         mean = torch.randn(n, generator=generator).to(device)
-        part = Part(mean, gate, None, *counters, 1)
+        part = SampleInputs(mean, gate, None, *counters, 1)
         differ = int(((kernels.draw([part], law)[0] != 0) != (reference.draw(part, law) != 0)).sum())
         assert differ <= (10 if law.coupling else 0)
 
@@ -167,7 +167,7 @@ def test_a_member_draws_to_the_bit_what_it_draws_alone_and_a_weight_wherever_it_
         for cut in (0, 1, 37):  # a piece that begins elsewhere has the numbers of its indices
             tensors = [t[k].contiguous() for t in (part.mean, part.gate)]
             counters = [t[k] for t in (part.seed, part.step, part.shift, part.sharpness)]
-            alone = Part(
+            alone = SampleInputs(
                 *[t[cut:].contiguous() for t in tensors], part.std[k], *counters[:2], part.offset + cut, *counters[2:]
             )
             assert torch.equal(kernels.draw([alone], law)[0], together[k, cut:])
@@ -180,8 +180,8 @@ def test_a_member_draws_to_the_bit_what_it_draws_alone_and_a_weight_wherever_it_
 def test_transposed_tensors_are_drawn_by_their_logical_order(device: str) -> None:
     mean, gate = torch.randn(7, 9, device=device), torch.randn(7, 9, device=device)
     counters = torch.tensor(1, device=device), torch.tensor(2, device=device)
-    plain = Part(mean, gate, None, *counters, 0)
-    turned = Part(mean.t().contiguous().t(), gate.t().contiguous().t(), None, *counters, 0)
+    plain = SampleInputs(mean, gate, None, *counters, 0)
+    turned = SampleInputs(mean.t().contiguous().t(), gate.t().contiguous().t(), None, *counters, 0)
     assert torch.equal(kernels.draw([plain], Law())[0], kernels.draw([turned], Law())[0])
 
 
@@ -192,7 +192,7 @@ def test_the_noise_is_uniform_and_independent_across_index_step_and_seed(device:
     def noise(seed: int, step: int, offset: int = 0) -> torch.Tensor:
         """sigmoid(logit u) = u: the relaxed gate of logit 0 at temperature 1."""
         where = torch.tensor(seed, device=device), torch.tensor(step, device=device)
-        part = Part(torch.ones(n, device=device), zero.expand(n), None, *where, offset)
+        part = SampleInputs(torch.ones(n, device=device), zero.expand(n), None, *where, offset)
         return kernels.draw([part], Law(beta=1.0))[0].cpu().double()
 
     base = noise(1, 1)
@@ -209,11 +209,11 @@ def test_the_slab_is_normal_and_apart_from_the_gate(device: str) -> None:
     n = 200_000
     one = torch.ones((), device=device)
     counters = torch.tensor(5, device=device), torch.tensor(6, device=device)
-    part = Part(torch.zeros(n, device=device), torch.full((n,), 20.0, device=device), one, *counters, 0)
+    part = SampleInputs(torch.zeros(n, device=device), torch.full((n,), 20.0, device=device), one, *counters, 0)
     kept = kernels.draw([part], Law(mode=HARD))[0].cpu()
     z = kept[kept != 0].double()
     assert stats.kstest(z.numpy(), "norm").pvalue > 1e-3
-    soft = Part(torch.ones(n, device=device), torch.zeros(n, device=device), None, *counters, 0)
+    soft = SampleInputs(torch.ones(n, device=device), torch.zeros(n, device=device), None, *counters, 0)
     u = kernels.draw([soft], Law(beta=1.0))[0].cpu()[kept != 0].double()
     table = torch.histogramdd(torch.stack([u, torch.special.ndtr(z)], 1), [8, 8], [0, 1, 0, 1])[0]
     assert stats.chisquare(table.reshape(-1).numpy()).pvalue > 1e-4
@@ -224,7 +224,7 @@ def test_a_nan_is_not_hidden(device: str) -> None:
     gate = torch.tensor([0.0, float("nan"), 1.0, 2.0], device=device)
     counters = torch.tensor(1, device=device), torch.tensor(1, device=device)
     for mapping in (SIGMOID, CLAMP):
-        found = kernels.draw([Part(torch.ones_like(gate), gate, None, *counters, 0)], Law(mapping))[0]
+        found = kernels.draw([SampleInputs(torch.ones_like(gate), gate, None, *counters, 0)], Law(mapping))[0]
         assert found.isnan().tolist() == [False, True, False, False]
 
 
@@ -246,11 +246,11 @@ def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[pytest.Monk
     """No library is loaded or in the cache, before and after."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels._found.cache_clear()
-    cpu.library.cache_clear()
+    cpp.library.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
     kernels._found.cache_clear()
-    cpu.library.cache_clear()
+    cpp.library.cache_clear()
 
 
 def test_without_a_compiler_the_reference_serves_in_silence(forgotten: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_without_a_compiler_the_reference_serves_in_silence(forgotten: pytest.Mo
     forgotten.delenv("CXX", raising=False)
     assert kernels.backend("cpu") == "reference"
     assert "no C++ compiler" in kernels.status("cpu")
-    part = Part(torch.ones(5), torch.zeros(5), None, torch.tensor(1), torch.tensor(1), 0)
+    part = SampleInputs(torch.ones(5), torch.zeros(5), None, torch.tensor(1), torch.tensor(1), 0)
     assert torch.equal(kernels.draw([part], Law())[0], reference.draw(part, Law()))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 import pacprune as pp
-from pacprune import layers, spikeslab
+from pacprune.masking import attachment, spikeslab
 
 
 class Everything(nn.Module):
@@ -171,7 +171,7 @@ def test_coupled_gates_follow_the_weight() -> None:
     model = small()
     slab = pp.score_monotone(model, pp.scores.magnitude(model), sparsity=0.5)
     pp.attach(model, slab, coupling=4.0)
-    site = layers.sites(model)[0]
+    site = attachment.sites(model)[0]
     torch.testing.assert_close(pp.read(model).keep_prob["0.weight"], slab.keep_prob["0.weight"], atol=1e-5, rtol=1e-4)
     before = pp.read(model).keep_prob["0.weight"]
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_state_dict_round_trips_into_an_equally_attached_model_also_after_deepco
     model = pp.attach(everything, pp.isotropic(everything, sparsity=0.3, std=0.01), train_std=True)
     model(tokens).sum().backward()  # a model in use: an LSTM must not keep what it sampled
     with torch.no_grad():
-        for site in layers.sites(model):
+        for site in attachment.sites(model):
             site.gate.add_(torch.randn(site.gate.shape))
     duplicate = copy.deepcopy(model)
     pp.attach(other, pp.isotropic(other, sparsity=0.5, std=0.02), train_std=True)
@@ -245,7 +245,7 @@ def test_hardening_a_deepcopy_leaves_the_original_alone(everything: nn.Module, t
     assert torch.equal(duplicate(tokens), expected)
     pp.harden(duplicate)
     assert torch.equal(model(tokens), expected)
-    assert not layers.sites(duplicate)
+    assert not attachment.sites(duplicate)
     pp.harden(model)
     duplicate(tokens), model(tokens)
 
@@ -253,7 +253,7 @@ def test_hardening_a_deepcopy_leaves_the_original_alone(everything: nn.Module, t
 def test_tied_weights_stay_tied_and_count_once(everything: nn.Module, tokens: torch.Tensor) -> None:
     model = pp.attach(everything, pp.isotropic(everything, sparsity=0.3)).eval()
     assert torch.equal(model.emb.weight, model.head.weight)
-    names = [site.name for site in layers.sites(model)]
+    names = [site.name for site in attachment.sites(model)]
     assert "head.weight" not in names
     assert pp.read(model).total == sum(p.numel() for p in pp.read(model).keep_prob.values())
 
@@ -261,7 +261,7 @@ def test_tied_weights_stay_tied_and_count_once(everything: nn.Module, tokens: to
 def test_functional_call_and_grad_transforms() -> None:
     model = small().eval()
     pp.attach(model, pp.isotropic(model, sparsity=0.3)).eval()
-    for site in layers.sites(model):
+    for site in attachment.sites(model):
         site.sampler.train()
     x, params = torch.randn(5, 6), dict(model.named_parameters())
     assert torch.equal(functional_call(model, params, (x,)), model(x))
@@ -278,7 +278,7 @@ def test_autocast_trains_gates_in_float32() -> None:
     pp.attach(model, pp.isotropic(model, sparsity=0.3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.randn(5, 6)).float().square().sum().backward()
-    assert all(site.gate.grad is not None and site.gate.grad.dtype == torch.float32 for site in layers.sites(model))
+    assert all(site.gate.grad is not None and site.gate.grad.dtype == torch.float32 for site in attachment.sites(model))
 
 
 def test_bfloat16_weights_have_float32_gates() -> None:
@@ -286,7 +286,7 @@ def test_bfloat16_weights_have_float32_gates() -> None:
     pp.attach(model, pp.isotropic(model, sparsity=0.3, std=0.1))
     out = model(torch.randn(2, 6, dtype=torch.bfloat16))
     out.sum().backward()
-    (site,) = layers.sites(model)
+    (site,) = attachment.sites(model)
     assert out.dtype == site.mean.dtype == torch.bfloat16
     assert site.gate.dtype == torch.float32
     assert pp.harden(model).weight.dtype == torch.bfloat16
@@ -320,7 +320,7 @@ def test_a_slab_without_gradients_knows_what_was_seen(how: str) -> None:
     pp.attach(model, pp.isotropic(model, sparsity=0.5))
     assert len(pp.read(model, detach=False).seen) == 0
     if how == "frozen":
-        for site in layers.sites(model):
+        for site in attachment.sites(model):
             site.gate.requires_grad_(False)
     with torch.set_grad_enabled(how == "frozen"):
         assert torch.equal(pp.read(model, detach=False).seen, pp.read(model).seen)

@@ -11,8 +11,9 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pacprune import batches, scores, weights
-from pacprune.scores import NAMES, grasp, magnitude, random, score, snip, synflow
+from pacprune.data import batches
+from pacprune.masking import criteria, weights
+from pacprune.masking.criteria import NAMES, grasp, magnitude, random, score, snip, synflow
 
 
 class Attention(nn.Module):
@@ -280,9 +281,9 @@ def test_what_a_criterion_looks_at_is_noted_as_seen(case, criterion):
     model, data = made(case)
     score(criterion, model, data)
     looks = criterion in ("snip", "grasp") or (criterion == "synflow" and case is attention)
-    expected = torch.unique(batches.rows(data)) if looks else torch.empty(0, dtype=torch.int64)
+    expected = torch.unique(batches.example_hashes(data)) if looks else torch.empty(0, dtype=torch.int64)
     assert torch.equal(weights.seen(model), expected)
 
 
 def test_names_and_functions_agree():
-    assert all(callable(getattr(scores, name)) for name in NAMES)
+    assert all(callable(getattr(criteria, name)) for name in NAMES)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from scipy import optimize
 
-from pacprune import masks
-from pacprune.masks import entropy, overlap, top_k
+from pacprune.kernels.law import bounded
+from pacprune.masking import masks
+from pacprune.masking.masks import entropy, overlap, top_k
 
 ETA = 1e-5
 
@@ -187,8 +188,8 @@ def test_shift_makes_the_mean_exact(kind, sharpness):
         last = None
         for density in (1e-6, 1e-4, 0.02, 0.1, 0.5, 0.9, 0.999, 1 - 1e-6):
             for start in (None, last, 1e6, -1e6):
-                tau = masks.shift([logits[: n // 2], logits[n // 2 :]], density, sharpness=sharpness, start=start)
-                p = torch.sigmoid(masks.bounded(sharpness * (logits - tau)).double())
+                tau = masks.logit_shift([logits[: n // 2], logits[n // 2 :]], density, sharpness=sharpness, start=start)
+                p = torch.sigmoid(bounded(sharpness * (logits - tau)).double())
                 assert float(p.mean()) <= density
                 # A step of tau in float32 moves p by at most sharpness / 4 times that.
                 step = float(np.spacing(np.float32(abs(float(tau)))))
@@ -197,8 +198,8 @@ def test_shift_makes_the_mean_exact(kind, sharpness):
 
 
 def test_shift_does_what_bounded_logits_can():
-    tau = masks.shift([torch.randn(100)], 1e-9)
-    p = torch.sigmoid(masks.bounded(torch.randn(100) - tau).double())
+    tau = masks.logit_shift([torch.randn(100)], 1e-9)
+    p = torch.sigmoid(bounded(torch.randn(100) - tau).double())
     assert float(p.mean()) == pytest.approx(float(torch.sigmoid(torch.tensor(-14.0))), rel=0.1)
 
 
@@ -214,21 +215,21 @@ def test_members_are_shifted_as_if_each_were_alone(n):
     rows = len(logits)
     density, sharpness = torch.linspace(0.02, 0.9, rows).double(), torch.linspace(1.0, 4.0, rows)
     parts = [logits[:, :3].reshape(rows, 3, 1), logits[:, 3:]]
-    tau = masks.shift(parts, density, sharpness=sharpness, members=True)
+    tau = masks.logit_shift(parts, density, sharpness=sharpness, members=True)
     assert tau.shape == (rows,)
     assert tau.dtype == torch.float32
     for k in range(rows):
-        alone = masks.shift([logits[k]], float(density[k]), sharpness=float(sharpness[k]))
+        alone = masks.logit_shift([logits[k]], float(density[k]), sharpness=float(sharpness[k]))
         assert alone.shape == ()
-        means = [
-            float(torch.sigmoid(masks.bounded(sharpness[k] * (logits[k] - t)).double()).mean()) for t in (alone, tau[k])
-        ]
+        means = [float(torch.sigmoid(bounded(sharpness[k] * (logits[k] - t)).double()).mean()) for t in (alone, tau[k])]
         step = float(sharpness[k]) / 4 * float(np.spacing(np.float32(abs(float(alone)))))
         assert means[1] <= float(density[k])
         assert means[0] == pytest.approx(means[1], abs=step + 2.5e-7)
-    once = masks.shift(parts, 0.1, sharpness=2.0, start=0.5, members=True)
+    once = masks.logit_shift(parts, 0.1, sharpness=2.0, start=0.5, members=True)
     for k in range(rows):
-        assert float(once[k]) == pytest.approx(float(masks.shift([logits[k]], 0.1, sharpness=2.0)), rel=1e-5, abs=1e-5)
+        assert float(once[k]) == pytest.approx(
+            float(masks.logit_shift([logits[k]], 0.1, sharpness=2.0)), rel=1e-5, abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("kind", LOGITS)
@@ -237,10 +238,10 @@ def test_a_shift_without_a_look_follows_the_last_one(kind, sharpness):
     generator = torch.Generator().manual_seed(0)
     logits = LOGITS[kind](20_000, generator)
     for density in (0.02, 0.1, 0.5, 0.9):
-        seen = masks.shift([logits], density, sharpness=sharpness)
+        seen = masks.logit_shift([logits], density, sharpness=sharpness)
         for moved in (-0.3, -1e-3, 0.0, 1e-3, 0.3):
-            unseen = masks.shift([logits], density, sharpness=sharpness, start=seen + moved, look=False)
-            p, q = (torch.sigmoid(masks.bounded(sharpness * (logits - t)).double()).mean() for t in (unseen, seen))
+            unseen = masks.logit_shift([logits], density, sharpness=sharpness, start=seen + moved, look=False)
+            p, q = (torch.sigmoid(bounded(sharpness * (logits - t)).double()).mean() for t in (unseen, seen))
             step = float(np.spacing(np.float32(abs(float(seen)))))
             assert float(p) <= density
             assert float(p) == pytest.approx(float(q), abs=max(1e-6 * density, sharpness / 4 * step + 2.5e-7))
@@ -251,8 +252,8 @@ def test_a_shift_without_a_look_is_never_worse_than_the_last_one():
     logits = 1e3 * torch.randn(1000, generator=generator) ** 3
     for density in (0.01, 0.3, 0.99):
         for start in (-1e6, -3.0, 5e3):
-            tau = masks.shift([logits], density, start=start, look=False)
-            first, last = (float(torch.sigmoid(masks.bounded(logits - t)).mean()) for t in (torch.tensor(start), tau))
+            tau = masks.logit_shift([logits], density, start=start, look=False)
+            first, last = (float(torch.sigmoid(bounded(logits - t)).mean()) for t in (torch.tensor(start), tau))
             assert abs(math.log(last / (1 - last) * (1 - density) / density)) <= 1e-3 + abs(
                 math.log(first / (1 - first) * (1 - density) / density)
             )
@@ -327,11 +328,11 @@ def test_members_are_projected_as_if_each_were_alone():
 def test_shift_and_project_without_a_look_are_captured_and_do_not_wait():
     x = torch.randn(3, 40, 50, device="cuda")
     density, sharpness = torch.tensor([0.1, 0.5, 0.9], device="cuda"), torch.ones(3, device="cuda")
-    seen = masks.shift([x], density, sharpness=sharpness, members=True)
+    seen = masks.logit_shift([x], density, sharpness=sharpness, members=True)
     start = seen + 0.05
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:
-        tau = masks.shift([x], density, sharpness=sharpness, start=start, members=True, look=False)
+        tau = masks.logit_shift([x], density, sharpness=sharpness, start=start, members=True, look=False)
         return tau, masks.project([torch.sigmoid(x)], density, eta=ETA, members=True, look=False)[0]
 
     both()

@@ -10,10 +10,10 @@ from scipy import stats
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune import layers, masks, patterns, scores, weights
-from pacprune.budget import move_masks_
-from pacprune.experiments import options as opt
-from pacprune.population import Population
+from pacprune.masking import attachment, criteria, masks, patterns, weights
+from pacprune.runs import options as opt
+from pacprune.training.budget import move_masks_
+from pacprune.training.population import Population
 
 G = torch.Generator().manual_seed(1)
 X = torch.randn(120, 8, generator=G)
@@ -29,7 +29,7 @@ METHODS = {
     "dpf": lambda *given, **how: pp.gmp(*given, every=1, feedback=True, **how),
     "imp": pp.imp,
 }
-CASES = [(name, {"criterion": one}) for name in ("osp", "pft", "pft-still") for one in scores.NAMES]
+CASES = [(name, {"criterion": one}) for name in ("osp", "pft", "pft-still") for one in criteria.NAMES]
 CASES += [(name, {}) for name in ("gmp", "dpf", "imp")]
 
 
@@ -124,7 +124,7 @@ def test_a_tied_weight_has_one_gate_and_stays_tied() -> None:
 
 def test_harden_alone_takes_the_likeliest_choice() -> None:
     model = attached(net(), "2:4")
-    site = layers.sites(model)[0]
+    site = attachment.sites(model)[0]
     with torch.no_grad():
         # {0, 1} is the likeliest choice, though weight 3 is the one that is kept most often.
         chances = torch.tensor([0.30, 0.02, 0.18, 0.02, 0.18, 0.30 - 1e-3])
@@ -163,7 +163,7 @@ def test_requests_that_contradict_themselves_are_refused(how: dict[str, Any], se
         with pytest.raises(ValueError, match=sentence):
             method(net(), (X, Y), CONFIG, **how)
     with pytest.raises(ValueError, match=sentence):
-        pp.top_k(scores.magnitude(net()), **how)
+        pp.top_k(criteria.magnitude(net()), **how)
 
 
 def test_what_a_pattern_cannot_do_is_said() -> None:
@@ -204,7 +204,7 @@ def test_semi_structured_kernels_give_the_same_outputs(pattern: str) -> None:
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="none of the 2 Linear layers"):
         patterns.to_semi_structured(model)
-    pp.apply_mask(model, pp.top_k(scores.magnitude(model), pattern=pattern))
+    pp.apply_mask(model, pp.top_k(criteria.magnitude(model), pattern=pattern))
     with torch.no_grad():
         dense = model(x)
         assert patterns.to_semi_structured(model) == ["0.weight"]
@@ -218,7 +218,7 @@ def test_semi_structured_kernels_give_the_same_outputs(pattern: str) -> None:
 def test_hard_draws_have_the_distribution_of_the_logits(pattern: str) -> None:
     n, m = patterns.parse(pattern)
     model = attached(seeded(lambda: nn.Linear(4, 500, bias=False)), pattern, seed=3).eval()
-    site, sets = layers.sites(model)[0], patterns.choices(n, m)
+    site, sets = attachment.sites(model)[0], patterns.choices(n, m)
     logits = torch.linspace(-1, 1.5, len(sets))
     with torch.no_grad():
         site.gate.copy_(logits.reshape(-1, 1, 1).expand_as(site.gate))
@@ -241,7 +241,7 @@ def test_attach_gives_the_choice_that_independent_gates_make_when_n_are_open() -
     p = torch.tensor([[0.1, 0.4, 0.6, 0.9]])
     slab = pp.isotropic(model, sparsity=0.5)
     slab.keep_prob["0.weight"].copy_(p)  # type: ignore[index]
-    site = layers.sites(pp.attach(model, slab, mapping="2:4", coupling=2.0))[0]
+    site = attachment.sites(pp.attach(model, slab, mapping="2:4", coupling=2.0))[0]
     weight = {}
     for bits in itertools.product((0, 1), repeat=4):
         if sum(bits) == 2:
@@ -267,7 +267,7 @@ def test_the_relaxed_gate_has_the_gradient_of_finite_differences_and_keeps_n_in_
 def test_the_sampler_hands_that_gradient_to_gate_and_mean() -> None:
     model = attached(seeded(lambda: nn.Linear(8, 2, bias=False)), "2:4", coupling=4.0, seed=1).train()
     pp.resample_(model)
-    site, out = layers.sites(model)[0], torch.randn(2, 8, generator=G)
+    site, out = attachment.sites(model)[0], torch.randn(2, 8, generator=G)
     (site.where() * out).sum().backward()
     with torch.no_grad():
         share = site.where() / site.mean
@@ -286,7 +286,7 @@ def test_a_draw_is_a_function_of_seed_and_step_and_every_group_has_its_own_noise
         model = attached(net(), "2:4", seed=seed).train()
         for _ in range(steps):
             pp.resample_(model)
-        return [site.where().detach() for site in layers.sites(model)]
+        return [site.where().detach() for site in attachment.sites(model)]
 
     one, again, later, other = drawn(0, 1), drawn(0, 1), drawn(0, 2), drawn(1, 1)
     assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
@@ -358,7 +358,7 @@ def test_a_population_draws_what_its_members_draw_alone() -> None:
         pp.resample_(stacked)
         for k, model in enumerate(models):
             pp.resample_(model)
-            for site, own in zip(layers.sites(stacked), layers.sites(model), strict=True):
+            for site, own in zip(attachment.sites(stacked), attachment.sites(model), strict=True):
                 torch.testing.assert_close(site.where()[k], own.where(), msg=f"step {step}, model {k}, {own.name}")
 
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.func import functional_call
 
 import pacprune as pp
-from pacprune import kernels, layers
+from pacprune import kernels
 from pacprune.kernels import reference
+from pacprune.masking import attachment
 
 if kernels.backend("cpu") != "cpu":
     pytest.skip("no C++ compiler: weights are drawn one by one, and nothing is kept", allow_module_level=True)
@@ -27,13 +28,13 @@ def build(seed: int = 0, *, std: float = 0.05, sparsity: float = 0.4, **options:
 
 
 def drawn(model: nn.Module) -> list[torch.Tensor]:
-    return [site.where().detach() for site in layers.sites(model)]
+    return [site.where().detach() for site in attachment.sites(model)]
 
 
 def right(model: nn.Module) -> bool:
     """Whether every weight is what its parameters, read now, give."""
     wanted = []
-    for site in layers.sites(model):
+    for site in attachment.sites(model):
         part = site.sampler.part()
         assert part is not None
         wanted.append(kernels.draw([part], site.sampler.law(part))[0].detach())
@@ -46,7 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     plain = kernels.draw
 
-    def counted(parts: list[kernels.Part], law: kernels.Law) -> list[torch.Tensor]:
+    def counted(parts: list[kernels.SampleInputs], law: kernels.Law) -> list[torch.Tensor]:
         found.append(len(parts))
         return plain(parts, law)
 
@@ -64,14 +65,14 @@ def test_one_launch_draws_a_models_weights(launches: list[int]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert len({w.untyped_storage().data_ptr() for w in first}) == 1
     with torch.no_grad():
-        layers.sites(model)[1].gate.add_(1)
+        attachment.sites(model)[1].gate.add_(1)
     drawn(model)
     assert launches == [3, 1]  # what has not changed is not drawn again
 
 
 def sgd(model: nn.Module, kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, **options: bool) -> None:
     optimizer = kind(model.parameters(), lr=0.5, **options)
-    sum(w.where().square().sum() for w in layers.sites(model)).backward()  # type: ignore[union-attr]
+    sum(w.where().square().sum() for w in attachment.sites(model)).backward()  # type: ignore[union-attr]
     optimizer.step()
 
 
@@ -95,24 +96,24 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "SGD foreach": lambda m: sgd(m, foreach=True),
     "SGD fused": lambda m: sgd(m, fused=True),
     "eval": lambda m: m.eval(),
-    "one sampler in eval": lambda m: layers.sites(m)[1].sampler.eval(),
+    "one sampler in eval": lambda m: attachment.sites(m)[1].sampler.eval(),
     "Adam fused": lambda m: sgd(m, torch.optim.Adam, fused=True),
     "in place, resample_": lambda m: [p.data.mul_(1.1) for p in m.parameters()] and pp.resample_(m),
     "in place, eval, train": lambda m: [p.data.mul_(1.1) for p in m.parameters()] and m.eval().train(),
-    "in place, forget": lambda m: [p.data.mul_(1.1) for p in m.parameters()] and layers.forget(m),
+    "in place, forget": lambda m: [p.data.mul_(1.1) for p in m.parameters()] and attachment.forget(m),
     "load_state_dict": lambda m: m.load_state_dict(build(7).state_dict()),
     "load_state_dict assign": lambda m: m.load_state_dict(build(7).state_dict(), assign=True),
     "data": set_data,
     "to": half_and_back,
-    "shift": lambda m: [s.sampler.shift.fill_(0.7) for s in layers.sites(m)],
-    "sharpness": lambda m: [s.sampler.sharpness.fill_(3.0) for s in layers.sites(m)],
-    "std": lambda m: [s.sampler.std.mul_(2) for s in layers.sites(m)],  # type: ignore[union-attr]
-    "seed": lambda m: [s.sampler.seed.add_(1) for s in layers.sites(m)],
+    "shift": lambda m: [s.sampler.shift.fill_(0.7) for s in attachment.sites(m)],
+    "sharpness": lambda m: [s.sampler.sharpness.fill_(3.0) for s in attachment.sites(m)],
+    "std": lambda m: [s.sampler.std.mul_(2) for s in attachment.sites(m)],  # type: ignore[union-attr]
+    "seed": lambda m: [s.sampler.seed.add_(1) for s in attachment.sites(m)],
     "parameters replaced": lambda m: [
-        s.where._parameters.update(original1=nn.Parameter(s.gate.detach() + 1)) for s in layers.sites(m)
+        s.where._parameters.update(original1=nn.Parameter(s.gate.detach() + 1)) for s in attachment.sites(m)
     ],
-    "buffers replaced": lambda m: [s.sampler._buffers.update(step=s.sampler.step + 5) for s in layers.sites(m)],
-    "the draw itself": lambda m: layers.sites(m)[0].where().detach().zero_(),
+    "buffers replaced": lambda m: [s.sampler._buffers.update(step=s.sampler.step + 5) for s in attachment.sites(m)],
+    "the draw itself": lambda m: attachment.sites(m)[0].where().detach().zero_(),
     "harden": lambda m: pp.harden(m),
 }
 
@@ -146,11 +147,11 @@ def test_a_deepcopy_draws_its_own_weights_together(launches: list[int]) -> None:
     model = build()
     drawn(model)
     other = copy.deepcopy(model)
-    assert layers.sites(other)[0].sampler.pool is layers.sites(other)[2].sampler.pool
-    assert layers.sites(other)[0].sampler.pool is not layers.sites(model)[0].sampler.pool
+    assert attachment.sites(other)[0].sampler.pool is attachment.sites(other)[2].sampler.pool
+    assert attachment.sites(other)[0].sampler.pool is not attachment.sites(model)[0].sampler.pool
     assert all(torch.equal(a, b) for a, b in zip(drawn(model), drawn(other), strict=True))
     with torch.no_grad():
-        for site in layers.sites(other):
+        for site in attachment.sites(other):
             site.mean.add_(1)
     launches.clear()
     assert not any(torch.equal(a, b) for a, b in zip(drawn(model), drawn(other), strict=True))
@@ -165,7 +166,7 @@ def test_inference_mode_leaves_nothing_behind() -> None:
     model = build()
     with torch.inference_mode():
         first = drawn(model)
-    layers.sites(model)[0].where().sum().backward()  # a tensor of inference mode could not be saved for this
+    attachment.sites(model)[0].where().sum().backward()  # a tensor of inference mode could not be saved for this
     assert all(torch.equal(a, b) for a, b in zip(first, drawn(model), strict=True))
     with torch.inference_mode():
         model = build()
@@ -180,7 +181,7 @@ def test_the_old_draw_is_given_back_before_the_new_one_is_made(monkeypatch: pyte
     drawn(model)
     drawn(model)
     pp.resample_(model)
-    old = weakref.ref(layers.sites(model)[0].sampler.pool._drawn[layers.sites(model)[0].sampler].value)  # type: ignore[union-attr]
+    old = weakref.ref(attachment.sites(model)[0].sampler.pool._drawn[attachment.sites(model)[0].sampler].value)  # type: ignore[union-attr]
     plain = kernels.draw
     alive = []
     monkeypatch.setattr(kernels, "draw", lambda parts, law: alive.append(old()) or plain(parts, law))
@@ -200,12 +201,12 @@ def test_stacked_models_draw_and_learn_what_each_does_alone(options: dict[str, o
         model = build(k, std=0.05 * (k + 1), sparsity=0.3 + 0.1 * k, **options).train(mode)
         for _ in range(k):
             pp.resample_(model)
-        for site in layers.sites(model):
+        for site in attachment.sites(model):
             site.sampler.shift.fill_(0.1 * k)
             site.sampler.sharpness.fill_(1.0 + k)
         models.append(model)
     together = copy.deepcopy(models[0])
-    for sites in zip(layers.sites(together), *(layers.sites(m) for m in models), strict=True):
+    for sites in zip(attachment.sites(together), *(attachment.sites(m) for m in models), strict=True):
         stacked, *alone = sites
         for name in list(stacked.where._parameters):
             values = [site.where._parameters[name].detach() for site in alone]  # type: ignore[union-attr]
@@ -217,12 +218,12 @@ def test_stacked_models_draw_and_learn_what_each_does_alone(options: dict[str, o
     pp.resample_(together)
     for model in models:
         pp.resample_(model)
-    for i, site in enumerate(layers.sites(together)):
+    for i, site in enumerate(attachment.sites(together)):
         drawn, out = site.where(), torch.randn(site.where().shape)
         drawn.backward(out)
         logit = site.logit()
         for k, model in enumerate(models):
-            one = layers.sites(model)[i]
+            one = attachment.sites(model)[i]
             assert torch.equal(one.where(), drawn[k])
             one.where().backward(out[k])
             assert torch.equal(one.mean.grad, site.mean.grad[k])
@@ -236,14 +237,14 @@ def test_under_autocast_a_linear_weight_is_drawn_in_bfloat16_and_others_are_not(
     model = build()
     full = drawn(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        linear, other, embedding = (site.where() for site in layers.sites(model))
+        linear, other, embedding = (site.where() for site in attachment.sites(model))
         assert linear.dtype == other.dtype == torch.bfloat16
         assert embedding.dtype == torch.float32
         model[2](torch.randn(4, 8)).float().sum().backward()
     assert torch.equal(linear, full[0].bfloat16())
-    site = layers.sites(model)[1]
+    site = attachment.sites(model)[1]
     assert site.mean.grad.dtype == site.gate.grad.dtype == torch.float32
-    assert torch.equal(layers.sites(model)[0].where(), full[0])
+    assert torch.equal(attachment.sites(model)[0].where(), full[0])
 
 
 def test_a_step_saves_nothing_of_a_weights_size_but_its_inputs_and_the_draw() -> None:
@@ -253,7 +254,7 @@ def test_a_step_saves_nothing_of_a_weights_size_but_its_inputs_and_the_draw() ->
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.untyped_storage().data_ptr()) or t, lambda t: t):
         model[2](model[1](model[0](x))).sum()
     allowed = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    allowed |= {layers.sites(model)[i].where().untyped_storage().data_ptr() for i in (0, 1)}
+    allowed |= {attachment.sites(model)[i].where().untyped_storage().data_ptr() for i in (0, 1)}
     extra = kept - allowed - {x.untyped_storage().data_ptr()}
     assert len(extra) <= 1  # the activation between the layers
 
@@ -261,7 +262,7 @@ def test_a_step_saves_nothing_of_a_weights_size_but_its_inputs_and_the_draw() ->
 def test_the_reference_draws_the_same_up_to_rounding() -> None:
     model = build()
     for mode in (True, False):
-        for site in layers.sites(model.train(mode)):
+        for site in attachment.sites(model.train(mode)):
             part = site.sampler.part()
             assert part is not None
             law = site.sampler.law(part)
@@ -296,4 +297,4 @@ def test_a_captured_step_learns_what_an_eager_one_does_and_leaves_no_stale_weigh
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
     assert right(models[1])
     graph.replay()
-    assert right(layers.forget(models[1]))
+    assert right(attachment.forget(models[1]))

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import pacprune as pp
-from pacprune import kernels, scores, spikeslab, weights
-from pacprune.spikeslab import SpikeSlab, draw, kl, kl_per_layer
+from pacprune import kernels
+from pacprune.masking import criteria, spikeslab, weights
+from pacprune.masking.spikeslab import SpikeSlab, draw, kl, kl_per_layer
 
 SAMPLED = 2e-6
 """A keep_prob nearer to 1 than this could not be sampled as such, so that sparsity 0 is met to this only."""
@@ -79,11 +80,11 @@ def test_sparsity_counts_the_weights_that_are_never_pruned():
     assert slab.sparsity == pytest.approx(0.5, abs=1e-7)
     assert everywhere(slab).sub(1 - 450 / 600).abs().max() < 1e-7
     assert "2.weight" in slab.rest
-    monotone = pp.score_monotone(model, scores.magnitude(model, prunable=first_layer), sparsity=0.5)
+    monotone = pp.score_monotone(model, criteria.magnitude(model, prunable=first_layer), sparsity=0.5)
     assert monotone.sparsity == pytest.approx(0.5, abs=1e-6)
     for make in (
         lambda: pp.isotropic(model, sparsity=0.7, prunable=first_layer),
-        lambda: pp.score_monotone(model, scores.magnitude(model, prunable=first_layer), sparsity=0.7),
+        lambda: pp.score_monotone(model, criteria.magnitude(model, prunable=first_layer), sparsity=0.7),
     ):
         with pytest.raises(ValueError, match=r"sparsity 0\.7 of 900 weights cannot be met by pruning 600 of them"):
             make()
@@ -93,7 +94,7 @@ def test_sparsity_counts_the_weights_that_are_never_pruned():
 @pytest.mark.parametrize("eps", [1e-5, 1e-4, 1e-3])
 def test_block_isotropic_has_two_values_and_the_mean_of_its_mask(sparsity, eps):
     model = net()
-    mask = pp.top_k(scores.magnitude(model), sparsity=sparsity)
+    mask = pp.top_k(criteria.magnitude(model), sparsity=sparsity)
     slab = pp.block_isotropic(model, mask, eps=eps)
     keep = torch.cat([m.reshape(-1) for m in mask.values()])
     k, p = int(keep.sum()), everywhere(slab)
@@ -104,7 +105,7 @@ def test_block_isotropic_has_two_values_and_the_mean_of_its_mask(sparsity, eps):
 
 def test_an_eps_too_large_for_the_sparsity_is_refused():
     model = net()
-    mask = pp.top_k(scores.magnitude(model), sparsity=0.9)
+    mask = pp.top_k(criteria.magnitude(model), sparsity=0.9)
     with pytest.raises(ValueError, match=r"eps 0\.2 is too large for sparsity 0\.9000.*use an eps below 0\.1"):
         pp.block_isotropic(model, mask, eps=0.2)
     for eps in (0.0, 1e-6, 0.5, -0.1, math.nan):
@@ -119,7 +120,7 @@ def test_an_eps_too_large_for_the_sparsity_is_refused():
 @pytest.mark.parametrize("size", [500, 540, 1000, 1010, 1049, 26_661])
 def test_blocks_that_coincide_are_warned_of_whatever_the_rounding_of_k(size):
     model = nn.Linear(size, 1)
-    mask = pp.top_k(scores.magnitude(model), sparsity=0.99)
+    mask = pp.top_k(criteria.magnitude(model), sparsity=0.99)
     with pytest.warns(UserWarning, match="the mask is forgotten"):
         slab = pp.block_isotropic(model, mask, eps=0.01)
     assert slab.sparsity == pytest.approx(1 - int(mask["weight"].sum()) / size, abs=1e-7)
@@ -133,7 +134,7 @@ def test_blocks_that_coincide_are_warned_of_whatever_the_rounding_of_k(size):
 def test_score_monotone_keeps_the_order_and_the_budget(criterion, sparsity):
     model = net()
     x, y = torch.randn(40, 20, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 10
-    found = scores.score(criterion, model, (x, y))
+    found = criteria.score(criterion, model, (x, y))
     slab = pp.score_monotone(model, found, sparsity=sparsity)
     assert slab.sparsity == pytest.approx(sparsity, abs=SAMPLED if sparsity == 0 else 1e-6)
     assert slab.sparsity >= sparsity
@@ -164,7 +165,7 @@ def test_a_std_that_is_none_is_refused(std):
 @pytest.mark.parametrize("sparsity", [1.0, -0.1, math.nan])
 def test_a_wrong_sparsity_is_refused(sparsity):
     model = net()
-    for make in (pp.isotropic, lambda m, sparsity: pp.score_monotone(m, scores.magnitude(m), sparsity=sparsity)):
+    for make in (pp.isotropic, lambda m, sparsity: pp.score_monotone(m, criteria.magnitude(m), sparsity=sparsity)):
         with pytest.raises(ValueError, match=r"is outside \[0, 1\)"):
             make(model, sparsity=sparsity)
 
@@ -221,7 +222,7 @@ def test_kl_at_and_beyond_the_ends(lam, lam0, expected):
 
 def test_kl_of_a_distribution_to_itself_is_zero_and_to_others_the_sum_over_layers():
     model = net()
-    q = pp.score_monotone(model, scores.magnitude(model), sparsity=0.9, std=0.01)
+    q = pp.score_monotone(model, criteria.magnitude(model), sparsity=0.9, std=0.01)
     p = pp.isotropic(net(1), sparsity=0.8, std=0.02)
     assert float(kl(q, q)) == 0
     layers = kl_per_layer(q, p)
@@ -280,7 +281,7 @@ def stacked(slabs: list[SpikeSlab]) -> SpikeSlab:
 @pytest.mark.parametrize("std", [0.0, 0.1])
 def test_the_kl_of_members_is_each_ones_own(std):
     models = [net(0), net(1), net(2)]
-    q = [pp.score_monotone(m, scores.magnitude(m), sparsity=0.9, std=std) for m in models]
+    q = [pp.score_monotone(m, criteria.magnitude(m), sparsity=0.9, std=std) for m in models]
     p = [pp.isotropic(m, sparsity=s, std=2 * std) for m, s in zip(models, (0.9, 0.5, 0.1), strict=True)]
     expected = torch.stack([kl(a, b) for a, b in zip(q, p, strict=True)])
     for check in (True, False):
@@ -344,7 +345,7 @@ def test_a_draw_without_width_is_the_mean_or_exactly_zero():
 @pytest.mark.parametrize("std", [0.0, 0.1])
 def test_a_draw_is_what_the_attached_model_samples(std):
     model = net()
-    pp.attach(model, pp.score_monotone(model, scores.magnitude(model), sparsity=0.7, std=std), seed=11).eval()
+    pp.attach(model, pp.score_monotone(model, criteria.magnitude(model), sparsity=0.7, std=std), seed=11).eval()
     for step in range(1, 4):
         pp.resample_(model)
         drawn = draw(pp.read(model), seed=11, step=step)
@@ -359,7 +360,7 @@ def test_certain_gates_are_certain():
 
 def test_probabilities_are_stored_as_they_are_sampled():
     model = net()
-    slab = pp.score_monotone(model, scores.magnitude(model), sparsity=0.9)
+    slab = pp.score_monotone(model, criteria.magnitude(model), sparsity=0.9)
     for p in slab.keep_prob.values():
         assert p.dtype == torch.float32
         assert torch.equal(kernels.quantised(p), p)

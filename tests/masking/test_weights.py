@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import pacprune as pp
-from pacprune import weights
+from pacprune.masking import weights
 
 
 class Tied(nn.Module):

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune import estimators, export, weights
+from pacprune.deploy import export
+from pacprune.masking import weights
+from pacprune.training import estimators
 
 CLASSES, TOKENS, LENGTH = 4, 24, 8
 CONFIG = pp.Config(epochs=2, lr=0.02, gate_lr=0.5, batch_size=24)  # 48 examples: two steps an epoch, one epoch a stage

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune import kernels, layers, scores, weights
-from pacprune.experiments import options as opt
-from pacprune.experiments import runs
-from pacprune.kernels import HARD, STILL, STRETCHED, Law, Part
+from pacprune import kernels
+from pacprune.kernels import HARD, STILL, STRETCHED, Law, SampleInputs
+from pacprune.masking import attachment, criteria, weights
+from pacprune.runs import commands
+from pacprune.runs import options as opt
 
 G = torch.Generator().manual_seed(1)
 X = torch.randn(120, 6, generator=G)
@@ -93,7 +94,7 @@ def test_exactly_k_weights_are_kept_in_equal_epochs(name: str, kind: str) -> Non
         assert pp.error(model, data) < 0.35
 
 
-@pytest.mark.parametrize("criterion", scores.NAMES)
+@pytest.mark.parametrize("criterion", criteria.NAMES)
 def test_pft_without_noise_starts_from_every_criterion(criterion: str) -> None:
     for recipe in ("coupled", "paper"):
         found = pp.pft(net(), (X, Y), CONFIG, sparsity=0.85, criterion=criterion, recipe=recipe, noise=False)
@@ -220,7 +221,7 @@ def test_the_lagrangian_of_l0_brings_the_open_gates_to_their_budget(digits: pp.d
 
 
 def gates(logit: Tensor, mode: str, *, beta: float = 2 / 3, step: int = 3) -> Tensor:
-    part = Part(torch.ones_like(logit), logit, None, torch.tensor(5), torch.tensor(step), 0)
+    part = SampleInputs(torch.ones_like(logit), logit, None, torch.tensor(5), torch.tensor(step), 0)
     return kernels.sample(part, Law(mode=mode, beta=beta))
 
 
@@ -263,7 +264,7 @@ def test_gates_without_noise_are_the_sigmoid_in_training_and_chance_in_evaluatio
     drawn = model[0].weight.detach().clone()  # type: ignore[index, union-attr]
     pp.resample_(model)
     assert not torch.equal(model[0].weight, drawn)  # type: ignore[index, union-attr]
-    assert layers.sites(model)[0].sampler.estimator == "deterministic"
+    assert attachment.sites(model)[0].sampler.estimator == "deterministic"
 
 
 # --- Populations, resuming, and bad input.
@@ -374,9 +375,9 @@ SHORT = {"dense_epochs": 1, "epochs": 2, "sparsity": 0.9}
     ],
 )
 def test_options_name_their_method_and_run_it(name: str, options: opt.Options, tmp_path: Path) -> None:
-    split, model = runs.prepare(options)
-    runs.rehearse(options, model, split)
-    found = runs.prune(options, model, split, tmp_path, lambda *call: None)
+    split, model = commands.prepare(options)
+    commands.rehearse(options, model, split)
+    found = commands.prune(options, model, split, tmp_path, lambda *call: None)
     assert (found.method, len(found.history)) == (name, 2)
     assert round((1 - found.sparsity) * 50_200) == 5020
 

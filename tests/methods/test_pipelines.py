@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pacprune as pp
-from pacprune import config as config_module
-from pacprune import scores, weights
+from pacprune.masking import criteria, weights
+from pacprune.training import config as config_module
 
 G = torch.Generator().manual_seed(1)
 X = torch.randn(120, 6, generator=G)
@@ -57,7 +57,7 @@ def test_help_says_what_a_procedure_returns() -> None:
         assert inspect.signature(verb).return_annotation is kind
 
 
-@pytest.mark.parametrize("criterion", scores.NAMES)
+@pytest.mark.parametrize("criterion", criteria.NAMES)
 @pytest.mark.parametrize("name", PROCEDURES)
 def test_exactly_k_weights_are_kept_and_the_plain_model_takes_them(name: str, criterion: str) -> None:
     model = net()
@@ -209,8 +209,8 @@ def test_pbp_hands_back_what_its_certificate_is_about(tmp_path: Path) -> None:
     assert cert.record["hashes"]["prior"] == found.prior.hash
     assert cert.record["hashes"]["posterior"] == found.posterior.hash == pp.read(model).hash
     assert (found.prior.sparsity, found.posterior.sparsity, cert.sparsity) == pytest.approx((0.5,) * 3, abs=1e-6)
-    assert not torch.isin(SPLIT.bound.rows, found.prior.seen).any()
-    assert torch.isin(SPLIT.prior.rows, found.prior.seen).all()
+    assert not torch.isin(SPLIT.bound.example_hashes, found.prior.seen).any()
+    assert torch.isin(SPLIT.prior.example_hashes, found.prior.seen).all()
     assert (tmp_path / "prior.safetensors").exists()
     assert cert.bound < 1
     pp.harden(model)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from test_population import assert_alike
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune import pipelines, train
-from test_population import assert_alike
+from pacprune.methods import pipeline
+from pacprune.training import fit
 
 G = torch.Generator().manual_seed(1)
 X = torch.randn(120, 6, generator=G)
@@ -74,13 +75,13 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Fills with (stage, number of members) as stages are trained."""
     seen: list[tuple[str, int]] = []
     for name in ("fit", "fit_posterior"):
-        plain = getattr(train, name)
+        plain = getattr(fit, name)
 
         def watched(model: Any, *args: Any, plain: Any = plain, **how: Any) -> Any:
             seen.append((how["stage"], 1 if isinstance(model, nn.Module) else len(model)))
             return plain(model, *args, **how)
 
-        monkeypatch.setattr(pipelines, name, watched)
+        monkeypatch.setattr(pipeline, name, watched)
     return seen
 
 

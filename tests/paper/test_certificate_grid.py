@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pacprune as pp
-from pacprune import certificate, data
-from pacprune.experiments import certificates, figures
-from pacprune.experiments.certificates import Cell, Grid, Motion, Setting, moved, read_grid
-from pacprune.experiments.error_vs_sparsity import DECLARED
-from pacprune.experiments.figures import Job
-from pacprune.verify import verify as arithmetic
+from pacprune import data
+from pacprune.certification import certificate
+from pacprune.certification.verify import verify as arithmetic
+from pacprune.paper import certificate_grid, frame
+from pacprune.paper.certificate_grid import Cell, Grid, Motion, Setting, moved, read_grid
+from pacprune.paper.error_vs_sparsity import DECLARED
+from pacprune.paper.frame import Job
 
 TINY = """
 delta = 0.05
@@ -68,7 +69,7 @@ def grid() -> Grid:
 @pytest.fixture(scope="module")
 def filled(grid: Grid, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     folder = tmp_path_factory.mktemp("table")
-    return certificates.run(grid, grid.settings[0], job(folder)), folder
+    return certificate_grid.run(grid, grid.settings[0], job(folder)), folder
 
 
 # --- The protocol: one permutation, and a grid that is declared
@@ -97,7 +98,7 @@ def test_the_declared_grid_has_every_row_that_is_published() -> None:
         assert setting.posterior.gate_lr is None
     rows = [(setting.name, cell) for setting in grid.settings for cell in setting.cells()]
     assert len(set(rows)) == len(rows) == grid.size - grid.tried
-    others = sum(len(figures.read(path)) for path in DECLARED.parent.glob("data-scarce-*.csv"))
+    others = sum(len(frame.read(path)) for path in DECLARED.parent.glob("data-scarce-*.csv"))
     assert grid.tried >= others  # on examples of the same bound sets
     assert grid.size == 3 * (len(rows) + 85)  # under three families, with the 85 priors looked at before
     assert math.log(grid.size) < 6.5  # what the whole table costs every row, in nats
@@ -113,9 +114,9 @@ def test_k_counts_cells_times_seeds(grid: Grid) -> None:
 def test_what_was_not_declared_is_not_certified(grid: Grid, tmp_path: Path) -> None:
     (setting,) = grid.settings
     with pytest.raises(ValueError, match=r"eps of digits-mlp is 0\.001, but the grid declares 1e-05"):
-        certificates.run(grid, replace(setting, eps=1e-3), job(tmp_path))
+        certificate_grid.run(grid, replace(setting, eps=1e-3), job(tmp_path))
     with pytest.raises(ValueError, match="digits-lenet5 is not in the grid, which has digits-mlp"):
-        certificates.run(grid, replace(setting, model="lenet5"), job(tmp_path))
+        certificate_grid.run(grid, replace(setting, model="lenet5"), job(tmp_path))
     with pytest.raises(ValueError, match="'width' in a setting"):
         read_grid(TINY.replace("margin =", "width = 3\nmargin ="))
     with pytest.raises(ValueError, match="give one std for every alpha"):
@@ -128,7 +129,7 @@ def test_rows_of_another_grid_are_not_mixed_in(grid: Grid, filled: Any, tmp_path
     (tmp_path / name).write_text((filled[1] / name).read_text())
     other = replace(grid, delta=0.1)
     with pytest.raises(ValueError, match="was filled under the grid"):
-        certificates.run(other, other.settings[0], job(tmp_path))
+        certificate_grid.run(other, other.settings[0], job(tmp_path))
 
 
 # --- Moved images
@@ -173,7 +174,7 @@ def test_every_row_is_certified_at_its_share_of_delta(grid: Grid, filled: Any) -
     (setting,) = grid.settings
     assert [Cell(row["alpha"], row["sparsity"], row["seed"]) for row in rows] == setting.cells()
     for row in rows:
-        assert set(certificates.COLUMNS) <= set(row)
+        assert set(certificate_grid.COLUMNS) <= set(row)
         assert row["rows_declared"] == grid.size == 4
         assert row["n"] == 1437 - round(row["alpha"] * 1437)
         assert row["expected_sparsity"] >= row["sparsity"]
@@ -207,10 +208,10 @@ def test_finished_portions_are_not_done_again(grid: Grid, filled: Any, monkeypat
     lines = path.read_text().splitlines()
     done = []
     monkeypatch.setattr(
-        certificates, "_certified", lambda _g, _s, alpha, cells, _j: done.append(alpha) or [rows[2] for _ in cells]
+        certificate_grid, "_certified", lambda _g, _s, alpha, cells, _j: done.append(alpha) or [rows[2] for _ in cells]
     )
     path.write_text("\n".join(lines[:2]) + "\n")
-    assert certificates.run(grid, grid.settings[0], job(folder))[:2] == rows[:2]
+    assert certificate_grid.run(grid, grid.settings[0], job(folder))[:2] == rows[:2]
     assert done == [0.8]
     path.write_text("\n".join(lines) + "\n")
 
@@ -220,21 +221,21 @@ def test_a_run_that_was_broken_off_goes_on_with_the_same_priors(
 ) -> None:
     rows, folder = filled
     shutil.copytree(folder / "networks", tmp_path / "networks")
-    monkeypatch.setattr(certificates, "_dense", lambda *_: pytest.fail("the networks were trained again"))
-    again = certificates.run(grid, grid.settings[0], job(tmp_path))
+    monkeypatch.setattr(certificate_grid, "_dense", lambda *_: pytest.fail("the networks were trained again"))
+    again = certificate_grid.run(grid, grid.settings[0], job(tmp_path))
     assert [row["prior_risk"] for row in again] == [row["prior_risk"] for row in rows]
     assert [row["gibbs_certificate"] for row in again] == [row["gibbs_certificate"] for row in rows]
 
 
 def test_the_tables_have_the_columns_of_the_results(filled: Any, tmp_path: Path) -> None:
     rows, _ = filled
-    certificates.write_tables(rows, tmp_path)
+    certificate_grid.write_tables(rows, tmp_path)
     before = (tmp_path / "certificates.csv").stat().st_mtime_ns
-    certificates.write_tables(rows, tmp_path)
+    certificate_grid.write_tables(rows, tmp_path)
     assert (tmp_path / "certificates.csv").stat().st_mtime_ns == before
     with (tmp_path / "certificates.csv").open() as file:
         found = list(csv.DictReader(file))
-    assert [tuple(row) for row in found] == [certificates.COLUMNS] * len(rows)
+    assert [tuple(row) for row in found] == [certificate_grid.COLUMNS] * len(rows)
     with (tmp_path / "certificates-details.csv").open() as file:
         assert [row["digest"] for row in csv.DictReader(file)] == [row["digest"] for row in rows]
 
@@ -248,12 +249,12 @@ FOLDERS = sorted((RESULTS / "certificates").iterdir())
 def test_every_published_row_was_declared() -> None:
     grid = read_grid(DECLARED.read_text())
     cells = {(one.data, one.model, *cell) for one in grid.settings for cell in one.cells()}
-    rows = figures.read(RESULTS / "certificates.csv")
+    rows = frame.read(RESULTS / "certificates.csv")
     found = [(row["dataset"], row["model"], row["alpha"], row["sparsity"], row["seed"]) for row in rows]
-    assert tuple(rows[0]) == certificates.COLUMNS
+    assert tuple(rows[0]) == certificate_grid.COLUMNS
     assert len(set(found)) == len(found)
     assert set(found) <= cells
-    details = figures.read(RESULTS / "certificates-details.csv")
+    details = frame.read(RESULTS / "certificates-details.csv")
     assert [(row["dataset"], row["model"], row["alpha"], row["sparsity"], row["seed"]) for row in details] == found
     assert {row["rows_declared"] for row in details} == {grid.size}
 
@@ -266,10 +267,10 @@ def test_the_published_folders_are_small() -> None:
 def test_a_published_certificate_is_valid_and_is_the_one_of_its_row(folder: Path) -> None:
     assert arithmetic(folder).valid
     record = json.loads((folder / "certificate.json").read_text())
-    (own,) = (row for row in figures.read(RESULTS / "certificates-details.csv") if row["digest"] == record["digest"])
+    (own,) = (row for row in frame.read(RESULTS / "certificates-details.csv") if row["digest"] == record["digest"])
     (row,) = (
         row
-        for row in figures.read(RESULTS / "certificates.csv")
+        for row in frame.read(RESULTS / "certificates.csv")
         if all(row[key] == own[key] for key in ("dataset", "model", "sparsity", "alpha", "seed"))
     )
     assert folder.name == "{dataset}-{model}-{sparsity:g}-{alpha:g}-{seed:g}".format(**row)

@@ -8,9 +8,10 @@ import torch
 
 import pacprune as pp
 from pacprune import bounds, philox
-from pacprune.data import Part
-from pacprune.experiments import data_scarce, figures, plots
-from pacprune.experiments.figures import Drawn, Job
+from pacprune.data.splits import Part
+from pacprune.paper import data_scarce, frame
+from pacprune.paper.frame import Drawn, Job
+from pacprune.runs import plots
 
 TINY = replace(
     data_scarce.SETTINGS["smoke"][0],
@@ -73,7 +74,7 @@ def test_settings_are_named_without_the_recipe_and_files_with_it(job: Job, monke
     names = [setting.name for setting in data_scarce.SETTINGS["reduced"]]
     assert names == ["mnist-lenet5", "fashion-mnist-lenet5", "mnist-lenet5-weak-prior"]
     drawn = []
-    monkeypatch.setattr(figures, "draw", lambda job, name, *_: drawn.append(name) or Drawn(name, "", job.out, None, []))
+    monkeypatch.setattr(frame, "draw", lambda job, name, *_: drawn.append(name) or Drawn(name, "", job.out, None, []))
     data_scarce.reproduce(replace(job, scale="reduced", only="fashion-mnist-lenet5"))
     assert drawn == ["data-scarce-fashion-mnist-lenet5"]
 
@@ -137,5 +138,5 @@ def test_every_arm_chooses_its_own_alpha_by_its_own_certificate() -> None:
     ]
     (line,) = data_scarce.table(rows)
     assert [line[f"{arm}_alpha"] for arm in arms] == ["0.6/0.6", "0.3/0.3", "0.6/0.6", "0.3/0.3"]
-    assert [line[arm] for arm in arms] == pytest.approx([figures.interval([0.4, 0.41]).mean] * 4)
+    assert [line[arm] for arm in arms] == pytest.approx([frame.interval([0.4, 0.41]).mean] * 4)
     assert plots.png_of(data_scarce.paint, rows)[:4] == b"\x89PNG"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pacprune.experiments import certificates, error_vs_sparsity, figures
-from pacprune.experiments.certificates import Setting
-from pacprune.experiments.error_vs_sparsity import declared
-from pacprune.experiments.figures import Job
+from pacprune.paper import certificate_grid, error_vs_sparsity, frame
+from pacprune.paper.certificate_grid import Setting
+from pacprune.paper.error_vs_sparsity import declared
+from pacprune.paper.frame import Job
 
 
 def job(out: Path, **other: Any) -> Job:
@@ -20,7 +20,7 @@ def job(out: Path, **other: Any) -> Job:
 
 def rows_of(setting: Setting) -> list[dict[str, Any]]:
     """Rows as the harness gives them, with made-up numbers."""
-    numbers = dict.fromkeys((*certificates.COLUMNS[5:], "prior_test_error", "digest"), 0.125)
+    numbers = dict.fromkeys((*certificate_grid.COLUMNS[5:], "prior_test_error", "digest"), 0.125)
     return [
         {"dataset": setting.data, "model": setting.model, **cell._asdict()} | numbers | {"held_out_certificate": 0.1}
         for cell in setting.cells()
@@ -30,9 +30,9 @@ def rows_of(setting: Setting) -> list[dict[str, Any]]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No training."""
-    monkeypatch.setattr(certificates, "run", lambda grid, setting, job: rows_of(setting))
+    monkeypatch.setattr(certificate_grid, "run", lambda grid, setting, job: rows_of(setting))
     line = {"sparsity": 0.9, "seed": 0, "test_error": 0.5}
-    monkeypatch.setattr(certificates, "snip", lambda setting, job: [line, line | {"seed": 1}])
+    monkeypatch.setattr(certificate_grid, "snip", lambda setting, job: [line, line | {"seed": 1}])
 
 
 @pytest.mark.usefixtures("quick")
@@ -41,7 +41,7 @@ def test_every_setting_has_a_figure_and_the_tables_hold_every_row(tmp_path: Path
     grid = declared("reduced", [0])
     kinds = ("error-vs-sparsity", "pair-plot")
     assert [one.name for one in drawn] == [f"{kind}-{setting.name}" for setting in grid.settings for kind in kinds]
-    assert len(figures.read(tmp_path / "certificates.csv")) == grid.size - grid.tried
+    assert len(frame.read(tmp_path / "certificates.csv")) == grid.size - grid.tried
     assert numbers["K"] == grid.size
     first = drawn[0].rows
     assert {row["what"] for row in first} == {
@@ -84,8 +84,8 @@ def test_snip_is_trained_on_all_of_s_and_only_once(tmp_path: Path, monkeypatch: 
     setting = replace(
         setting, dense=replace(setting.dense, **short), pruning=replace(setting.pruning, **short), sparsities=(0.9,)
     )
-    rows = certificates.snip(setting, job(tmp_path))
+    rows = certificate_grid.snip(setting, job(tmp_path))
     assert [(row["sparsity"], row["seed"]) for row in rows] == [(0.9, 0), (0.9, 1)]
     assert all(0 < row["test_error"] < 0.9 for row in rows)
-    monkeypatch.setattr(certificates, "together", lambda *_, **__: pytest.fail("it was trained again"))
-    assert certificates.snip(setting, job(tmp_path)) == rows
+    monkeypatch.setattr(certificate_grid, "together", lambda *_, **__: pytest.fail("it was trained again"))
+    assert certificate_grid.snip(setting, job(tmp_path)) == rows

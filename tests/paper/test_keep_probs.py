@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import pacprune as pp
-from pacprune.experiments import keep_probs, plots
-from pacprune.experiments.figures import Job
-from pacprune.spikeslab import SpikeSlab
+from pacprune.masking.spikeslab import SpikeSlab
+from pacprune.paper import keep_probs
+from pacprune.paper.frame import Job
+from pacprune.runs import plots
 
 TINY = replace(
     keep_probs.SETTINGS["smoke"],

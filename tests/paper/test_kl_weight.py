@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import pacprune as pp
-from pacprune.experiments import kl_weight
-from pacprune.experiments.figures import Job
+from pacprune.paper import kl_weight
+from pacprune.paper.frame import Job
 
 SPLIT = pp.data.digits(seed=0)
 CONFIG = pp.Config(epochs=3, lr=0.3, batch_size=64)

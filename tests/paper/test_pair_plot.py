@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pacprune.experiments import figures, pair_plot, plots
+from pacprune.paper import frame, pair_plot
+from pacprune.runs import plots
 
 TABLE: list[dict[str, Any]] = [
     {"dataset": "digits", "model": "mlp", "sparsity": sparsity, "alpha": alpha, "seed": seed, "digest": "00"}
@@ -32,12 +33,12 @@ def test_the_correlation_and_its_interval_are_pearsons(runs: int) -> None:
     y = x + noise
     theirs = stats.pearsonr(x, y)
     low, high = theirs.confidence_interval(0.95)
-    assert figures.correlation(list(x), list(y)) == pytest.approx((theirs.statistic, low, high), rel=1e-5)
+    assert frame.correlation(list(x), list(y)) == pytest.approx((theirs.statistic, low, high), rel=1e-5)
 
 
 def test_what_does_not_vary_has_no_correlation() -> None:
-    assert all(math.isnan(value) for value in figures.correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]))
-    assert figures.correlation([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]).mean == pytest.approx(1)
+    assert all(math.isnan(value) for value in frame.correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]))
+    assert frame.correlation([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]).mean == pytest.approx(1)
 
 
 def test_a_posterior_that_did_not_move_can_be_painted() -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pacprune import bounds
-from pacprune.experiments import posteriors
-from pacprune.experiments.certificates import read_grid
-from pacprune.experiments.error_vs_sparsity import DECLARED
-from pacprune.experiments.figures import Job
-from pacprune.experiments.posteriors import GAMMA, recursive
+from pacprune.paper import posteriors
+from pacprune.paper.certificate_grid import read_grid
+from pacprune.paper.error_vs_sparsity import DECLARED
+from pacprune.paper.frame import Job
+from pacprune.paper.posteriors import GAMMA, recursive
 
 ENDLESS = (10**15, 10**15)
 

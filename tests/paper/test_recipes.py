@@ -13,15 +13,16 @@ from scipy import stats
 from sklearn.linear_model import Lasso
 from typer.testing import CliRunner, Result
 
-from pacprune import cli, linear
-from pacprune.experiments import figures, linear_model, recipes, weight_noise, wide_masks
-from pacprune.experiments.figures import Job
+from pacprune.cli import app
+from pacprune.paper import frame, linear_model, recipes, weight_noise, wide_masks
+from pacprune.paper.frame import Job
+from pacprune.theory import linear
 
 NAMES = list(recipes.RECIPES)
 
 
 def call(*words: str) -> Result:
-    return CliRunner().invoke(cli.app, ["reproduce", *words], prog_name="pacprune")
+    return CliRunner().invoke(app.app, ["reproduce", *words], prog_name="pacprune")
 
 
 def job(folder: Path, **changes: Any) -> Job:
@@ -45,7 +46,7 @@ def test_every_figure_has_its_csv_its_picture_and_a_caption(left: dict[str, Any]
     folder = Path(left["folder"])
     assert left["figures"]
     for figure in left["figures"]:
-        rows = figures.read(folder / figure["csv"])
+        rows = frame.read(folder / figure["csv"])
         assert rows
         assert all(row.keys() == rows[0].keys() for row in rows)
         assert (folder / figure["png"]).read_bytes()[:4] == b"\x89PNG"
@@ -148,11 +149,11 @@ def test_one_of_several_settings_has_a_folder_of_its_own(
 def test_intervals_are_students(count: int) -> None:
     sample = np.random.default_rng(count).normal(size=count)
     low, high = stats.t.interval(0.95, count - 1, loc=sample.mean(), scale=stats.sem(sample))
-    assert figures.interval(list(sample)) == pytest.approx((sample.mean(), low, high), rel=1e-6)
+    assert frame.interval(list(sample)) == pytest.approx((sample.mean(), low, high), rel=1e-6)
 
 
 def test_one_value_has_no_interval() -> None:
-    mean, low, high = figures.interval([0.5])
+    mean, low, high = frame.interval([0.5])
     assert mean == 0.5
     assert np.isnan([low, high]).all()
 
@@ -166,10 +167,10 @@ def test_seeds_of_two_jobs_do_not_meet(tmp_path: Path) -> None:
 def test_agreement_is_0_by_chance_and_1_for_equal_masks_of_kept_and_of_pruned_weights() -> None:
     g = torch.Generator().manual_seed(0)
     a, b = ({"w": torch.rand(100_000, generator=g) < 0.2} for _ in range(2))
-    assert abs(figures.agreement(a, b)) < 0.02
-    assert figures.agreement(a, a) == 1
+    assert abs(frame.agreement(a, b)) < 0.02
+    assert frame.agreement(a, a) == 1
     c, d = (linear_model.top(torch.rand(50, generator=g), 10) for _ in range(2))
-    assert figures.agreement({"w": c}, {"w": d}) == pytest.approx(figures.agreement({"w": ~c}, {"w": ~d}))
+    assert frame.agreement({"w": c}, {"w": d}) == pytest.approx(frame.agreement({"w": ~c}, {"w": ~d}))
 
 
 # --- Noise on the weights
@@ -291,7 +292,7 @@ def test_the_best_mask_loses_nothing_and_no_mask_beats_it(tmp_path: Path) -> Non
 
 def test_gates_alone_leave_weights_and_budget_as_they_are() -> None:
     from pacprune import Config, data, models
-    from pacprune.masks import sparsity
+    from pacprune.masking.masks import sparsity
 
     model, part = models.mlp(64, 10, hidden=(8,), seed=0), data.digits(seed=0).train
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pacprune as pp
-from pacprune import layers, weights
+from pacprune.masking import attachment, weights
 from test_population import CONFIG, NETS, X, Y, assert_alike, both, budgets, built, prepared
 
 SPLIT = pp.data.split(X, Y, prior_fraction=0.5, seed=0)
@@ -283,12 +283,12 @@ def test_each_member_needs_a_prior_that_has_not_seen_the_bound_set() -> None:
     models, slabs = priors({}, count=2)
     with pytest.raises(ValueError, match="prior has 1 entries for 2 models; give one for each, or one for all"):
         pp.fit_posterior(models, slabs[:1], SPLIT, CONFIG)
-    leaked = dataclasses.replace(slabs[1], seen=torch.cat([SPLIT.bound.rows, SPLIT.bound.ids]))
+    leaked = dataclasses.replace(slabs[1], seen=torch.cat([SPLIT.bound.example_hashes, SPLIT.bound.ids]))
     with pytest.raises(ValueError, match="has seen the bound set"):
         pp.fit_posterior(models, [slabs[0], leaked], SPLIT, CONFIG)
     for model in models:
         assert "receipt" not in weights.notes(model)
-        assert all(layers.sites(model))
+        assert all(attachment.sites(model))
 
 
 def test_a_posterior_population_resumes_to_the_bit(tmp_path: Path) -> None:

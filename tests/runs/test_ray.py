@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pacprune.experiments import claims, ray_sweep, runs, store, sweep
+from pacprune.runs import locks, ray, commands, store, sweep
 
 pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
@@ -76,14 +76,14 @@ def until(happened: Callable[[], Any], seconds: float = 180) -> Any:
 def running(out: Path, entries: list[sweep.Entry], under: Callable[[int], bool] = lambda _: True) -> sweep.Entry | None:
     """A run that has some epochs behind it, on a worker that is one of those asked for."""
     for entry in entries:
-        now = claims.state(out, entry.name)
+        now = locks.state(out, entry.name)
         if now["state"] == "running" and now.get("epoch", 0) > 5 and under(worker(out, entry)):
             return entry
     return None
 
 
 def worker(out: Path, entry: sweep.Entry) -> int:
-    return [line["pid"] for line in claims.lines(out, entry.name) if line["event"] == "begun"][-1]
+    return [line["pid"] for line in locks.lines(out, entry.name) if line["event"] == "begun"][-1]
 
 
 def parent(pid: int) -> int:
@@ -95,7 +95,7 @@ def begun(out: Path, entry: sweep.Entry) -> list[int]:
     """The first epoch that is told after every beginning of a run."""
     found: list[int] = []
     fresh = False
-    for line in claims.lines(out, entry.name):
+    for line in locks.lines(out, entry.name):
         if line["event"] == "running" and fresh:
             found.append(line["epoch"])
         fresh = line["event"] == "begun"
@@ -107,13 +107,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same runs without Ray."""
     folder = tmp_path_factory.mktemp("alone")
     for entry in asked(folder, 3):
-        runs.execute("osp", entry.options, runs.single, out=folder / entry.name, progress=lambda *_: None)
+        commands.execute("osp", entry.options, commands.single, out=folder / entry.name, progress=lambda *_: None)
     return folder
 
 
 def assert_as_without_ray(out: Path, entries: list[sweep.Entry], alone: Path) -> None:
     for entry in entries:
-        assert [line["event"] for line in claims.lines(out, entry.name)].count("finished") == 1
+        assert [line["event"] for line in locks.lines(out, entry.name)].count("finished") == 1
         expected = store.result(alone / entry.name)
         assert store.result(out / entry.name) == {**expected, "folder": str(out / entry.name)}
         for name in FILES:
@@ -179,5 +179,5 @@ def test_a_cluster_that_is_not_there_is_refused(tmp_path: Path) -> None:
     asked(tmp_path, 1)
     for address in ("127.0.0.1:9", "nowhere.invalid:6379"):
         with pytest.raises(ValueError, match=f"no Ray cluster answers at {address}"):
-            sweep.run(tmp_path / "mine.toml", out=tmp_path / "out", work=ray_sweep.on(address))
+            sweep.run(tmp_path / "mine.toml", out=tmp_path / "out", work=ray.on(address))
     assert not (tmp_path / "out").exists()

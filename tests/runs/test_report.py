@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pacprune import cli
-from pacprune.certificate import LABELS, Certificate, load, rounded_up
-from pacprune.experiments import report, store
+from pacprune.cli import app
+from pacprune.certification.certificate import LABELS, Certificate, load, rounded_up
+from pacprune.runs import report, store
 
 PNG = b"\x89PNG\r\n\x1a\n"
 COMMAND = "pacprune pbp --seed 3 --dense-epochs 4 --epochs 4 --posterior-epochs 2 --delta 0.1 --draws 50"
@@ -26,7 +26,7 @@ FIGURES = ["methods", "certificate", "layers", "curves", "keep_prob"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of pbp, which has every figure."""
     out = tmp_path_factory.mktemp("runs") / "pbp"
-    done = CliRunner().invoke(cli.app, [*COMMAND.split()[1:], "--out", str(out), "--json"])
+    done = CliRunner().invoke(app.app, [*COMMAND.split()[1:], "--out", str(out), "--json"])
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout) == store.result(out)
     return out
@@ -123,14 +123,14 @@ def test_report_rebuilds_what_was_deleted(folder: Path, page: str, tmp_path: Pat
     shutil.copytree(folder, copy)
     shutil.rmtree(copy / "figures")
     (copy / "report.html").unlink()
-    done = CliRunner().invoke(cli.app, ["report", str(copy)])
+    done = CliRunner().invoke(app.app, ["report", str(copy)])
     assert done.stdout == f"Report: {copy / 'report.html'}\n"
     assert (copy / "report.html").read_text() == page
 
 
 def test_report_can_be_written_elsewhere(folder: Path, tmp_path: Path) -> None:
     before = {f: f.stat().st_mtime_ns for f in folder.rglob("*")}
-    done = CliRunner().invoke(cli.app, ["report", str(folder), "--out", str(tmp_path), "--json"])
+    done = CliRunner().invoke(app.app, ["report", str(folder), "--out", str(tmp_path), "--json"])
     assert json.loads(done.stdout)["report"] == str(tmp_path / "report.html")
     links = re.findall(r'href="([^"]*)"', (tmp_path / "report.html").read_text())
     assert all((tmp_path / link).is_file() for link in links)

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from pacprune import certificate, data
-from pacprune.experiments import figures, pft_vs_osp, runs, store
-from pacprune.experiments import options as opt
-from pacprune.experiments.options import Demo, Osp, Pbp, Pft
-from pacprune.loop import Progress
+from pacprune.certification import certificate
+from pacprune import data
+from pacprune.paper import frame, pft_vs_osp
+from pacprune.runs import commands, store
+from pacprune.runs import options as opt
+from pacprune.runs.options import Demo, Osp, Pbp, Pft
+from pacprune.training.loop import Progress
 
 SHORT: dict[str, Any] = {"dense_epochs": 2, "epochs": 2}
 
@@ -20,7 +22,7 @@ def quiet(*_: Any) -> None:
 
 
 def run(options: Any, out: Path, progress: Progress = quiet) -> dict[str, Any]:
-    return runs.execute(type(options).__name__.lower(), options, runs.single, out=out, progress=progress)
+    return commands.execute(type(options).__name__.lower(), options, commands.single, out=out, progress=progress)
 
 
 # --- Names.
@@ -78,20 +80,20 @@ def test_presets_are_what_the_published_table_was_made_with() -> None:
         for kind in (Osp, Pft, opt.Gmp):
             options = opt.resolve(kind, {"data": setting.data, "model": setting.model})
             after = replace(setting.after, lr=options.lr)
-            assert runs.stage(options) == after
-            assert runs.dense_stage(options) == replace(setting.dense, warmup=after.warmup)
+            assert commands.stage(options) == after
+            assert commands.dense_stage(options) == replace(setting.dense, warmup=after.warmup)
 
 
 @pytest.mark.parametrize("kind", [Osp, Pft, opt.Gmp, opt.Pbp])
 def test_steps_on_a_gpu_are_graphs(kind: type) -> None:
     for device, execution in (("cpu", "eager"), ("cuda", "graph"), ("cuda:1", "graph")):
         options = opt.resolve(kind, {"device": device})
-        assert runs.stage(options).execution == runs.dense_stage(options).execution == execution
+        assert commands.stage(options).execution == commands.dense_stage(options).execution == execution
 
 
 def test_published_learning_rates_are_the_best_on_validation_data() -> None:
     found: dict[tuple[str, ...], list[tuple[float, float, float]]] = {}
-    for row in figures.read(Path(__file__).parents[1] / "results" / "pft-vs-osp-tuning.csv"):
+    for row in frame.read(Path(__file__).parents[2] / "results" / "pft-vs-osp-tuning.csv"):
         if row["criterion"] == "magnitude" and row["method"] in opt.COMMANDS:
             key = row["dataset"], row["model"], row["method"]
             found.setdefault(key, []).append((row["validation_error"], row["lr"], row["gate_ratio"]))
@@ -183,7 +185,7 @@ def test_a_run_folder_holds_what_was_asked_and_what_came_out(tmp_path: Path) -> 
 
 def test_a_finished_run_returns_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(Osp(**SHORT), tmp_path)
-    monkeypatch.setattr(runs, "prepare", lambda options: pytest.fail("a finished run was begun again"))
+    monkeypatch.setattr(commands, "prepare", lambda options: pytest.fail("a finished run was begun again"))
     assert run(Osp(**SHORT), tmp_path) == first
 
 
@@ -214,7 +216,7 @@ def test_a_run_broken_off_after_it_certified_counts_as_one(tmp_path: Path, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "gibbs_error", interrupted)
+        patch.setattr(commands, "gibbs_error", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(options, tmp_path / "run")
     assert (tmp_path / "run" / store.CHECKPOINTS / "certify-calls.json").is_file()
@@ -227,11 +229,11 @@ def test_a_run_broken_off_after_it_certified_counts_as_one(tmp_path: Path, monke
 
 
 def test_what_a_network_was_trained_on_can_be_chosen() -> None:
-    split, _ = runs.prepare(Osp())
-    assert runs.training(Osp(), split) is split.train
-    assert runs.training(Pft(train_on="prior"), split) is split.prior
-    assert runs.training(Pbp(), split) is split.prior
-    assert len(runs.prepare(Pbp())[0].unlabelled) == 100
+    split, _ = commands.prepare(Osp())
+    assert commands.training(Osp(), split) is split.train
+    assert commands.training(Pft(train_on="prior"), split) is split.prior
+    assert commands.training(Pbp(), split) is split.prior
+    assert len(commands.prepare(Pbp())[0].unlabelled) == 100
 
 
 def test_a_run_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -246,13 +248,13 @@ def test_a_run_that_fails_keeps_the_stages_that_were_trained(tmp_path: Path, mon
         raise ValueError("found too late")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "prune", refused)
+        patch.setattr(commands, "prune", refused)
         with pytest.raises(ValueError, match="found too late"):
             run(Osp(**SHORT), tmp_path / "run")
     kept = tmp_path / "run" / store.CHECKPOINTS / "dense.pt"
     before = kept.stat().st_mtime_ns
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "prune", refused)
+        patch.setattr(commands, "prune", refused)
         with pytest.raises(ValueError, match="found too late"):
             run(Osp(**SHORT), tmp_path / "run")
     assert kept.stat().st_mtime_ns == before, "it was trained again"

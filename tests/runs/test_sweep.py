@@ -19,7 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from pacprune.experiments import claims, options, ray_sweep, runs, store, sweep
+from pacprune.runs import locks, options, ray, commands, store, sweep
 
 FIXED = "dense_epochs = 1\nepochs = 2\n"
 POSTERIOR, PAID = "posterior_epochs = 1\ndraws = 20\n", "grid = [2]\n"
@@ -35,7 +35,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def plain(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Reports are not drawn, which takes longer than so small a run; one command's are."""
     if "[pft]" not in request.node.name:
-        monkeypatch.setattr(runs.report, "write", lambda *_: None)
+        monkeypatch.setattr(commands.report, "write", lambda *_: None)
 
 
 def file(*parts: str, command: str = "osp", name: str = "mine.toml") -> Path:
@@ -48,11 +48,11 @@ def quiet(*_: Any) -> None:
 
 
 def single(command: str, entry: sweep.Entry, out: Path) -> dict[str, Any]:
-    return runs.execute(command, entry.options, runs.single, out=out, progress=quiet)
+    return commands.execute(command, entry.options, commands.single, out=out, progress=quiet)
 
 
 def events(folder: Path, name: str, event: str) -> list[dict[str, Any]]:
-    return [line for line in claims.lines(folder, name) if line["event"] == event]
+    return [line for line in locks.lines(folder, name) if line["event"] == event]
 
 
 def assert_alike(one: Any, other: Any) -> None:
@@ -121,7 +121,7 @@ def test_finished_runs_are_skipped_also_those_of_single_commands(monkeypatch: py
     single("osp", asked.entries[0], Path("out") / asked.entries[0].name)
     found = sweep.run(Path("mine.toml"), out=Path("out"))
     assert [row["route"] for row in found["runs"]] == ["alone", "alone"]
-    monkeypatch.setattr(runs, "prepare", lambda _: pytest.fail("a finished run was begun again"))
+    monkeypatch.setattr(commands, "prepare", lambda _: pytest.fail("a finished run was begun again"))
     assert sweep.run(Path("mine.toml"), out=Path("out")) == found
 
 
@@ -168,7 +168,7 @@ def test_what_nobody_foresaw_is_noted_with_its_place(monkeypatch: pytest.MonkeyP
     def broken(*_: Any) -> None:
         raise RuntimeError("out of\nluck")
 
-    monkeypatch.setattr(runs, "single", broken)
+    monkeypatch.setattr(commands, "single", broken)
     found = sweep.run(file(FIXED, "[grid]\nseed = [3]\n"))
     assert found["runs"][0]["reason"] == "RuntimeError: out of luck"
     assert "in broken" in events(Path("runs/mine"), found["runs"][0]["run"], "failed")[0]["traceback"]
@@ -194,7 +194,7 @@ def test_a_population_broken_off_anywhere_goes_on_to_the_bit(stage: str, monkeyp
             raise KeyboardInterrupt
         finish(folder, found)
 
-    monkeypatch.setattr(claims, "watch", watch)
+    monkeypatch.setattr(locks, "watch", watch)
     monkeypatch.setattr(store, "finish", finish)
     whole = sweep.run(path, out=Path("whole"))
     needed, stop = len(calls), stage
@@ -279,14 +279,14 @@ def test_a_claim_dies_with_its_holder() -> None:
         "    claims.begin(note); note('running', stage='dense', done=3, total=9, epoch=1); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ) as holder:
-        while len(claims.lines(Path("out"), "one")) < 2:
+        while len(locks.lines(Path("out"), "one")) < 2:
             time.sleep(0.05)
-        found = claims.state(Path("out"), "one")
+        found = locks.state(Path("out"), "one")
         assert (found["state"], found["stage"], found["epoch"]) == ("running", "dense", 1)
         holder.kill()
-    assert claims.state(Path("out"), "one") == {"state": "waiting", "stage": "dense", "epoch": 1, "done": 3, "total": 9}
-    with claims.claimed(Path("out"), "one"):
-        assert claims.state(Path("out"), "one")["state"] == "running"
+    assert locks.state(Path("out"), "one") == {"state": "waiting", "stage": "dense", "epoch": 1, "done": 3, "total": 9}
+    with locks.claimed(Path("out"), "one"):
+        assert locks.state(Path("out"), "one")["state"] == "running"
 
 
 def test_two_sweeps_at_once_do_every_run_once() -> None:
@@ -305,7 +305,7 @@ def test_a_file_system_without_locks_is_refused(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with pytest.raises(ValueError, match=r"out lies on a file system without locks .No locks available"):
-        claims.claimed(Path("out"), "one").__enter__()
+        locks.claimed(Path("out"), "one").__enter__()
 
 
 def test_the_table_tells_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,12 +313,12 @@ def test_the_table_tells_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [entry.name for entry in asked.entries]
     store.finish(Path("out") / names[0], {"test_error": 0.125})
     for name, event in (names[1], "failed"), (names[2], "running"), (names[3], "running"):
-        with claims.claimed(Path("out"), name) as note:
-            claims.begin(note)
+        with locks.claimed(Path("out"), name) as note:
+            locks.begin(note)
             note(event, reason="no luck", stage="dense", done=3, total=9, epoch=1)
     shown = io.StringIO()
-    monkeypatch.setattr(claims, "Console", partial(Console, file=shown, force_terminal=True, width=160))
-    with claims.claimed(Path("out"), names[2]), claims.live(partial(sweep.looked_at, Path("out"), asked)):
+    monkeypatch.setattr(locks, "Console", partial(Console, file=shown, force_terminal=True, width=160))
+    with locks.claimed(Path("out"), names[2]), locks.live(partial(sweep.looked_at, Path("out"), asked)):
         pass
     found = {name: next(line for line in shown.getvalue().splitlines() if name in line) for name in names}
     for name, words in zip(
@@ -337,7 +337,7 @@ def test_the_table_tells_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def call(*words: str) -> Result:
     app = typer.Typer(rich_markup_mode=None)
-    app.command()(ray_sweep.command)
+    app.command()(ray.command)
     return CliRunner().invoke(app, list(words))
 
 
@@ -378,22 +378,22 @@ def test_the_command_refuses_in_one_sentence(words: tuple[str, ...], said: str) 
 @pytest.mark.parametrize("address", ["nowhere", "ray://host:10001", "host:port"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"--ray is .*; give auto, or HOST:PORT"):
-        ray_sweep._check_reachable(address)
+        ray._check_reachable(address)
 
 
 def test_a_cluster_that_does_not_answer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no Ray cluster answers at 127.0.0.1:9 \(.*\); check the address"):
-        ray_sweep._check_reachable("127.0.0.1:9")
+        ray._check_reachable("127.0.0.1:9")
 
 
 def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"ray cannot be imported .*; pip install \"pacprune\[sweep\]\""):
-        sweep.run(file(TWO), work=ray_sweep.on("auto"))
+        sweep.run(file(TWO), work=ray.on("auto"))
     assert not Path("runs").exists()
 
 
 def test_ray_gives_out_the_gpus() -> None:
     path = file('device = "cuda:1"\n', TWO)
     with pytest.raises(ValueError, match="device is 'cuda:1', but Ray gives every run a GPU of its own; use cuda"):
-        sweep.run(path, work=ray_sweep.on("auto"))
+        sweep.run(path, work=ray.on("auto"))

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 import pacprune as pp
-from pacprune import linear, masks
-from pacprune.linear import Problem
+from pacprune.masking import masks
+from pacprune.theory import linear
+from pacprune.theory.linear import Problem
 
 # (n, D): ordinary, one weight, fewer examples than weights, one example, the largest that is enumerated here.
 SIZES = [(30, 4), (9, 1), (4, 7), (1, 3), (40, 12)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune import linear, wide
+from pacprune.theory import linear, linearised
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -85,18 +85,18 @@ def gradients(model: nn.Module, x: Tensor) -> Tensor:
 def test_features_are_gradients_in_the_prunable_weights(name: str):
     model, x, _ = example(name)
     truth = gradients(model, x)
-    torch.testing.assert_close(wide.features(model, x), truth.flatten(0, 1), **TIGHT)
-    torch.testing.assert_close(wide.features(model, x, output=1), truth[:, 1], **TIGHT)
+    torch.testing.assert_close(linearised.features(model, x), truth.flatten(0, 1), **TIGHT)
+    torch.testing.assert_close(linearised.features(model, x, output=1), truth[:, 1], **TIGHT)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_linearised_network_is_f_plus_j_times_the_change(name: str):
     model, x, _ = example(name)
     w = pp.prunable(model)
-    torch.testing.assert_close(wide.linearised(model, w, x), plainly(model, x).detach(), **TIGHT)
+    torch.testing.assert_close(linearised.linearised(model, w, x), plainly(model, x).detach(), **TIGHT)
     half = {n: 0.5 * v for n, v in w.items()}
-    change = gradients(model, x) @ (wide.flat(half) - wide.flat(w)).double()
-    torch.testing.assert_close(wide.linearised(model, half, x), plainly(model, x).detach() + change, **TIGHT)
+    change = gradients(model, x) @ (linearised.flat(half) - linearised.flat(w)).double()
+    torch.testing.assert_close(linearised.linearised(model, half, x), plainly(model, x).detach() + change, **TIGHT)
 
 
 def test_it_is_the_first_order_of_the_network():
@@ -109,7 +109,7 @@ def test_it_is_the_first_order_of_the_network():
             for value in pp.prunable(moved).values():
                 value.mul_(1 - step)
         there = {n: v.double() * (1 - step) for n, v in w.items()}
-        errors.append((wide.linearised(model, there, x) - plainly(moved, x)).abs().max())
+        errors.append((linearised.linearised(model, there, x) - plainly(moved, x)).abs().max())
     assert errors[1] < errors[0] / 50
 
 
@@ -118,14 +118,14 @@ def test_for_a_linear_network_it_is_exact_under_every_mask():
     mask = {"weight": torch.tensor([[1, 0, 1, 0], [0, 0, 1, 1]]).bool()}
     pruned = pp.apply_mask(copy.deepcopy(layer), mask)
     torch.testing.assert_close(
-        wide.linearised(layer, {"weight": mask["weight"] * layer.weight}, x), plainly(pruned, x).detach(), **TIGHT
+        linearised.linearised(layer, {"weight": mask["weight"] * layer.weight}, x), plainly(pruned, x).detach(), **TIGHT
     )
 
 
 def test_flat_and_unflat_are_inverse():
     model, _, _ = example("convolution")
     w = pp.prunable(model)
-    again = wide.unflat(wide.flat(w), w)
+    again = linearised.unflat(linearised.flat(w), w)
     assert list(again) == list(w)
     assert all(torch.equal(again[n], w[n]) for n in w)
 
@@ -133,10 +133,10 @@ def test_flat_and_unflat_are_inverse():
 def test_what_is_not_prunable_stays_as_it_is():
     model, x, y = example()
     head = lambda m: {n: w for n, w in pp.prunable(m).items() if n == "layers.4.weight"}  # noqa: E731
-    psi = wide.features(model, x, prunable=head)
+    psi = linearised.features(model, x, prunable=head)
     torch.testing.assert_close(psi, gradients(model, x).flatten(0, 1)[:, -12:], **TIGHT)
-    w = wide.flat(head(model)).double()
-    p = wide.problem(model, x, y, prunable=head)
+    w = linearised.flat(head(model)).double()
+    p = linearised.problem(model, x, y, prunable=head)
     # The last layer is linear in its weights, so that pruning it is foretold exactly.
     pruned = copy.deepcopy(model)
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_nothing_of_the_model_changes():
     model[1].eval()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     modes, state = [m.training for m in model.modules()], torch.get_rng_state()
-    wide.problem(model, x, y), wide.kernel(model, x), wide.linearised(model, {}, x)
+    linearised.problem(model, x, y), linearised.kernel(model, x), linearised.linearised(model, {}, x)
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
@@ -166,9 +166,9 @@ def test_nothing_of_the_model_changes():
 def test_the_operator_is_the_matrix(name: str, output: int | None):
     model, x, y = example(name)
     y = y if output is None else y[:, output]
-    free = wide.problem(model, x, y, output=output)
-    full = linear.problem(wide.features(model, x, output=output), wide.targets(model, x, y, output=output))
-    w = wide.flat(pp.prunable(model)).double()
+    free = linearised.problem(model, x, y, output=output)
+    full = linear.problem(linearised.features(model, x, output=output), linearised.targets(model, x, y, output=output))
+    w = linearised.flat(pp.prunable(model)).double()
     lam = torch.rand(3, len(w), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for call in (linear.gibbs_risk, linear.keep_prob_gradient, linear.weight_gradient, linear.variance_penalty):
         torch.testing.assert_close(call(free, w, lam), call(full, w, lam), **TIGHT)
@@ -182,8 +182,8 @@ def test_the_operator_is_the_matrix(name: str, output: int | None):
 @pytest.mark.parametrize("output", [None, 2])
 def test_the_operator_is_differentiable(output: int | None):
     model, x, y = example()
-    p = wide.problem(model, x, y if output is None else y[:, output], output=output)
-    w = wide.flat(pp.prunable(model)).double().requires_grad_()
+    p = linearised.problem(model, x, y if output is None else y[:, output], output=output)
+    w = linearised.flat(pp.prunable(model)).double().requires_grad_()
     lam = torch.full((62,), 0.3).double().requires_grad_()
     d_w, d_lam = torch.autograd.grad(linear.gibbs_risk(p, w, lam), (w, lam))
     torch.testing.assert_close(d_w, linear.weight_gradient(p, w, lam).detach(), **TIGHT)
@@ -197,19 +197,19 @@ def test_the_gibbs_risk_is_the_mean_over_all_masks_of_the_linearised_network():
     total = torch.tensor(0.0).double()
     for bits in product((0.0, 1.0), repeat=12):
         b = torch.tensor(bits).double()
-        out = wide.linearised(model, wide.unflat(b * wide.flat(w), w), x)
+        out = linearised.linearised(model, linearised.unflat(b * linearised.flat(w), w), x)
         total += torch.where(b > 0, lam, 1 - lam).prod() * (out - y).square().mean() / 2
-    p = wide.problem(model, x, y)
-    torch.testing.assert_close(linear.gibbs_risk(p, wide.flat(w), lam), total, **TIGHT)
+    p = linearised.problem(model, x, y)
+    torch.testing.assert_close(linear.gibbs_risk(p, linearised.flat(w), lam), total, **TIGHT)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_is_an_option(name: str):
     model, x, y = example(name)
-    assert wide.features(model, x, dtype=torch.float32).dtype == torch.float32
-    assert wide.kernel(model, x, dtype=torch.float32).dtype == torch.float32
-    w = wide.flat(pp.prunable(model))
-    problems = [wide.problem(model, x, y, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    assert linearised.features(model, x, dtype=torch.float32).dtype == torch.float32
+    assert linearised.kernel(model, x, dtype=torch.float32).dtype == torch.float32
+    w = linearised.flat(pp.prunable(model))
+    problems = [linearised.problem(model, x, y, dtype=dtype) for dtype in (torch.float32, torch.float64)]
     slopes = [linear.keep_prob_gradient(p, w, torch.full_like(w, 0.5)) for p in problems]
     torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-5)
 
@@ -223,13 +223,13 @@ def test_the_kernel_is_that_of_the_features_in_blocks_of_any_size(
     block: int, output: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     model, x, _ = example()
-    psi = wide.features(model, x, output=output)
-    monkeypatch.setattr(wide, "BLOCK", block)
-    torch.testing.assert_close(wide.features(model, x, output=output), psi, **TIGHT)
-    torch.testing.assert_close(wide.kernel(model, x, output=output), psi @ psi.T, **TIGHT)
+    psi = linearised.features(model, x, output=output)
+    monkeypatch.setattr(linearised, "BLOCK", block)
+    torch.testing.assert_close(linearised.features(model, x, output=output), psi, **TIGHT)
+    torch.testing.assert_close(linearised.kernel(model, x, output=output), psi @ psi.T, **TIGHT)
     some = psi[: len(psi) // 7 * 3]
-    torch.testing.assert_close(wide.kernel(model, x, x[:3], output=output), psi @ some.T, **TIGHT)
-    torch.testing.assert_close(wide.kernel(model, x[:3], x, output=output), some @ psi.T, **TIGHT)
+    torch.testing.assert_close(linearised.kernel(model, x, x[:3], output=output), psi @ some.T, **TIGHT)
+    torch.testing.assert_close(linearised.kernel(model, x[:3], x, output=output), some @ psi.T, **TIGHT)
 
 
 @pytest.mark.parametrize("output", [None, 2])
@@ -237,7 +237,7 @@ def test_the_kernel_is_that_of_the_features_in_blocks_of_any_size(
 def test_kernel_regression_is_ridge_regression_around_the_start(ridge: float, output: int | None):
     model, x, y = example()
     inputs, y = torch.randn(4, 6), y if output is None else y[:, output]
-    psi, new = (wide.features(model, part, output=output) for part in (x, inputs))
+    psi, new = (linearised.features(model, part, output=output) for part in (x, inputs))
     now, then = (plainly(model, part).detach() for part in (x, inputs))
     now, then = (out if output is None else out[:, output] for out in (now, then))
     if ridge:
@@ -245,18 +245,18 @@ def test_kernel_regression_is_ridge_regression_around_the_start(ridge: float, ou
         step = torch.linalg.solve(system, psi.T @ (y - now).reshape(-1))
     else:
         step = torch.linalg.pinv(psi, rtol=1e-6) @ (y - now).reshape(-1)
-    found = wide.kernel_regression(model, x, y, inputs, ridge=ridge, output=output)
+    found = linearised.kernel_regression(model, x, y, inputs, ridge=ridge, output=output)
     torch.testing.assert_close(found, then + (new @ step).reshape(then.shape), rtol=1e-6, atol=1e-8)
     # The same predictions from the linearised network with its weights moved there, all outputs at once.
     w = pp.prunable(model)
-    there = wide.linearised(model, wide.unflat(wide.flat(w).double() + step, w), inputs)
+    there = linearised.linearised(model, linearised.unflat(linearised.flat(w).double() + step, w), inputs)
     torch.testing.assert_close(found, there if output is None else there[:, output], rtol=1e-6, atol=1e-8)
 
 
 def test_without_ridge_the_training_examples_are_met_once_the_network_is_wide_enough():
     model, x = pp.models.mlp(6, 3, hidden=(60,), seed=0), torch.randn(7, 6)
     y = torch.randn(7, 3).double()
-    torch.testing.assert_close(wide.kernel_regression(model, x, y, x), y, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(linearised.kernel_regression(model, x, y, x), y, rtol=1e-6, atol=1e-6)
 
 
 # --- Refusals
@@ -277,17 +277,17 @@ M, X, Y = example()
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: wide.features(M, X, output=3), "output is 3, but the model has 3 outputs"),
-        (lambda: wide.features(M, X, output=-1), "output is -1"),
-        (lambda: wide.features(_Pair(), X), "returns tuple for"),
-        (lambda: wide.problem(M, X, Y[:, 0]), r"y has shape \(7,\), but there are outputs of shape \(7, 3\)"),
-        (lambda: wide.problem(M, X, Y, output=0), r"y has shape \(7, 3\), but there are outputs of shape \(7,\)"),
-        (lambda: wide.linearised(M, {"w": torch.ones(2)}, X), r"w with shape \(2,\) is no weight"),
-        (lambda: wide.unflat(torch.ones(3), pp.prunable(M)), r"shape \(3,\), but there are 62"),
-        (lambda: wide.kernel_regression(M, X, Y, X, ridge=-1.0), "ridge is -1.0"),
-        (lambda: wide.features(nn.ReLU(), X), "nothing to prune"),
-        (lambda: wide.features(M, X[:0]), r"x has shape \(0, 6\), so there are no examples"),
-        (lambda: wide.problem(M, X, Y / 0), "21 targets and 0 outputs are not finite"),
+        (lambda: linearised.features(M, X, output=3), "output is 3, but the model has 3 outputs"),
+        (lambda: linearised.features(M, X, output=-1), "output is -1"),
+        (lambda: linearised.features(_Pair(), X), "returns tuple for"),
+        (lambda: linearised.problem(M, X, Y[:, 0]), r"y has shape \(7,\), but there are outputs of shape \(7, 3\)"),
+        (lambda: linearised.problem(M, X, Y, output=0), r"y has shape \(7, 3\), but there are outputs of shape \(7,\)"),
+        (lambda: linearised.linearised(M, {"w": torch.ones(2)}, X), r"w with shape \(2,\) is no weight"),
+        (lambda: linearised.unflat(torch.ones(3), pp.prunable(M)), r"shape \(3,\), but there are 62"),
+        (lambda: linearised.kernel_regression(M, X, Y, X, ridge=-1.0), "ridge is -1.0"),
+        (lambda: linearised.features(nn.ReLU(), X), "nothing to prune"),
+        (lambda: linearised.features(M, X[:0]), r"x has shape \(0, 6\), so there are no examples"),
+        (lambda: linearised.problem(M, X, Y / 0), "21 targets and 0 outputs are not finite"),
     ],
 )
 def test_what_cannot_be_is_refused(call: Callable[[], object], words: str):

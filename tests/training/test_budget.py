@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import pacprune as pp
-from pacprune import budget, layers, scores, weights
-from pacprune.budget import CONTROLS, Budget
-from pacprune.population import Population
+from pacprune.masking import attachment, criteria, weights
+from pacprune.training import budget
+from pacprune.training.budget import CONTROLS, Budget
+from pacprune.training.population import Population
 
 PROGRESS = (0.0, 0.1, 0.4, 0.79, 0.8, 1.0)
 
@@ -24,7 +25,7 @@ def attached(seed: int = 0, **how: object) -> nn.Module:
     with torch.no_grad():
         model[0].weight.mul_(torch.exp(2 * torch.randn(40, 30, generator=generator)))
         model[0].weight[:2] = 0
-    pp.attach(model, pp.score_monotone(model, scores.magnitude(model), sparsity=0.5), **how)
+    pp.attach(model, pp.score_monotone(model, criteria.magnitude(model), sparsity=0.5), **how)
     disturb_(model, generator)
     return model
 
@@ -32,7 +33,7 @@ def attached(seed: int = 0, **how: object) -> nn.Module:
 @torch.no_grad()
 def disturb_(model: nn.Module, generator: torch.Generator, size: float = 3.0) -> None:
     """What an optimiser might do to the gates."""
-    for site in layers.sites(model):
+    for site in attachment.sites(model):
         site.gate.add_(size * torch.randn(site.gate.shape, generator=generator))
 
 
@@ -91,28 +92,30 @@ def test_projection_holds_the_budget_under_the_clamp(sparsity):
         disturb_(model, generator)
         budget.enforce_(model, plan, progress)
         assert density(model) == pytest.approx(min(plan.density(progress), 1 - 1e-5), abs=1e-6)
-        values = torch.cat([site.gate.detach().reshape(-1) for site in layers.sites(model)])
+        values = torch.cat([site.gate.detach().reshape(-1) for site in attachment.sites(model)])
         assert float(values.min()) > 0.9e-5
         assert float(values.max()) < 1 - 0.9e-5
 
 
 def test_a_shift_moves_all_logits_alike_and_no_gate():
     model = attached(coupling=4.0)
-    gates = [site.gate.detach().clone() for site in layers.sites(model)]
-    before = [site.logit().detach() for site in layers.sites(model)]
+    gates = [site.gate.detach().clone() for site in attachment.sites(model)]
+    before = [site.logit().detach() for site in attachment.sites(model)]
     budget.enforce_(model, Budget(0.9), 0.0)
-    assert all(torch.equal(g, site.gate) for g, site in zip(gates, layers.sites(model), strict=True))
-    moved = torch.cat([(b - s.logit().detach()).reshape(-1) for b, s in zip(before, layers.sites(model), strict=True)])
-    edge = torch.cat([(site.logit().detach().abs() > 13.9).reshape(-1) for site in layers.sites(model)])
+    assert all(torch.equal(g, site.gate) for g, site in zip(gates, attachment.sites(model), strict=True))
+    moved = torch.cat(
+        [(b - s.logit().detach()).reshape(-1) for b, s in zip(before, attachment.sites(model), strict=True)]
+    )
+    edge = torch.cat([(site.logit().detach().abs() > 13.9).reshape(-1) for site in attachment.sites(model)])
     edge |= torch.cat([(b.abs() > 13.9).reshape(-1) for b in before])
     assert float(moved[~edge].max() - moved[~edge].min()) < 1e-4
 
 
 def test_none_changes_nothing_but_the_sharpness():
     model = attached()
-    before = [site.logit().detach() for site in layers.sites(model)]
+    before = [site.logit().detach() for site in attachment.sites(model)]
     budget.enforce_(model, Budget(0.9, control="none", sharpen=2.0), 1.0)
-    for old, site in zip(before, layers.sites(model), strict=True):
+    for old, site in zip(before, attachment.sites(model), strict=True):
         inside = old.abs() < 6.9
         assert torch.allclose(site.logit()[inside], 2 * old[inside], rtol=1e-6)
 
@@ -149,7 +152,7 @@ def trained(control: str) -> float:
     with torch.no_grad():
         model.weight.copy_(torch.linalg.lstsq(x, target).solution.T)
     pp.attach(model, pp.isotropic(model, sparsity=0.8))
-    gates = [site.gate for site in layers.sites(model)]
+    gates = [site.gate for site in attachment.sites(model)]
     optimizer, plan = torch.optim.SGD(gates, lr=20.0), Budget(0.8, control=control, strength=50.0)
     for step in range(200):
         pp.resample_(model)
@@ -180,7 +183,7 @@ def test_the_penalty_is_the_augmented_lagrangian():
     assert first.item() == pytest.approx(5 * excess**2, rel=1e-5)
     second = budget.penalty(model, plan, torch.tensor(0.1))
     assert second.item() == pytest.approx(excess * excess + 5 * excess**2, rel=1e-5)
-    gradient = torch.autograd.grad(second, [site.gate for site in layers.sites(model)])
+    gradient = torch.autograd.grad(second, [site.gate for site in attachment.sites(model)])
     assert all((g >= 0).all() for g in gradient)
     assert all((g > 0).any() for g in gradient)
 
@@ -191,7 +194,7 @@ def test_a_patient_multiplier_learns_more_slowly():
         model = attached()
         excess = density(model) - 0.1
         budget.penalty(model, Budget(0.9, control="lagrangian", strength=10.0, patience=patience), torch.tensor(0.1))
-        found[patience] = float(layers.sites(model)[0].sampler.multiplier)
+        found[patience] = float(attachment.sites(model)[0].sampler.multiplier)
     assert found == pytest.approx({10.0: excess, 1000.0: excess / 100}, rel=1e-5)
 
 
@@ -325,7 +328,7 @@ def test_members_are_held_as_if_each_were_alone(control, how):
         for model, plan in zip(models, plans, strict=True):
             budget.enforce_(model, plan, progress)
         for k, model in enumerate(models):
-            for one, alone in zip(layers.sites(stacked), layers.sites(model), strict=True):
+            for one, alone in zip(attachment.sites(stacked), attachment.sites(model), strict=True):
                 assert torch.equal(one.sampler.sharpness[k], alone.sampler.sharpness)
                 ours, theirs = (torch.sigmoid(logit.detach()) for logit in (one.logit()[k], alone.logit()))
                 assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -345,7 +348,7 @@ def test_without_a_look_the_budget_is_held_from_step_to_step(control):
         wanted = torch.tensor(budget.densities(stacked, plans, step / 100), dtype=torch.float64)
         sharpness = torch.tensor([plan.sharpness(step / 100) for plan in plans])
         budget.hold_(stacked, control, wanted, sharpness, look=False)
-        p = torch.cat([torch.sigmoid(s.logit().detach().double()).flatten(1) for s in layers.sites(stacked)], dim=1)
+        p = torch.cat([torch.sigmoid(s.logit().detach().double()).flatten(1) for s in attachment.sites(stacked)], dim=1)
         assert torch.allclose(p.mean(1), wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -357,9 +360,9 @@ def test_members_are_penalised_as_if_each_were_alone():
         alone = [budget.penalty(m, p, d) for m, p, d in zip(models, plans, density, strict=True)]
         assert all(one.shape == () for one in alone)
         assert torch.allclose(found, torch.stack(alone), rtol=1e-5)
-    gradients = torch.autograd.grad(found.sum(), [site.gate for site in layers.sites(stacked)])
+    gradients = torch.autograd.grad(found.sum(), [site.gate for site in attachment.sites(stacked)])
     for k, value in enumerate(alone):
-        own = torch.autograd.grad(value, [site.gate for site in layers.sites(models[k])])
+        own = torch.autograd.grad(value, [site.gate for site in attachment.sites(models[k])])
         assert all(torch.allclose(g[k], o, rtol=1e-4, atol=1e-9) for g, o in zip(gradients, own, strict=True))
 
 

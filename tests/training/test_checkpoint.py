@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pacprune as pp
-from pacprune import budget, checkpoint, layers, pipelines, weights
-from pacprune.loop import History
+from pacprune.masking import attachment, weights
+from pacprune.methods import pipeline
+from pacprune.training import budget, checkpoint
+from pacprune.training.loop import History
 
 G = torch.Generator().manual_seed(1)
 X = torch.randn(70, 4, generator=G)
@@ -142,7 +144,7 @@ def test_killed_at_any_step_and_resumed_ends_bit_identical(name: str, tmp_path: 
         model = net()
         assert run(model=model, checkpoint=path, every=3) == history, step
         assert equal(model.state_dict(), whole.state_dict()), step
-        counters = [[int(site.sampler.step) for site in layers.sites(m)] for m in (model, whole)]
+        counters = [[int(site.sampler.step) for site in attachment.sites(m)] for m in (model, whole)]
         assert counters[0] == counters[1]
         assert equal(content(path), content(tmp_path / "whole" / "run.pt")), step
         assert list(path.parent.glob("*.part")) == []
@@ -318,7 +320,7 @@ def test_what_is_trained_on_what_is_part_of_a_run(what: str, tmp_path: Path) -> 
 def test_masks_from_scores_that_do_not_repeat_to_the_bit_are_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = pipelines.score, []
+    real, calls = pipeline.score, []
 
     def score(*given: Any, **how: Any) -> dict[str, Tensor]:  # as on a GPU
         calls.append(1)
@@ -329,7 +331,7 @@ def test_masks_from_scores_that_do_not_repeat_to_the_bit_are_resumed(
             model, (X, Y), pp.Config(epochs=4, batch_size=CONFIG.batch_size), sparsity=0.5, criterion=criterion, **how
         )
 
-    monkeypatch.setattr(pipelines, "score", score)
+    monkeypatch.setattr(pipeline, "score", score)
     whole, resumed = net(), net()
     run(whole)
     calls.clear()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pacprune as pp
-from pacprune.population import Population
+from pacprune.training.population import Population
 
 X = torch.randn(64, 20, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()

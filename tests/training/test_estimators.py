@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 import pacprune as pp
-from pacprune import estimators, layers, philox
-from pacprune.estimators import algorithm1_, enumerate_gibbs
-from pacprune.spikeslab import SpikeSlab
+from pacprune import philox
+from pacprune.masking import attachment
+from pacprune.masking.spikeslab import SpikeSlab
+from pacprune.training import estimators
+from pacprune.training.estimators import algorithm1_, enumerate_gibbs
 
 X = torch.tensor([[1.0, -0.5, 0.8, 0.3], [0.2, 1.1, -0.7, 0.9], [-1.3, 0.4, 0.6, -0.2]])
 Y = torch.tensor([0.7, -0.4, 0.5])
@@ -86,7 +88,7 @@ def expectation(
     model: nn.Module, samples: int, monkeypatch: pytest.MonkeyPatch, **extra: object
 ) -> dict[str, torch.Tensor]:
     """E of what Algorithm 1 returns and leaves in .grad, by running it on every possible sequence of masks."""
-    (site,) = layers.sites(model)
+    (site,) = attachment.sites(model)
     p = pp.read(model).keep_prob["weight"].double().reshape(-1)
     found = {"loss": torch.zeros(()), "gate": torch.zeros(p.shape), "mean": torch.zeros(p.shape)}
     for bits in itertools.product((0, 1), repeat=samples * len(p)):
@@ -130,7 +132,7 @@ def test_algorithm1_under_the_clamp_gives_the_derivative_in_keep_prob_itself(mon
 def test_the_indicator_of_algorithm1_leaves_a_kl_term_alone(monkeypatch):
     model = regression(3, [0.3, 0.8, 0.5])
     prior = pp.isotropic(regression_plain(model), sparsity=0.5)
-    (site,) = layers.sites(model)
+    (site,) = attachment.sites(model)
 
     def penalty() -> torch.Tensor:
         return 0.1 * pp.kl(pp.read(model, detach=False), prior).float()
@@ -154,7 +156,7 @@ def regression_plain(model: nn.Module) -> nn.Module:
 def test_algorithm1_puts_modes_back_adds_to_gradients_and_draws_afresh():
     model = regression(4, [0.5] * 4)
     model.train()
-    (site,) = layers.sites(model)
+    (site,) = attachment.sites(model)
     losses = []
 
     def loss() -> torch.Tensor:
@@ -184,7 +186,7 @@ def test_algorithm1_puts_modes_back_adds_to_gradients_and_draws_afresh():
 
 def test_algorithm1_with_frozen_gates_trains_the_weights_alone():
     model = regression(4, [0.5] * 4)
-    (site,) = layers.sites(model)
+    (site,) = attachment.sites(model)
     site.gate.requires_grad_(False)
     algorithm1_(model, lambda: squared(model.weight), samples=3)
     assert site.gate.grad is None
@@ -194,10 +196,10 @@ def test_algorithm1_with_frozen_gates_trains_the_weights_alone():
 # --- Relaxations
 
 
-@pytest.mark.parametrize("estimator", layers.ESTIMATORS)
+@pytest.mark.parametrize("estimator", attachment.ESTIMATORS)
 def test_relaxed_gradients_point_the_way_of_the_exact_one(estimator):
     model = regression(4, [0.3, 0.8, 0.5, 0.6])
-    (site,) = layers.sites(model)
+    (site,) = attachment.sites(model)
     site.sampler.estimator = estimator
     model.train()
     total = torch.zeros(4, dtype=torch.float64)
@@ -212,7 +214,7 @@ def test_relaxed_gradients_point_the_way_of_the_exact_one(estimator):
 def test_the_present_gates_are_those_of_the_weights():
     model = regression(4, [0.5] * 4)
     model.eval()
-    (site,) = layers.sites(model)
+    (site,) = attachment.sites(model)
     for _ in range(5):
         pp.resample_(model)
         assert torch.equal(estimators._present_gate(site), model.weight != 0)

@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import pacprune as pp
-from pacprune import batches, evaluate, weights
+from pacprune.data import batches
+from pacprune.masking import weights
+from pacprune.training import evaluate
 
 
 def net() -> nn.Sequential:
@@ -123,7 +125,7 @@ def test_reestimation_changes_batchnorm_statistics_alone(pair: tuple[torch.Tenso
     assert changed == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert [m.training for m in model.modules()] == modes
     assert model[1].momentum == momentum
-    assert torch.equal(weights.seen(model), batches.rows(pair).unique())
+    assert torch.equal(weights.seen(model), batches.example_hashes(pair).unique())
 
 
 def test_reestimation_under_random_masks_takes_a_draw_for_every_batch(pair: tuple[torch.Tensor, torch.Tensor]) -> None:

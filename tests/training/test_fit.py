@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pacprune as pp
-from pacprune import bounds, layers, train, weights
+from pacprune import bounds
+from pacprune.masking import attachment, weights
+from pacprune.training import fit
 
 CONFIG = pp.Config(epochs=2, lr=0.1, batch_size=16)
 G = torch.Generator().manual_seed(1)
@@ -187,29 +189,29 @@ def test_class_probabilities_are_labels_too() -> None:
 
 def test_the_surrogate_lies_in_the_unit_interval() -> None:
     logits = torch.tensor([[0.0, 0.0], [100.0, 0.0], [100.0, 0.0], [math.log(9.0), 0.0]])
-    each = [train.bounded_cross_entropy(logits[i : i + 1], y) for i, y in enumerate(torch.tensor([[0], [0], [1], [1]]))]
+    each = [fit.bounded_cross_entropy(logits[i : i + 1], y) for i, y in enumerate(torch.tensor([[0], [0], [1], [1]]))]
     assert [float(v) for v in each] == pytest.approx([math.log(2) / math.log(1e4), 0.0, 1.0, 0.25], abs=1e-6)
 
 
-@pytest.mark.parametrize("objective", train.OBJECTIVES)
+@pytest.mark.parametrize("objective", fit.OBJECTIVES)
 def test_one_step_descends_the_bound_itself(objective: str) -> None:
     """Gates move by -gate_lr * d bound/d gate; means by the gradient of the risk, then the proximal step of the KL."""
     n, lr, gate_lr = len(SPLIT.bound), 1e-3, 0.5
     function = {"seeger": bounds.seeger, "paper": bounds.paper}[objective]
     model, prior = with_prior()
     with torch.no_grad():  # away from P, where the KL has a slope
-        for site in layers.sites(model):
+        for site in attachment.sites(model):
             site.gate.add_(0.3)
             site.mean.add_(0.01)
-    start = {site.name: (site.mean.detach().clone(), site.gate.detach().clone()) for site in layers.sites(model)}
+    start = {site.name: (site.mean.detach().clone(), site.gate.detach().clone()) for site in attachment.sites(model)}
 
     twin, _ = with_prior()
     twin.load_state_dict(model.state_dict())
     pp.resample_(twin.eval())
-    for site in layers.sites(twin):
+    for site in attachment.sites(twin):
         site.sampler.train()
-    risk = train.bounded_cross_entropy(twin(SPLIT.bound.x), SPLIT.bound.y)
-    divergence = pp.kl(layers.read(twin, detach=False), prior)
+    risk = fit.bounded_cross_entropy(twin(SPLIT.bound.x), SPLIT.bound.y)
+    divergence = pp.kl(attachment.read(twin, detach=False), prior)
     q, k, h = risk.item(), divergence.item(), 1e-4
 
     def bound(q: float, k: float) -> float:
@@ -217,7 +219,7 @@ def test_one_step_descends_the_bound_itself(objective: str) -> None:
 
     price = (bound(q, k + h) - bound(q, k - h)) / (2 * h)
     slope = (bound(q + h, k) - bound(q - h, k)) / (2 * h)
-    sites = layers.sites(twin)
+    sites = attachment.sites(twin)
     parameters = [site.gate for site in sites] + [site.mean for site in sites]
     of_risk = torch.autograd.grad(risk, parameters, retain_graph=True)
     of_kl = torch.autograd.grad(divergence, parameters)
@@ -225,7 +227,7 @@ def test_one_step_descends_the_bound_itself(objective: str) -> None:
     config = pp.Config(epochs=1, lr=lr, gate_lr=gate_lr, momentum=0.0, batch_size=n)
     row = pp.fit_posterior(model, prior, SPLIT, config, objective=objective)[0]
     assert row["loss"] == pytest.approx(bound(q, k), rel=1e-4)
-    for i, site in enumerate(layers.sites(model)):
+    for i, site in enumerate(attachment.sites(model)):
         mean, gate = start[site.name]
         step = gate_lr * (slope * of_risk[i] + price * of_kl[i])
         assert torch.allclose(site.gate, gate - step, atol=1e-2 * float(step.abs().max()))
@@ -296,8 +298,8 @@ def test_p_is_written_before_the_bound_set_is_looked_at(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="labels run from 7"):
         pp.fit_posterior(model, prior, broken, CONFIG, out=tmp_path)
     written = load_file(tmp_path / "prior.safetensors")
-    assert set(written) == set(train.flat(prior))
-    assert all(torch.equal(t, written[n]) for n, t in train.flat(prior).items())
+    assert set(written) == set(fit.flat(prior))
+    assert all(torch.equal(t, written[n]) for n, t in fit.flat(prior).items())
     assert "receipt" not in weights.notes(model)
     pp.fit_posterior(model, prior, SPLIT, CONFIG, out=tmp_path)
     assert weights.notes(model)["receipt"] == {

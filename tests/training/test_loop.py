@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pacprune as pp
-from pacprune import layers, loop, weights
-from pacprune.budget import CONTROLS
-from pacprune.config import GATE_STEPS, OPTIMIZERS
+from pacprune.masking import attachment, weights
+from pacprune.training import loop
+from pacprune.training.budget import CONTROLS
+from pacprune.training.config import GATE_STEPS, OPTIMIZERS
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -132,7 +133,7 @@ def test_weight_decay_leaves_gates_alone(optimizer: str, pair: Pair) -> None:
     model = attached()
     before = state(model)
     pp.fit(model, pair, config, loss=lambda out, y: 0.0 * out.sum())  # no gradient: decay is all that moves
-    for site in layers.sites(model):
+    for site in attachment.sites(model):
         assert torch.equal(site.gate, before[f"{site.name[0]}.parametrizations.weight.original1"])
         assert not torch.equal(site.mean, before[f"{site.name[0]}.parametrizations.weight.original0"])
 
@@ -181,7 +182,7 @@ def test_accumulation_equals_the_full_batch(pair: Pair) -> None:
 def test_every_micro_batch_takes_its_own_draw(how: dict, draws: int, pair: Pair) -> None:
     model = attached()
     pp.fit(model, pair, pp.Config(epochs=1, batch_size=32, **how))
-    assert [int(site.sampler.step) for site in layers.sites(model)] == [draws, draws]
+    assert [int(site.sampler.step) for site in attachment.sites(model)] == [draws, draws]
 
 
 @pytest.mark.parametrize("make", [net, attached], ids=["dense", "attached"])
@@ -287,7 +288,7 @@ def test_a_cubic_budget_falls_from_dense_and_sharpens(pair: Pair) -> None:
     rows = pp.fit(model, pair, pp.Config(epochs=5, lr=0.05, batch_size=16), budget=budget)
     expected = [1 - budget.density((epoch + 1) / 5) for epoch in range(5)]
     assert [row["expected_sparsity"] for row in rows] == pytest.approx(expected, abs=1e-6)
-    assert float(layers.sites(model)[0].sampler.sharpness) == pytest.approx(3.0)
+    assert float(attachment.sites(model)[0].sampler.sharpness) == pytest.approx(3.0)
 
 
 # --- Early stop.

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune import layers, weights
-from pacprune.population import Population, spread
+from pacprune.masking import attachment, weights
+from pacprune.training.population import Population, per_member
 
 G = torch.Generator().manual_seed(1)
 X = torch.randn(96, 6, generator=G)
@@ -166,10 +166,10 @@ def both(
 ) -> tuple[list[nn.Module], list[list[dict]]]:
     """Trains the models as a population and copies of them alone; the copies, and their histories."""
     count = len(models)
-    plans = spread("budget", how.pop("budget", None), count)
+    plans = per_member("budget", how.pop("budget", None), count)
     alone = [copy.deepcopy(model) for model in models]
     rows = pp.fit(models, data, configs, seed=seed, budget=None if plans[0] is None else plans, **how)
-    seeds, each = spread("seed", seed, count), spread("config", configs, count)
+    seeds, each = per_member("seed", seed, count), per_member("config", configs, count)
     histories = [pp.fit(model, data, each[k], seed=seeds[k], budget=plans[k], **how) for k, model in enumerate(alone)]
     for k, history in enumerate(histories):
         own = [row for row in rows if row["member"] == k]
@@ -367,7 +367,7 @@ def test_members_are_as_usable_as_before(name: str, state: str) -> None:
         assert torch.equal(again(data[0]), model(data[0]))
         if name != "mlp" and state in ("dense", "masked"):
             assert model.head.weight is model.embed.weight
-        if layers.sites(model):
+        if attachment.sites(model):
             assert pp.read(model).sparsity == pytest.approx(0.3 + 0.2 * k, abs=1e-6 if state == "budget" else 1.0)
             again = pp.harden(again)
         pp.fit(again, data, CONFIG, loss=loss)

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import pacprune as pp
-from pacprune import budget, layers, masks, philox, pipelines, step
-from pacprune.batches import crop_flip
-from pacprune.spikeslab import ETA
+from pacprune import philox
+from pacprune.data.batches import crop_flip
+from pacprune.masking import attachment, masks
+from pacprune.masking.spikeslab import ETA
+from pacprune.methods import pipeline
+from pacprune.training import budget, step
 
 G = torch.Generator().manual_seed(2)
 X = torch.randn(50, 5, generator=G)
@@ -114,7 +117,7 @@ def test_the_mean_keep_prob_follows_its_schedule_at_every_step(control: str, mon
 
     def hold(model: nn.Module, *args: Any, **how: Any) -> None:
         plain(model, *args, **how)
-        sites = layers.sites(model)
+        sites = attachment.sites(model)
         p = torch.cat([site.keep_prob().double().flatten(1) for site in sites], 1)
         found.append(p.mean(1))
         sharp.append(sites[0].sampler.sharpness.clone())
@@ -182,7 +185,7 @@ def test_two_stages_of_one_schedule_read_the_data_as_one_does(monkeypatch: pytes
             pp.fit(models, TensorDataset(IMAGES, MARKS) if loaded else (IMAGES, MARKS), config, seed=3)
         return [(one["x"], one["word"]) for one in seen]
 
-    wanted, first, second = (batches(pictures(), config) for config in (whole, *pipelines.shares(whole, 0.5)))
+    wanted, first, second = (batches(pictures(), config) for config in (whole, *pipeline.split_epochs(whole, 0.5)))
     assert all(torch.equal(a, b) for two in zip(wanted, first + second, strict=True) for a, b in zip(*two, strict=True))
     stages = [dataclasses.replace(whole, epochs=2, span=span) for span in ((0.0, 0.4), (0.6, 1.0))]
     for number, both in enumerate([] if loaded else batches([pictures(), pictures()], stages)):
@@ -196,7 +199,7 @@ def test_accumulation_takes_a_draw_for_every_part() -> None:
         config = dataclasses.replace(CONFIG, accumulate=count, gate_lr=0.5)
         pp.fit(model, (X, Y), config)
         pp.fit(crew, (X, Y), config, seed=[0, 1])
-        assert [int(layers.sites(one)[0].sampler.step) for one in (model, *crew)] == [20 * count] * 3
+        assert [int(attachment.sites(one)[0].sampler.step) for one in (model, *crew)] == [20 * count] * 3
 
 
 def test_the_noted_loss_is_the_mean_over_all_examples() -> None:
@@ -344,18 +347,18 @@ def started(k: int = 0) -> nn.Module:
     model = net(k)
     pp.attach(model, pp.isotropic(model, sparsity=0.5), coupling=4.0, seed=k)
     generator = torch.Generator().manual_seed(k)
-    return layers.set_logits_(
-        model, {s.name: torch.randn(s.mean.shape, generator=generator) for s in layers.sites(model)}
+    return attachment.set_logits_(
+        model, {s.name: torch.randn(s.mean.shape, generator=generator) for s in attachment.sites(model)}
     )
 
 
 def test_the_start_of_gates_that_learn_nothing_fades_with_the_ramp(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = started(), budget.hold_
-    first = [site.gate.detach().clone() for site in layers.sites(model)]
+    first = [site.gate.detach().clone() for site in attachment.sites(model)]
     shares = []
 
     def hold(model: nn.Module, *given: Any, **how: Any) -> None:
-        found = layers.sites(model)
+        found = attachment.sites(model)
         shares.append(float((found[0].gate.detach() / first[0]).mean()))
         assert all(torch.allclose(s.gate, shares[-1] * f, atol=1e-5) for s, f in zip(found, first, strict=True))
         plain(model, *given, **how)
@@ -374,7 +377,7 @@ def test_a_member_whose_start_fades_trains_as_it_would_alone() -> None:
     for k, (model, plan) in enumerate(zip(crowd, plans, strict=True)):
         alone = started(k)
         pp.fit(alone, (X, Y), CONFIG, budget=plan, seed=k)
-        for one, two in zip(layers.sites(model), layers.sites(alone), strict=True):
+        for one, two in zip(attachment.sites(model), attachment.sites(alone), strict=True):
             torch.testing.assert_close(one.gate, two.gate, rtol=1e-4, atol=1e-4)
 
 
@@ -390,7 +393,7 @@ def test_a_run_that_was_broken_off_goes_on_to_fade(tmp_path: Path) -> None:
         pp.fit(started(), (X, Y), CONFIG, budget=FADING, checkpoint=path, progress=stop)
     again = started()
     pp.fit(again, (X, Y), CONFIG, budget=FADING, checkpoint=path)
-    for one, two in zip(layers.sites(again), layers.sites(whole), strict=True):
+    for one, two in zip(attachment.sites(again), attachment.sites(whole), strict=True):
         assert torch.equal(one.gate, two.gate)
         assert torch.equal(one.mean, two.mean)
 

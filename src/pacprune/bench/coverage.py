@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pacprune import bounds
-from pacprune.experiments.populations import STUDIES, Finding
-from pacprune.loop import Progress
-from pacprune.numeric import check_count, check_delta
+from pacprune.bench.synthetic import STUDIES, Finding
+from pacprune.bounds.numeric import check_count, check_delta
+from pacprune.training.loop import Progress
 
 CONFIDENCE = 0.999
 """Of the two-sided Clopper-Pearson interval around an observed rate."""

@@ -15,10 +15,13 @@ from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pacprune import export as formats
-from pacprune import models, slim, weights
-from pacprune.experiments import store, timing
-from pacprune.loop import Progress
+from pacprune import models
+from pacprune.bench import timing
+from pacprune.deploy import export as formats
+from pacprune.deploy import slim
+from pacprune.masking import weights
+from pacprune.runs import store
+from pacprune.training.loop import Progress
 
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 """Shape of an example, so that a network can be exported where its data are not."""

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-from pacprune import kernels, layers, masks, models, scores, spikeslab, weights
-from pacprune.experiments.characters import decoder_step
-from pacprune.experiments.timing import (
+from pacprune import kernels, models
+from pacprune.bench.decoder import decoder_step
+from pacprune.bench.timing import (
     Finding,
     Row,
     Target,
@@ -26,7 +26,8 @@ from pacprune.experiments.timing import (
     wait,
 )
 from pacprune.kernels import reference
-from pacprune.pipelines import COUPLING
+from pacprune.masking import attachment, criteria, masks, spikeslab, weights
+from pacprune.methods.pipeline import COUPLING
 
 SPARSITY = 0.9
 BANDWIDTH, LITERAL = "copy bandwidth", "literal F.gumbel_softmax"
@@ -45,16 +46,18 @@ def sample(device: torch.device, *, scale: str) -> Iterator[Finding]:
     yield from _growth(device, scale)
 
 
-def _part(n: int, device: torch.device, dtype: torch.dtype = torch.float32, *, std: bool = False) -> kernels.Part:
+def _part(
+    n: int, device: torch.device, dtype: torch.dtype = torch.float32, *, std: bool = False
+) -> kernels.SampleInputs:
     generator = torch.Generator(device).manual_seed(0)
     mean, gate = (torch.randn(n, device=device, generator=generator) for _ in range(2))
     zero, one = torch.zeros((), device=device), torch.ones((), device=device)
     counter = torch.zeros((), dtype=torch.int64, device=device)
     spread = torch.full((n,), 2e-3, device=device) if std else None
-    return kernels.Part(mean.to(dtype), gate, spread, counter, counter.clone(), 0, zero, one)
+    return kernels.SampleInputs(mean.to(dtype), gate, spread, counter, counter.clone(), 0, zero, one)
 
 
-def _both(part: kernels.Part, law: kernels.Law) -> Thing:
+def _both(part: kernels.SampleInputs, law: kernels.Law) -> Thing:
     """Forward and backward, as a training step calls them."""
     out = torch.ones_like(part.mean)
 
@@ -244,8 +247,8 @@ def _variants(make: Callable[[], nn.Module]) -> dict[str, Callable[[], nn.Module
 
     def stochastic() -> nn.Module:
         model = make()
-        mask = masks.top_k(scores.magnitude(model), sparsity=SPARSITY)
-        return layers.attach(model, spikeslab.block_isotropic(model, mask, eps=1e-2))
+        mask = masks.top_k(criteria.magnitude(model), sparsity=SPARSITY)
+        return attachment.attach(model, spikeslab.block_isotropic(model, mask, eps=1e-2))
 
     def masked() -> nn.Module:
         model = make()
@@ -280,11 +283,11 @@ def _loop(model: nn.Module, x: Tensor, y: Tensor, loss: Loss, *, amp: bool = Fal
     """One step of a loop as a user writes it."""
     # On a GPU, one launch for all parameters; on a CPU, what SGD does by default.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=x.is_cuda or None)
-    stochastic = bool(layers.sites(model))
+    stochastic = bool(attachment.sites(model))
 
     def call() -> None:
         if stochastic:
-            layers.resample_(model)
+            attachment.resample_(model)
         optimizer.zero_grad()
         with torch.autocast(x.device.type, torch.bfloat16) if amp else nullcontext():
             out = model(x)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pacprune import bounds, montecarlo
+from pacprune import bounds
+from pacprune.bounds import montecarlo
 
 NETWORKS = 10_000
 """Independent networks of equal risk, P uniform over them, Q on the one with the fewest errors: KL = log 10,000."""

@@ -13,16 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pacprune import gibbs, layers, masks, models, patterns, scores, spikeslab
-from pacprune.budget import Budget
-from pacprune.config import Config
-from pacprune.data import Part
-from pacprune.data import split as cut
-from pacprune.evaluate import evaluating, mistakes
-from pacprune.experiments.timing import Finding, Row, Target, alternate, clocked, largest_that_fits, wait
-from pacprune.issue import BATCH, certify
-from pacprune.pipelines import COUPLING
-from pacprune.train import fit, fit_posterior
+from pacprune import models
+from pacprune.bench.timing import Finding, Row, Target, alternate, clocked, largest_that_fits, wait
+from pacprune.certification import drawn_networks
+from pacprune.certification.certify import BATCH, certify
+from pacprune.data.splits import Part
+from pacprune.data.splits import split as cut
+from pacprune.masking import attachment, criteria, masks, patterns, spikeslab
+from pacprune.methods.pipeline import COUPLING
+from pacprune.training.budget import Budget
+from pacprune.training.config import Config
+from pacprune.training.evaluate import evaluating, mistakes
+from pacprune.training.fit import fit, fit_posterior
 
 SPARSITY = 0.9
 MOST = 100_000
@@ -101,8 +103,8 @@ def _epochs(
     budget = Budget(SPARSITY, schedule="cubic", sharpen=4.0)
     if masked:
         for net in nets:
-            found = spikeslab.score_monotone(net, scores.magnitude(net), sparsity=SPARSITY)
-            layers.attach(net, found, coupling=COUPLING)
+            found = spikeslab.score_monotone(net, criteria.magnitude(net), sparsity=SPARSITY)
+            attachment.attach(net, found, coupling=COUPLING)
     ends: dict[int, float] = {}
 
     def progress(stage: str, done: int, total: int, row: dict[str, Any]) -> None:
@@ -188,9 +190,9 @@ def certificate(device: torch.device, *, scale: str) -> Iterator[Finding]:
     split = cut(x, y, prior_fraction=0.5)
     model = models.mlp(inputs, hidden=hidden).to(device)
     fit(model, split.prior, Config(epochs=2, lr=0.05))
-    mask = masks.top_k(scores.magnitude(model), sparsity=SPARSITY)
-    layers.attach(model, spikeslab.block_isotropic(model, mask, eps=1e-4, std=2e-3))
-    prior = layers.read(model)
+    mask = masks.top_k(criteria.magnitude(model), sparsity=SPARSITY)
+    attachment.attach(model, spikeslab.block_isotropic(model, mask, eps=1e-4, std=2e-3))
+    prior = attachment.read(model)
     name = f"MLP {'-'.join(map(str, (inputs, *hidden, 10)))}, n = {n:,}"
     with tempfile.TemporaryDirectory() as folder:
         fit_posterior(model, prior, split, Config(epochs=0), out=folder)
@@ -214,19 +216,19 @@ def certificate(device: torch.device, *, scale: str) -> Iterator[Finding]:
 
 def _naive(model: nn.Module, slab: spikeslab.SpikeSlab, part: Part, name: str, device: torch.device, scale: str) -> Row:
     """The time per draw of a loop that draws a network, evaluates a minibatch and goes on, beside `monte_carlo`."""
-    plain, draws = layers.harden(copy.deepcopy(model)), 20 if scale == "smoke" else 400
+    plain, draws = attachment.harden(copy.deepcopy(model)), 20 if scale == "smoke" else 400
     on_device = Part(part.name, part.x.to(device), part.y.to(device), part.index)
     right = torch.zeros(len(part), dtype=torch.bool, device=device)
 
     def loop() -> None:
         with evaluating(model):
             for _ in range(draws):
-                layers.resample_(model)
+                attachment.resample_(model)
                 index = torch.randint(len(part), (BATCH,), device=device)
                 mistakes(model(on_device.x[index]), on_device.y[index]).sum().item()
 
     def batched() -> None:
-        gibbs.monte_carlo(plain, slab, on_device, right, seed=0, batch=BATCH, draws=draws)
+        drawn_networks.monte_carlo(plain, slab, on_device, right, seed=0, batch=BATCH, draws=draws)
 
     times = alternate({"loop": loop, "batched": batched}, device, seconds=0.0 if scale == "smoke" else 3.0)
     words = f"{draws} networks drawn one at a time, {name}"

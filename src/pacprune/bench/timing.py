@@ -202,7 +202,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit of the source tree that the package runs from; None outside one."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(folder), *words]

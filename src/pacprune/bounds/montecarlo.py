@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacprune import bounds
-from pacprune.numeric import ROUND_UP, ROUNDING, check_count, check_delta, check_fraction, log_sum_exp, upper_end
+from pacprune.bounds.numeric import ROUND_UP, ROUNDING, check_count, check_delta, check_fraction, log_sum_exp, upper_end
 
 BETTING_GRID = tuple(0.95 * 950.0 ** (j / 19 - 1.0) for j in range(20))
 """Bets f_j of `betting`: 20 geometric values from .001 to .95, fixed so that no run can choose them by its data."""

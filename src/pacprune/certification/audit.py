@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pacprune import bounds, certificate, data, gibbs, issue, models, montecarlo, weights
-from pacprune.certificate import Certificate
-from pacprune.data import Split
-from pacprune.loop import Progress
-from pacprune.spikeslab import SpikeSlab, draw, gates
-from pacprune.verify import Report
-from pacprune.verify import verify as check_arithmetic
+from pacprune import bounds, data, models
+from pacprune.bounds import montecarlo
+from pacprune.certification import certificate, certify, drawn_networks
+from pacprune.certification.certificate import Certificate
+from pacprune.certification.verify import Report
+from pacprune.certification.verify import verify as check_arithmetic
+from pacprune.data.splits import Split
+from pacprune.masking import weights
+from pacprune.masking.spikeslab import SpikeSlab, draw, gates
+from pacprune.training.loop import Progress
 
 AGAIN = 200
 """How many of the issuer's own draws a replay makes again, from a place that it picks."""
@@ -161,7 +164,7 @@ def _split(cert: Certificate, split: Split, plain: nn.Module, **_: Any) -> str |
         if stated != own:
             return f"split: {what} is {str(stated)[:60]} in the certificate but {str(own)[:60]} in the data"
     try:
-        issue.refuse_split(split)
+        certify.refuse_split(split)
     except ValueError as error:
         return f"split: {error}"
     return None
@@ -171,7 +174,7 @@ def _recount(cert: Certificate, split: Split, plain: nn.Module, **_: Any) -> str
     """The first deterministic network that is not what it should be, or that errs otherwise than stated."""
     record, known = cert.record, weights.prunable(plain)
     try:
-        issue.refuse_batch_statistics(plain)
+        certify.refuse_batch_statistics(plain)
     except ValueError as error:
         return f"recount: {error}"
     other = [name for name in record.get("kl_per_tensor", {}) if name not in known]
@@ -185,13 +188,13 @@ def _recount(cert: Certificate, split: Split, plain: nn.Module, **_: Any) -> str
         prior = _slab(cert, "prior", plain)
         names = list(prior.keep_prob)
         networks = {
-            "reference": gibbs.thresholded(prior),
+            "reference": drawn_networks.thresholded(prior),
             "single_draw": {n: cert.tensors["single_draw.safetensors"][n] for n in names},
             "thresholded": {n: cert.tensors["thresholded.safetensors"][n] for n in names},
         }
         posterior = _slab(cert, "posterior", plain)
         for name, keep in gates(posterior, seed=record["single_draw"]["seed"], step=0).items():
-            if not torch.equal(issue.packed(keep), cert.tensors["draws.safetensors"][f"single_draw/{name}"]):
+            if not torch.equal(certify.packed(keep), cert.tensors["draws.safetensors"][f"single_draw/{name}"]):
                 return f"recount: the mask of the single draw network is not the draw of its seed (another {name})"
         for name, again in draw(posterior, seed=record["single_draw"]["seed"], step=0).items():
             # Gates are equal to the bit on every machine, normal numbers up to rounding.
@@ -199,7 +202,7 @@ def _recount(cert: Certificate, split: Split, plain: nn.Module, **_: Any) -> str
             if bool((off > 1e-3 * std + 1e-5 * again.abs()).any()):
                 return f"recount: the single draw network is not the draw of its seed (another {name})"
     for what, values in networks.items():
-        counted, stated = int(gibbs.errors(plain, dict(values), split.bound).sum()), record[what]["errors"]
+        counted, stated = int(drawn_networks.errors(plain, dict(values), split.bound).sum()), record[what]["errors"]
         if counted != stated and not _still_holds(record, what, counted):
             return f"recount: the {what.replace('_', ' ')} network makes {counted} errors, not {stated} as stated"
     return None
@@ -224,18 +227,18 @@ def _replay(
 ) -> str | None:
     """The first stated number that fresh draws contradict, or the issuer's draws when they do not come out again."""
     stored = cert.tensors["draws.safetensors"]
-    reference = gibbs.errors(plain, gibbs.thresholded(_slab(cert, "prior", plain)), split.bound)
+    reference = drawn_networks.errors(plain, drawn_networks.thresholded(_slab(cert, "prior", plain)), split.bound)
     for whose in ("posterior", "prior"):
         stated = cert.record["monte_carlo"][whose]
         if seed == stated["seed"]:
             raise ValueError(f"seed {seed} is the certificate's own; replay with another one")
-        counts = gibbs.monte_carlo(
+        counts = drawn_networks.monte_carlo(
             plain,
             _slab(cert, whose, plain),
             split.bound,
             reference,
             seed=seed,
-            batch=min(issue.BATCH, len(split.bound)),
+            batch=min(certify.BATCH, len(split.bound)),
             draws=draws,
             stage=f"replay {whose}",
             progress=progress,
@@ -252,7 +255,7 @@ def _replay(
             if lower > upper:
                 return f"replay: the {whose}'s {what} is not as stated: {lower:.4f} or more, and {upper:.4f} or less"
         first = seed % max(1, stated["draws"] - AGAIN)
-        again = gibbs.monte_carlo(
+        again = drawn_networks.monte_carlo(
             plain,
             _slab(cert, whose, plain),
             split.bound,
@@ -268,7 +271,9 @@ def _replay(
     if not cert.record["thresholded"]["inputs"]:
         return None
     posterior, inputs = _slab(cert, "posterior", plain), len(split.unlabelled)
-    found = gibbs.disagreements(plain, posterior, gibbs.thresholded(posterior), split.unlabelled.x, seed=seed)
+    found = drawn_networks.disagreements(
+        plain, posterior, drawn_networks.thresholded(posterior), split.unlabelled.x, seed=seed
+    )
     lower = 1 - bounds.clopper_pearson(inputs - found, n=inputs, delta=CONFIDENCE)
     stated = cert.record["thresholded"]["disagreements"]
     upper = bounds.clopper_pearson(stated, n=inputs, delta=_ledger(cert, "thresholded").unlabelled_each)
@@ -281,11 +286,11 @@ def _ledger(cert: Certificate, name: str) -> bounds.Ledger:
     return bounds.Ledger.from_dict(cert.record["bounds"][name]["ledger"])
 
 
-def _lower(errors: Tensor, counts: gibbs.Counts) -> float:
+def _lower(errors: Tensor, counts: drawn_networks.Counts) -> float:
     return montecarlo.betting_lower(errors.numpy() / counts.batch, delta=CONFIDENCE)
 
 
-def _upper(errors: Tensor, counts: gibbs.Counts) -> float:
+def _upper(errors: Tensor, counts: drawn_networks.Counts) -> float:
     return montecarlo.betting(errors.numpy() / counts.batch, delta=CONFIDENCE)
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from pacprune import bounds, montecarlo
-from pacprune.bounds import Ledger
-from pacprune.gibbs import Counts
+from pacprune import bounds
+from pacprune.bounds import Ledger, montecarlo
+from pacprune.certification.drawn_networks import Counts
 
 METHODS = ("betting", "chernoff")
 

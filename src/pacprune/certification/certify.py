@@ -13,15 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pacprune import bounds, gibbs, layers, ranks, tally, train, weights
+from pacprune import bounds
 from pacprune._version import __version__
 from pacprune.bounds import Ledger
-from pacprune.certificate import FORMAT, VERSION, Certificate, percent, rounded_down, rounded_up
-from pacprune.checkpoint import write_atomically
-from pacprune.data import Part, Split, check_split
-from pacprune.gibbs import Counts
-from pacprune.loop import Progress
-from pacprune.spikeslab import SpikeSlab, draw, gates, kl_per_layer, log_ratio
+from pacprune.certification import bounds_table, drawn_networks
+from pacprune.certification.certificate import FORMAT, VERSION, Certificate, percent, rounded_down, rounded_up
+from pacprune.certification.drawn_networks import Counts
+from pacprune.data.splits import Part, Split, check_split
+from pacprune.distributed import ranks
+from pacprune.masking import attachment, weights
+from pacprune.masking.spikeslab import SpikeSlab, draw, gates, kl_per_layer, log_ratio
+from pacprune.training import fit
+from pacprune.training.checkpoint import write_atomically
+from pacprune.training.loop import Progress
 
 FAMILIES = ("seeger", "catoni", "excess")
 BATCH = 25
@@ -74,30 +78,30 @@ def certify(
     check_declared(family, method, expected_risk)
     check_split(split)
     tolerance = max(1e-3, 0.1 / math.sqrt(len(split.bound))) if tolerance is None else tolerance
-    posterior = layers.read(model)
+    posterior = attachment.read(model)
     receipt = _refuse(model, prior, posterior, split, grid)
-    ledgers = tally.ledgers(delta, grid=grid, certified=certified)
-    plain = layers.harden(copy.deepcopy(model))
+    ledgers = bounds_table.ledgers(delta, grid=grid, certified=certified)
+    plain = attachment.harden(copy.deepcopy(model))
     refuse_batch_statistics(plain)
     n, bound_set, each = len(split.bound), split.bound, ledgers["gibbs"].pac_bayes_each
     hashes = {"prior": prior.hash, "posterior": posterior.hash, "rest": tensor_hash(prior.rest)}
     same = {what: (hashes[what], "certify the same model on every rank") for what in ("prior", "posterior")}
-    ranks.agree(same | {"bound set": (bound_set.hash, "make the same split on every rank")})
-    reference = gibbs.errors(plain, gibbs.thresholded(prior), bound_set)
+    ranks.require_equal(same | {"bound set": (bound_set.hash, "make the same split on every rank")})
+    reference = drawn_networks.errors(plain, drawn_networks.thresholded(prior), bound_set)
     reference_errors = int(reference.sum())
 
     def sample(slab: SpikeSlab, purpose: str) -> tuple[dict[str, Any], Counts]:
         seed, delta_mc = seed_of(hashes, purpose), ledgers["gibbs"].monte_carlo_each
 
         def summary(counts: Counts) -> dict[str, Any]:
-            return tally.summarise(counts, reference_errors, n, delta_mc, method) | {"seed": seed}
+            return bounds_table.summarise(counts, reference_errors, n, delta_mc, method) | {"seed": seed}
 
         def watch(counts: Counts) -> tuple[bool, dict[str, float]]:
             now = bounds.seeger(summary(counts)["risk_upper"], n=n, kl=0.0, delta=each)
-            done = method == "betting" and tally.slack(counts, reference_errors, n, delta_mc) <= tolerance
+            done = method == "betting" and bounds_table.slack(counts, reference_errors, n, delta_mc) <= tolerance
             return done, {"bound": now}
 
-        counts = gibbs.monte_carlo(
+        counts = drawn_networks.monte_carlo(
             plain,
             slab,
             bound_set,
@@ -119,7 +123,7 @@ def certify(
     }
     divergence = math.nextafter(math.fsum(divergences.values()), math.inf)
     single, single_weights, single_mask = _single_draw(plain, posterior, prior, bound_set, hashes)
-    flat_weights = gibbs.thresholded(posterior)
+    flat_weights = drawn_networks.thresholded(posterior)
     flat = _thresholded(plain, posterior, flat_weights, split, hashes)
     record = {
         "format": FORMAT,
@@ -144,12 +148,12 @@ def certify(
         "thresholded": flat,
         "examples_seen": len(prior.seen),
         "certify_calls": max(
-            ranks.first(lambda: _count_calls(Path(receipt["written"]), hashes["prior"])),
+            ranks.on_rank0(lambda: _count_calls(Path(receipt["written"]), hashes["prior"])),
             _note(split, hashes["prior"], hashes["posterior"]),
         ),
     }
     _note(split, "prior", hashes["prior"])
-    record["bounds"] = tally.all_bounds(record, ledgers, q_counts)
+    record["bounds"] = bounds_table.all_bounds(record, ledgers, q_counts)
     record["claim"] = {"family": family, "bound": record["bounds"][family]["bound"]}
     record["statement"] = (
         f"With probability at least {percent(delta)} % over the draw of the {n:,} bound examples and of the "
@@ -159,8 +163,8 @@ def certify(
     record |= _provenance(split, hashes)
     tensors = {
         "distributions.safetensors": {
-            **{f"prior/{key}": t for key, t in train.flat(prior).items() if not key.startswith("rest/")},
-            **{f"posterior/{key}": t for key, t in train.flat(posterior).items() if not key.startswith("rest/")},
+            **{f"prior/{key}": t for key, t in fit.flat(prior).items() if not key.startswith("rest/")},
+            **{f"posterior/{key}": t for key, t in fit.flat(posterior).items() if not key.startswith("rest/")},
             **{f"rest/{key}": t for key, t in prior.rest.items()},
         },
         "draws.safetensors": {
@@ -179,8 +183,8 @@ def check_declared(family: str, method: str, expected_risk: float | None) -> Non
     """Refuses an unknown declaration before anything is trained or drawn."""
     if family not in FAMILIES:
         raise ValueError(f"family {family!r} is unknown; declare one of {', '.join(FAMILIES)}")
-    if method not in tally.METHODS:
-        raise ValueError(f"method {method!r} is unknown; use one of {', '.join(tally.METHODS)}")
+    if method not in bounds_table.METHODS:
+        raise ValueError(f"method {method!r} is unknown; use one of {', '.join(bounds_table.METHODS)}")
     if expected_risk is not None and not 0 < expected_risk < 1:
         raise ValueError(
             f"expected_risk is {expected_risk}; it must lie strictly between 0 and 1: give a fraction, or None for "
@@ -195,15 +199,15 @@ def certify_held_out(
 
     For any plain network: one-shot, PFT, dense. `certified` counts the networks among which this one may be chosen.
     """
-    if layers.sites(model):
+    if attachment.sites(model):
         raise ValueError(
             "the model has stochastic masks; call pp.harden(model) first, or pp.certify for the random network"
         )
     refuse_split(split)
     refuse_batch_statistics(model)
-    train.refuse_if_touched(weights.seen(model), split, "the network")
+    fit.refuse_if_touched(weights.seen(model), split, "the network")
     n, ledger = len(split.bound), Ledger.split(delta, monte_carlo_share=0.0, certified=certified)
-    errors = int(gibbs.errors(model, {}, split.bound).sum())
+    errors = int(drawn_networks.errors(model, {}, split.bound).sum())
     bound = bounds.clopper_pearson(errors, n=n, delta=ledger.delta_each)
     sparsity = weights.sparsity(model)
     state = {key: t.detach().clone() for key, t in (*model.named_parameters(), *model.named_buffers())}
@@ -234,8 +238,8 @@ def certify_held_out(
 def _refuse(model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Split, candidates: int) -> dict[str, Any]:
     """The receipt of fit_posterior, or a ValueError with the first rule that is broken."""
     refuse_split(split)
-    train.refuse_if_touched(prior.seen, split, "the prior")
-    touched = train.touched(posterior.seen, split.unlabelled, apart_from=split.train)
+    fit.refuse_if_touched(prior.seen, split, "the prior")
+    touched = fit.touched(posterior.seen, split.unlabelled, apart_from=split.train)
     if touched:
         raise ValueError(
             f"the posterior has seen {touched} of the {len(split.unlabelled)} unlabelled inputs; "
@@ -323,7 +327,7 @@ def _single_draw(
     return (
         {
             "seed": seed,
-            "errors": int(gibbs.errors(plain, drawn, bound_set).sum()),
+            "errors": int(drawn_networks.errors(plain, drawn, bound_set).sum()),
             "log_ratio": ratio + abs(ratio) * 1e-12 + 1e-12,
             "sparsity": zeros / posterior.total,
         },
@@ -338,12 +342,12 @@ def _thresholded(
     """The thresholded network and how often it disagrees with draws of Q on inputs that no fit has seen."""
     seed, inputs = seed_of(hashes, "unlabelled draws"), len(split.unlabelled)
     zeros = sum(int((w == 0).sum()) for w in fixed.values())
-    found = gibbs.disagreements(plain, posterior, fixed, split.unlabelled.x, seed=seed) if inputs else 0
+    found = drawn_networks.disagreements(plain, posterior, fixed, split.unlabelled.x, seed=seed) if inputs else 0
     return {
         "seed": seed,
         "inputs": inputs,
         "disagreements": found,
-        "errors": int(gibbs.errors(plain, fixed, split.bound).sum()),
+        "errors": int(drawn_networks.errors(plain, fixed, split.bound).sum()),
         "sparsity": zeros / posterior.total,
     }
 

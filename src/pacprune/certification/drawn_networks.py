@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pacprune import philox, ranks
-from pacprune.batches import device_of
-from pacprune.data import Part
-from pacprune.evaluate import evaluating, mistakes
-from pacprune.loop import Progress
-from pacprune.spikeslab import SpikeSlab, draw, top_mask
+from pacprune import philox
+from pacprune.data.batches import device_of
+from pacprune.data.splits import Part
+from pacprune.distributed import ranks
+from pacprune.masking.spikeslab import SpikeSlab, draw, top_mask
+from pacprune.training.evaluate import evaluating, mistakes
+from pacprune.training.loop import Progress
 
 NUMBERS = {"cpu": 2**20, "cuda": 2**28}
 """About how many weights are drawn at once: what a cache holds, or what keeps a GPU busy while Python prepares more."""

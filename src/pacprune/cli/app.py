@@ -10,27 +10,24 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from pacprune import __version__, fetch, ranks, recheck
-from pacprune.data import NAMES as DATA_SETS
-from pacprune.experiments import bench as benchmark
-from pacprune.experiments import (
-    calculator,
-    coverage,
-    figures,
-    profile,
-    ray_sweep,
-    recipes,
-    report,
-    runs,
-    store,
-    track,
-)
-from pacprune.experiments import options as opt
-from pacprune.experiments.bars import progress_bars
-from pacprune.experiments.console import Device, Json, Seed, Where, data_state, show, told, write
-from pacprune.experiments.demo import demo
+from pacprune import __version__
+from pacprune.bench import coverage, deployment
+from pacprune.bench import subjects as benchmark
+from pacprune.certification import audit
+from pacprune.cli import calculator
+from pacprune.cli.console import Device, Json, Seed, Where, data_state, show, told, write
+from pacprune.cli.progress import progress_bars
+from pacprune.data import download
+from pacprune.data.splits import NAMES as DATA_SETS
+from pacprune.distributed import ranks
+from pacprune.paper import frame, recipes
+from pacprune.runs import commands, locks, report, store, tensorboard
+from pacprune.runs import options as opt
+from pacprune.runs import ray as cluster
+from pacprune.runs import sweep as sweeps
+from pacprune.runs.demo import demo
 
-WORK: dict[str, runs.Work] = dict.fromkeys(opt.COMMANDS, runs.single) | {"demo": demo}
+WORK: dict[str, commands.Work] = dict.fromkeys(opt.COMMANDS, commands.single) | {"demo": demo}
 PRUNING = ", ".join(name for name, kind in opt.COMMANDS.items() if issubclass(kind, opt.Pruning))
 EXAMPLES = {
     "demo": ["pacprune demo", "pacprune demo --seed 1 --json"],
@@ -99,7 +96,7 @@ def _add(name: str, kind: type) -> None:
                 chief = ranks.rank() == 0
                 options = replace(options, device=str(here))
                 with progress_bars() if chief else nullcontext(lambda *_: None) as progress:
-                    result = runs.execute(name, options, WORK[name], out=out, progress=progress)
+                    result = commands.execute(name, options, WORK[name], out=out, progress=progress)
             if chief:
                 show(result, json, *report.shown(result))
 
@@ -172,7 +169,7 @@ def certify(
 ) -> None:
     """A certificate for the network of a run."""
     with told():
-        found = runs.certify(run, delta=delta, certified=certified, device=device, out=out)
+        found = commands.certify(run, delta=delta, certified=certified, device=device, out=out)
         place = str(run / store.CERTIFICATE if out is None else out)
         numbers = {name: getattr(found, name) for name in ("bound", "n", "risk", "sparsity", "statement")}
         show({"folder": place, "delta": delta, **numbers}, json, found.statement, f"Certificate: {place}")
@@ -200,13 +197,13 @@ def verify(
     1: INVALID, with the first rule that fails, 2: it cannot be read.
     """
     with told():
-        runs.check_device(device)
+        commands.check_device(device)
         place = store.certificate(folder)
         if data_dir is not None:
             store.check_folder(data_dir, "the data files")
-        given = runs.own_model(model) if model else None
+        given = commands.own_model(model) if model else None
         with progress_bars() as progress:
-            found = recheck.verify(
+            found = audit.verify(
                 place,
                 model=given,
                 data_dir=data_dir,
@@ -270,7 +267,7 @@ def bench(
 @app.command(epilog=_examples("reproduce"))
 def reproduce(
     name: Annotated[str, typer.Argument(help=f"{', '.join(recipes.RECIPES)}.")],
-    scale: Annotated[str, typer.Option(help=f"How much is computed: {', '.join(figures.SCALES)}.")] = "reduced",
+    scale: Annotated[str, typer.Option(help=f"How much is computed: {', '.join(frame.SCALES)}.")] = "reduced",
     out: Annotated[Path | None, typer.Option(help="Folder of the figures and CSVs [runs/NAME-SCALE[-ONLY]].")] = None,
     only: Annotated[
         str | None,
@@ -295,7 +292,7 @@ def reproduce(
 @app.command(epilog=_examples("data"))
 def data(
     action: Annotated[str, typer.Argument(help="list, fetch or path.")],
-    name: Annotated[str | None, typer.Argument(help=f"For fetch and path: {', '.join(fetch.SOURCES)}.")] = None,
+    name: Annotated[str | None, typer.Argument(help=f"For fetch and path: {', '.join(download.SOURCES)}.")] = None,
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", "--out", help="Folder of the files [$PACPRUNE_DATA, or a cache].")
     ] = None,
@@ -305,21 +302,21 @@ def data(
 ) -> None:
     """The data sets: which are here, and how to get them."""
     with told():
-        if name not in fetch.SOURCES and (name or action == "fetch"):
+        if name not in download.SOURCES and (name or action == "fetch"):
             raise ValueError(
                 f"the data set for `pacprune data {action}` is {repr(name) if name else 'missing'}; "
-                f"use one of {', '.join(fetch.SOURCES)} (the digits come with the package)"
+                f"use one of {', '.join(download.SOURCES)} (the digits come with the package)"
             )
         if action == "path":
-            folder = str(fetch.data_folder(data_dir) / (fetch.SOURCES[name].folder if name else ""))
+            folder = str(download.data_folder(data_dir) / (download.SOURCES[name].folder if name else ""))
             show({"folder": folder}, json, folder)
         elif action == "fetch":
             with progress_bars() as progress:
-                folder = str(fetch.fetch(name or "", data_dir, progress=progress))
+                folder = str(download.fetch(name or "", data_dir, progress=progress))
             show({"name": name, "folder": folder}, json, f"{name} is complete in {folder}")
         elif action == "list":
             found = [{"name": "digits", "folder": "inside the package", "present": True, "usable": True, "detail": ""}]
-            found += [data_state(name, data_dir) for name in fetch.SOURCES]
+            found += [data_state(name, data_dir) for name in download.SOURCES]
             table = Table("Data set", Column("Folder", overflow="fold"), "State")
             for row in found:
                 table.add_row(row["name"], row["folder"], (row["detail"] or "ready") if row["present"] else "missing")
@@ -346,7 +343,7 @@ def rebuild(
 @app.command(epilog=_examples("export"))
 def export(
     run: Annotated[Path, typer.Argument(help=f"Folder of a finished run of {PRUNING}, pbp.")],
-    format: Annotated[str, typer.Option(help=f"{', '.join(profile.FILES)}.")] = "safetensors",
+    format: Annotated[str, typer.Option(help=f"{', '.join(deployment.FILES)}.")] = "safetensors",
     out: Annotated[Path | None, typer.Option(help="File to write [in RUN, named by the format].")] = None,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -354,7 +351,7 @@ def export(
 ) -> None:
     """Writes the network of a run to a file."""
     with told():
-        found = profile.export(run, format=format, out=out)
+        found = deployment.export(run, format=format, out=out)
         show(found, json, found["said"])
 
 
@@ -370,9 +367,9 @@ def measure(
     """Size on disk, FLOPs and CPU latency of every form of a network."""
     with told():
         with progress_bars() as progress:
-            found = profile.profile(run, seconds=seconds, progress=progress)
+            found = deployment.profile(run, seconds=seconds, progress=progress)
         write(out, "profile.json", found)
-        show(found, json, *profile.shown(found))
+        show(found, json, *deployment.shown(found))
 
 
 @app.command("track", epilog=_examples("track"))
@@ -385,8 +382,34 @@ def events(
 ) -> None:
     """TensorBoard event files of a run."""
     with told():
-        place = str(track.write(run, out=out))
+        place = str(tensorboard.write(run, out=out))
         show({"run": str(run), "events": place}, json, f"Events: tensorboard --logdir {place}")
 
 
-app.command("sweep", epilog=_examples("sweep"))(ray_sweep.command)
+@app.command(epilog=_examples("sweep"))
+def sweep(
+    what: Annotated[str, typer.Argument(help="TOML file: a command, its options, a [grid] of lists; or: status.")],
+    folder: Annotated[Path | None, typer.Argument(help="For status: the folder of a sweep.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Run on a Ray cluster: auto, or HOST:PORT of its head node.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs' folders [runs/FILE without .toml].")] = None,
+    seed: Seed = 0,
+    device: Annotated[str | None, typer.Option(help="Where to compute, instead of what the file says.")] = None,
+    json: Json = False,
+) -> None:
+    """Runs every combination of some options, once.
+
+    Finished runs are skipped, those that were broken off go on. Runs of one network and seed are trained together; with
+    --ray, each is a task of its own. Exit 0: none failed, 1: some did, and the table says why, 2: nothing was begun.
+    """
+    with told():
+        if what == "status":
+            if folder is None:
+                raise ValueError("the folder for `pacprune sweep status` is missing; name one, such as runs/mine")
+            found = sweeps.status(folder)
+        elif folder is not None:
+            raise ValueError(f"there is a second argument, {folder}, after {what}; give the runs' folder as --out")
+        else:
+            found = sweeps.run(Path(what), out=out, device=device, work=None if ray is None else cluster.on(ray))
+        show(found, json, locks.table(found), f"Runs: {found['folder']}")
+    if found["failed"]:
+        raise typer.Exit(1)

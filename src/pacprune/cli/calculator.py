@@ -4,9 +4,10 @@ from typing import Any
 
 from rich.table import Table
 
-from pacprune import bounds, montecarlo
-from pacprune.certificate import rounded_up
-from pacprune.numeric import check_count
+from pacprune import bounds
+from pacprune.bounds import montecarlo
+from pacprune.bounds.numeric import check_count
+from pacprune.certification.certificate import rounded_up
 
 
 def risk_of(risk: float | None, errors: int | None, *, n: int, draws: int | None) -> float:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from pacprune import fetch
-from pacprune.checkpoint import write_atomically
+from pacprune.data import download
+from pacprune.training.checkpoint import write_atomically
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; everything else goes to stderr.")]
 _UNUSED = "Accepted by every command; not used here."
@@ -53,10 +53,10 @@ def write(out: Path | None, name: str, result: Any) -> None:
 
 def data_state(of: str, data_dir: Path | None) -> dict[str, Any]:
     """Whether the official files are there with the right content, and if not, what is wrong with the first bad one."""
-    source, folder, detail = fetch.SOURCES[of], fetch.data_folder(data_dir), ""
+    source, folder, detail = download.SOURCES[of], download.data_folder(data_dir), ""
     try:
         for file in source.contents:
-            fetch.read(of, file, data_dir)
+            download.read(of, file, data_dir)
     except ValueError as error:
         detail = str(error)
     places = (folder / source.folder, folder)

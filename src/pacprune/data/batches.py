@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from pacprune import data as datasets
+from pacprune.data import splits
 
 Data = Any
 """(x, y) tensors, a `Part` of a split, a map-style Dataset of (x, y), or a DataLoader of (x, y) batches."""
-_hashes: dict[int, tuple[weakref.ref[Any], Tensor, Tensor]] = {}
+_read_hashes: dict[int, tuple[weakref.ref[Any], Tensor, Tensor]] = {}
 """Hashes of the x and y of Datasets and DataLoaders by id: reading one again may take as long as an epoch."""
-_rows: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor]] = {}
+_hashes: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor]] = {}
 """Hashes of tensors by id, with what tells when one was written to."""
 
 
 def tensors(data: Data) -> tuple[Tensor, Tensor] | None:
     """The (x, y) behind a Part or a pair, or None when the data is a Dataset or a DataLoader."""
-    if isinstance(data, datasets.Part):
+    if isinstance(data, splits.Part):
         pair = (data.x, data.y)
     elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(t, Tensor) for t in data):
         pair = data
@@ -59,22 +59,22 @@ def _source(data: Data) -> Any:
     return data.dataset if isinstance(data, DataLoader) else data
 
 
-def rows(data: Data) -> Tensor:
+def example_hashes(data: Data) -> Tensor:
     """64-bit hashes of all examples, under which `seen` remembers them: by content, and for a Part by origin too."""
     pair, source = tensors(data), _source(data)
-    if isinstance(source, datasets.Part):
-        return torch.cat([source.rows, source.ids])
-    return _read(data)[0] if pair is None else _rows_of(pair[0])
+    if isinstance(source, splits.Part):
+        return torch.cat([source.example_hashes, source.ids])
+    return _read(data)[0] if pair is None else _hashes_of(pair[0])
 
 
-def _rows_of(x: Tensor) -> Tensor:
-    """`datasets.rows`, once for a tensor that is used again: all members of a population are trained on the same."""
+def _hashes_of(x: Tensor) -> Tensor:
+    """`splits.example_hashes`, once for a tensor that is used again, as by the members of a population."""
     if x.is_inference():  # nobody counts how often it was written to
-        return datasets.rows(x)
+        return splits.example_hashes(x)
     key, state = id(x), (x._version, _checksum(x), *x.shape)
-    known = _rows.get(key)
+    known = _hashes.get(key)
     if known is None or known[0]() is not x or known[1] != state:
-        _rows[key] = known = weakref.ref(x, lambda _: _rows.pop(key, None)), state, datasets.rows(x)
+        _hashes[key] = known = weakref.ref(x, lambda _: _hashes.pop(key, None)), state, splits.example_hashes(x)
     return known[2]
 
 
@@ -85,27 +85,27 @@ def _checksum(x: Tensor) -> int:
     return int(whole.view(-1).view(integers).sum(dtype=torch.int64)) if integers and whole.numel() else 0
 
 
-def labels(data: Data) -> Tensor:
+def label_hashes(data: Data) -> Tensor:
     """64-bit hashes of all labels, in the order of the examples."""
     pair, source = tensors(data), _source(data)
-    if isinstance(source, datasets.Part):
-        return _rows_of(source.y)
-    return _read(data)[1] if pair is None else _rows_of(pair[1])
+    if isinstance(source, splits.Part):
+        return _hashes_of(source.y)
+    return _read(data)[1] if pair is None else _hashes_of(pair[1])
 
 
 def _read(data: Data) -> tuple[Tensor, Tensor]:
     """The hashes of all x and of all y of a Dataset or a DataLoader."""
-    source, known = _source(data), _hashes.get(id(data))
+    source, known = _source(data), _read_hashes.get(id(data))
     if known is not None and known[0]() is data and len(known[1]) == len(source):
         return known[1], known[2]
     own = isinstance(data, DataLoader) and data.batch_sampler is not None
     collate: Any = data.collate_fn if own else default_collate
     pairs = (collate([source[i]]) for i in range(len(source)))
-    with forked(torch.device("cpu"), data, seed=0):  # random augmentation gives the same hashes every time
-        found = [(datasets.rows(x), datasets.rows(torch.as_tensor(y))) for x, y in pairs]
+    with isolated_rng(torch.device("cpu"), data, seed=0):  # random augmentation gives the same hashes every time
+        found = [(splits.example_hashes(x), splits.example_hashes(torch.as_tensor(y))) for x, y in pairs]
     x, y = (torch.cat(column) for column in zip(*found, strict=True))
     key = id(data)
-    _hashes[key] = weakref.ref(data, lambda _: _hashes.pop(key, None)), x, y
+    _read_hashes[key] = weakref.ref(data, lambda _: _read_hashes.pop(key, None)), x, y
     return x, y
 
 
@@ -127,7 +127,7 @@ def generators(data: Data) -> list[torch.Generator]:
 
 
 @contextmanager
-def forked(device: torch.device, data: Data, *, seed: int | None = None) -> Iterator[None]:
+def isolated_rng(device: torch.device, data: Data, *, seed: int | None = None) -> Iterator[None]:
     """Puts torch's global random state and that of a DataLoader's generators back at the end; `seed` sets the former.
 
     torch.manual_seed is not used: it would change accelerators whose state is not put back.
@@ -194,7 +194,7 @@ def crop_flip(x: Tensor, word: Tensor, *, pad: int = 4, channels_last: bool = Fa
     """
     if x.is_cuda and channels_last:
         try:
-            from pacprune.crops import crop_flip as at_once
+            from pacprune.data.augment import crop_flip as at_once
         except ImportError:  # no Triton
             pass
         else:

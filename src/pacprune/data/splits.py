@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from pacprune import philox
-from pacprune.fetch import SOURCES, Folder, read
-from pacprune.fetch import data_folder as data_folder
-from pacprune.fetch import fetch as fetch
+from pacprune.data.download import SOURCES, Folder, read
 
 NAMES = ("digits", "mnist", "fashion-mnist", "cifar10")
 
@@ -42,15 +40,16 @@ class Part:
         return self.x[i], self.y[i]
 
     @cached_property
-    def rows(self) -> Tensor:
+    def example_hashes(self) -> Tensor:
         """One 64-bit hash per example, of the bytes of x."""
-        return rows(self.x)
+        return example_hashes(self.x)
 
     @cached_property
     def ids(self) -> Tensor:
         """Other 64-bit names of each example: of (source, index), and of its raw bytes; none when unknown.
 
-        Two splits of one source standardise by different constants, so their `rows` differ; their `ids` agree.
+        Two splits of one source standardise by different constants, so that their `example_hashes` differ;
+        their `ids` agree.
         """
         origin = self.index + int(self.source[:15], 16) if self.source else self.index[:0]
         return origin if self.raw is None else torch.cat([origin, self.raw.T.reshape(-1)])
@@ -93,7 +92,7 @@ class Split:
     @cached_property
     def duplicates(self) -> int:
         """How many examples of `bound` have an x that also occurs in `prior`, to the byte."""
-        return int(torch.isin(self.bound.rows, self.prior.rows).sum())
+        return int(torch.isin(self.bound.example_hashes, self.prior.example_hashes).sum())
 
 
 def check_split(split: object) -> None:
@@ -109,7 +108,7 @@ def check_split(split: object) -> None:
         )
 
 
-def rows(x: Tensor) -> Tensor:
+def example_hashes(x: Tensor) -> Tensor:
     """One 64-bit hash per example (blake2b of the bytes of x); labels, and how they are coded, do not matter."""
     return _digests(x)
 

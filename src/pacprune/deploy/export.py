@@ -22,8 +22,9 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from pacprune import patterns, slim, weights
-from pacprune.checkpoint import digest, write_atomically
+from pacprune.deploy import slim
+from pacprune.masking import patterns, weights
+from pacprune.training.checkpoint import digest, write_atomically
 
 FORMATS = ("safetensors", "onnx", "dense", "slim")
 FORMAT, VERSION = "pacprune packed", "1"

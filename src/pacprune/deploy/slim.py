@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils.flop_counter import FlopCounterMode
 
-from pacprune import weights
+from pacprune.masking import weights
 
 _LAYER = ("linear", "conv1d", "conv2d", "conv3d")
 _NORM = ("batch_norm", "_native_batch_norm_legit_no_training")

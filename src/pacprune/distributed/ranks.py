@@ -104,7 +104,7 @@ def _hosts() -> Any:
     return _own[0][1]
 
 
-def meet() -> None:
+def barrier() -> None:
     """Waits for all ranks, and says which did not come."""
     if world() > 1:
         with contact():
@@ -121,7 +121,7 @@ def gathered(own: _T) -> list[_T]:
     return found
 
 
-def first(make: Callable[[], _T]) -> _T:
+def on_rank0(make: Callable[[], _T]) -> _T:
     """What rank 0 makes, on all ranks; only rank 0 calls `make`, and where it fails all ranks fail."""
     if world() == 1:
         return make()
@@ -141,7 +141,7 @@ def first(make: Callable[[], _T]) -> _T:
     return found[0]
 
 
-def agree(own: Mapping[str, tuple[str, str]]) -> None:
+def require_equal(own: Mapping[str, tuple[str, str]]) -> None:
     """Refuses when a rank holds something else than rank 0: {what: (its digest, what to do)}, the first one named."""
     if world() == 1:
         return

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pacprune import ranks
+from pacprune.distributed import ranks
 
 _BLOCK = 2**24
 """How many numbers are looked at in one go: what that takes in memory must not grow with the model."""
@@ -47,14 +47,14 @@ def like(rows: Tensor, model: Tensor) -> Tensor:
     return kind.from_local(rows, given.device_mesh, given.placements, run_check=False, shape=shape, stride=stride)
 
 
-def whole(value: Tensor) -> Tensor:
+def full_value(value: Tensor) -> Tensor:
     """The sum, minimum, any, ... of all rows, from that of each rank's; every rank has to ask."""
     return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
 
 
 def count(which: Tensor) -> int:
     """How many are True."""
-    return int(whole(which.sum()))
+    return int(full_value(which.sum()))
 
 
 def span(tensor: Tensor) -> tuple[float, float]:
@@ -83,7 +83,7 @@ def least(value: Tensor, of: Iterable[Tensor]) -> Tensor:
     return ranks.least_(value.clone()) if some(of) else value
 
 
-def settle(model: nn.Module) -> bool:
+def ensure_resharded(model: nn.Module) -> bool:
     """Whether the model is sharded; from then on it is so after every forward pass too. Refuses shards of other kinds.
 
     fully_shard leaves the outermost module's parameters whole after a forward pass, until it has gone backward.

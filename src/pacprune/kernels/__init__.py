@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pacprune.kernels import reference
-from pacprune.kernels.parts import (
+from pacprune.kernels.law import (
     CLAMP,
     ETA,
     GIVEN,
@@ -29,7 +29,7 @@ from pacprune.kernels.parts import (
     STRAIGHT_THROUGH,
     STRETCHED,
     Law,
-    Part,
+    SampleInputs,
     members,
     shape,
 )
@@ -46,7 +46,7 @@ __all__ = [
     "STRAIGHT_THROUGH",
     "STRETCHED",
     "Law",
-    "Part",
+    "SampleInputs",
     "backend",
     "draw",
     "fast",
@@ -72,19 +72,19 @@ _WEIGHTS, _FLOAT, _COUNTER = (torch.float32, torch.bfloat16), (torch.float32,), 
 def _found(kind: str) -> tuple[ModuleType | None, str]:
     """The fast backend for a kind of device, or None; and a sentence about it that says what to do."""
     if kind == "cpu":
-        from pacprune.kernels import cpu
+        from pacprune.kernels import cpp
 
         try:
-            return cpu, f"C++ kernels, built by {cpu.library().compiler}"
-        except cpu.NoCompiler as missing:
+            return cpp, f"C++ kernels, built by {cpp.library().compiler}"
+        except cpp.NoCompiler as missing:
             return None, f"plain torch, since {missing}"
         except OSError as failed:
             sentence = f"plain torch instead of the C++ kernels, since {failed}"
     elif kind == "cuda":
         try:
-            from pacprune.kernels import gpu
+            from pacprune.kernels import triton
 
-            return gpu, f"Triton {gpu.VERSION} kernels"
+            return triton, f"Triton {triton.VERSION} kernels"
         except ImportError as failed:
             sentence = f"plain torch instead of the Triton kernels, since {failed}; install triton"
     else:
@@ -113,7 +113,7 @@ def status(device: torch.device | str) -> str:
     return _for(torch.device(device))[1]
 
 
-def fast(part: Part) -> ModuleType | None:
+def fast(part: SampleInputs) -> ModuleType | None:
     """The backend that reads this part's memory; None where plain torch must see the tensors (other types, vmap)."""
     if torch._C._len_torch_dispatch_stack():  # something wants to see every operation, or makes tensors without memory
         return None
@@ -141,7 +141,7 @@ def fast(part: Part) -> ModuleType | None:
 
 
 @torch.no_grad()
-def draw(parts: Sequence[Part], law: Law) -> list[Tensor]:
+def draw(parts: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """One draw of every part, outside autograd; parts of one type are made in one launch into one flat buffer."""
     if law.mapping == GIVEN and law.mode != HARD:
         raise ValueError(f"a given keep_prob is drawn in mode {HARD!r}, not {law.mode!r}; use the sigmoid mapping")
@@ -153,7 +153,9 @@ def draw(parts: Sequence[Part], law: Law) -> list[Tensor]:
 
 
 @torch.no_grad()
-def gradients(part: Part, law: Law, out: Tensor, needs: tuple[bool, bool, bool] = (True, True, True)) -> Gradients:
+def gradients(
+    part: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool] = (True, True, True)
+) -> Gradients:
     """(to mean, to gate, to std) of the draw, given the gradient in the draw, in one pass; None where not needed."""
     module = fast(part)
     if module is None or type(out) not in _PLAIN or out.dtype not in (torch.float32, torch.bfloat16):
@@ -170,7 +172,7 @@ class _Sample(torch.autograd.Function):
         mean: Tensor,
         gate: Tensor,
         std: Tensor | None,
-        part: Part,
+        part: SampleInputs,
         law: Law,
         drawn: tuple[Tensor, ...],
     ) -> Tensor:
@@ -182,7 +184,7 @@ class _Sample(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *out: Tensor) -> tuple[Tensor | None, ...]:
         mean, gate, std, seed, step, shift, sharpness = ctx.saved_tensors
-        part = Part(mean, gate, std, seed, step, ctx.offset, shift, sharpness, ctx.dtype)
+        part = SampleInputs(mean, gate, std, seed, step, ctx.offset, shift, sharpness, ctx.dtype)
         if torch.is_grad_enabled():  # a gradient of this gradient is wanted
             found = reference.gradients(part, ctx.law, out[0], ctx.needs_input_grad[:3])
         else:
@@ -190,7 +192,7 @@ class _Sample(torch.autograd.Function):
         return *found, None, None, None
 
 
-def sample(part: Part, law: Law, drawn: Tensor | None = None) -> Tensor:
+def sample(part: SampleInputs, law: Law, drawn: Tensor | None = None) -> Tensor:
     """One draw, differentiable in mean, gate and std; `drawn` is its value where that is known already."""
     if part.shared:
         raise ValueError("draws that share their mean have no gradient; use `draw`, or stack the means")
@@ -203,4 +205,4 @@ def sample(part: Part, law: Law, drawn: Tensor | None = None) -> Tensor:
     return _Sample.apply(mean, gate, std, part, law, () if drawn is None else (drawn,))
 
 
-from pacprune.kernels import compiled as compiled  # noqa: E402  its operators call this module
+from pacprune.kernels import torch_ops as torch_ops  # noqa: E402  its operators call this module

@@ -1,4 +1,4 @@
-"""The sampler in C++: cpu.cpp, built at its first use by the compiler that is found, and kept in the user's cache.
+"""The sampler in C++: sampler.cpp, built at its first use by the compiler that is found, and kept in the user's cache.
 
 Hard gates are the reference's to the bit, but for the coupling's logarithm, which may differ in its last place and with
 it about one gate in a million; relaxed gates and normals agree to some units in the last place.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pacprune.kernels import reference
-from pacprune.kernels.parts import (
+from pacprune.kernels.law import (
     CLAMP,
     GIVEN,
     HARD,
@@ -31,13 +31,13 @@ from pacprune.kernels.parts import (
     STRAIGHT_THROUGH,
     STRETCHED,
     Law,
-    Part,
+    SampleInputs,
     layout,
     shape,
 )
 
 NAME = "cpu"
-_SOURCE = Path(__file__).with_name("cpu.cpp")
+_SOURCE = Path(__file__).with_name("sampler.cpp")
 # Contraction would round differently in a vector and in its remainder; the other two let loops be vectorised.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off")
 _FLAGS += ("-fno-math-errno", "-fno-trapping-math")
@@ -58,7 +58,7 @@ class Library(NamedTuple):
 
 
 class _Law(ctypes.Structure):
-    """`Law` in cpu.cpp."""
+    """`Law` in sampler.cpp."""
 
     _fields_ = (
         *((name, _INT32) for name in ("mapping", "mode", "log_std")),
@@ -67,7 +67,7 @@ class _Law(ctypes.Structure):
 
 
 class _Job(ctypes.Structure):
-    """`Job` in cpu.cpp."""
+    """`Job` in sampler.cpp."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("mean", "gate", "std", "seed", "step", "shift", "sharpness")),
@@ -142,7 +142,7 @@ def library() -> Library:
 def _check(found: Library) -> None:
     """Refuses a library whose draws are not the reference's."""
     ramp = torch.linspace(-3, 3, 301)
-    part = Part(ramp, ramp.flip(0), None, torch.tensor(1), torch.tensor(2), 3)
+    part = SampleInputs(ramp, ramp.flip(0), None, torch.tensor(1), torch.tensor(2), 3)
     law = Law(mode=HARD)
     if not torch.equal(_draw(found, [part], law)[0], reference.draw(part, law)):
         raise OSError(f"what {found.compiler} built draws other weights than plain torch; set CXX to another compiler")
@@ -152,7 +152,7 @@ def _law(law: Law) -> _Law:
     return _Law(_MAPPINGS.index(law.mapping), _MODES.index(law.mode), law.log_std, law.coupling, law.beta)
 
 
-def _job(part: Part, kept: list[Tensor], *, draw_dtype: torch.dtype) -> _Job:
+def _job(part: SampleInputs, kept: list[Tensor], *, draw_dtype: torch.dtype) -> _Job:
     """A part's addresses and sizes; copies of tensors that are not contiguous go to `kept`."""
     rows, std = layout(part)
 
@@ -173,12 +173,12 @@ def _job(part: Part, kept: list[Tensor], *, draw_dtype: torch.dtype) -> _Job:
     )
 
 
-def draw(parts: Sequence[Part], law: Law) -> list[Tensor]:
+def draw(parts: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """`kernels.draw`."""
     return _draw(library(), parts, law)
 
 
-def _draw(found: Library, parts: Sequence[Part], law: Law) -> list[Tensor]:
+def _draw(found: Library, parts: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     kept, results = [], flat(parts)
     jobs = (_Job * len(parts))(*[_job(p, kept, draw_dtype=w.dtype) for p, w in zip(parts, results, strict=True)])
     for job, result in zip(jobs, results, strict=True):
@@ -187,7 +187,7 @@ def _draw(found: Library, parts: Sequence[Part], law: Law) -> list[Tensor]:
     return results
 
 
-def flat(parts: Sequence[Part]) -> list[Tensor]:
+def flat(parts: Sequence[SampleInputs]) -> list[Tensor]:
     """Room for the draws of all parts in one buffer."""
     types = [part.dtype or part.mean.dtype for part in parts]
     shapes = [shape(part) for part in parts]
@@ -203,7 +203,7 @@ def flat(parts: Sequence[Part]) -> list[Tensor]:
     return [memory[start : start + size].view(kind).view(form) for start, size, kind, form in room]
 
 
-def gradients(part: Part, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> reference.Gradients:
+def gradients(part: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> reference.Gradients:
     """`kernels.gradients`."""
     kept = [out.contiguous()]
     job = _job(part, kept, draw_dtype=out.dtype)

@@ -10,6 +10,8 @@ SOFT, STRAIGHT_THROUGH, HARD = "concrete", "straight-through", "hard"
 STRETCHED, STILL = "hard-concrete", "deterministic"
 SIGMOID, CLAMP, GIVEN = "sigmoid", "clamp", "given"
 
+LOGIT_MAX = 14.0
+"""Logits live in [-14, 14]: beyond about 17, sigmoid is 1 in float32 and the sampled probability would be a lie."""
 ETA = 1e-5
 """Keep probabilities under the clamp mapping live in [ETA, 1 - ETA]: a prior at 0 or 1 makes the KL infinite."""
 GAMMA, ZETA = -0.1, 1.1
@@ -42,7 +44,7 @@ class Law:
     log_std: bool = False
 
 
-class Part(NamedTuple):
+class SampleInputs(NamedTuple):
     """One tensor's inputs; its weights have the indices offset, offset + 1, ... of the noise.
 
     seed, step, shift and sharpness are tensors without dimensions, or of shape [K] for K members, each drawn as if it
@@ -62,7 +64,7 @@ class Part(NamedTuple):
     shared: bool = False
 
 
-def members(part: Part) -> int | None:
+def members(part: SampleInputs) -> int | None:
     """K, or None for a single draw."""
     found = {t.shape[0] for t in (part.seed, part.step, part.shift, part.sharpness) if t is not None and t.ndim}
     if len(found) > 1:
@@ -75,7 +77,7 @@ def members(part: Part) -> int | None:
     return k
 
 
-def shape(part: Part) -> torch.Size:
+def shape(part: SampleInputs) -> torch.Size:
     """The shape of the draw."""
     k = members(part)
     return torch.Size((k, *part.mean.shape)) if part.shared and k is not None else part.mean.shape
@@ -91,7 +93,7 @@ class Layout(NamedTuple):
     std_column: int
 
 
-def layout(part: Part) -> tuple[Layout, Tensor | None]:
+def layout(part: SampleInputs) -> tuple[Layout, Tensor | None]:
     """The rows of a part, and std as numbers in that layout."""
     k = members(part)
     rows, stacked = k or 1, k is not None and not part.shared
@@ -105,3 +107,8 @@ def layout(part: Part) -> tuple[Layout, Tensor | None]:
     if stacked and std.numel() == rows:
         return Layout(rows, n, row, 1, 0), std.contiguous()
     return Layout(rows, n, row, row, 1), std.expand(part.mean.shape).contiguous()
+
+
+def bounded(logit: Tensor) -> Tensor:
+    """The logit held to [-14, 14], where float32 still tells keep_prob from 0 and 1."""
+    return logit.clamp(-LOGIT_MAX, LOGIT_MAX)

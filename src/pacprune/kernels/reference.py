@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pacprune import masks, philox
-from pacprune.kernels.parts import (
+from pacprune import philox
+from pacprune.kernels.law import (
     CLAMP,
     ETA,
     GAMMA,
@@ -18,7 +18,8 @@ from pacprune.kernels.parts import (
     STRETCHED,
     ZETA,
     Law,
-    Part,
+    SampleInputs,
+    bounded,
     members,
     shape,
 )
@@ -66,7 +67,7 @@ def logit(law: Law, mean: Tensor, gate: Tensor, shift: Tensor | None, sharpness:
     if sharpness is not None:
         found = _rows(sharpness, found) * found
     # The value is bounded, the gradient is not: a gate beyond the edge can still be pulled back.
-    return masks.bounded(found).detach() + (found - found.detach())
+    return bounded(found).detach() + (found - found.detach())
 
 
 def probability(law: Law, mean: Tensor, gate: Tensor, shift: Tensor | None, sharpness: Tensor | None) -> Tensor:
@@ -78,7 +79,7 @@ def probability(law: Law, mean: Tensor, gate: Tensor, shift: Tensor | None, shar
     return keep_prob(logit(law, mean, gate, shift, sharpness))
 
 
-def _noise(part: Part) -> dict[str, Any]:
+def _noise(part: SampleInputs) -> dict[str, Any]:
     """Where philox finds the numbers of this part: one row per member when there are several."""
     seed, step, k = part.seed, part.step, members(part)
     if k is not None:
@@ -86,19 +87,19 @@ def _noise(part: Part) -> dict[str, Any]:
     return {"seed": seed, "step": step, "offset": part.offset, "device": part.mean.device}
 
 
-def _size(part: Part) -> int:
+def _size(part: SampleInputs) -> int:
     """Weights of one member."""
     return part.mean.numel() // (members(part) or 1) if not part.shared else part.mean.numel()
 
 
-def _inputs(part: Part) -> tuple[Tensor, Tensor]:
+def _inputs(part: SampleInputs) -> tuple[Tensor, Tensor]:
     """mean and gate, ready to be broadcast over the members that share them."""
     if part.shared and members(part) is not None:
         return part.mean.unsqueeze(0), part.gate.unsqueeze(0)
     return part.mean, part.gate
 
 
-def _gates(part: Part, law: Law) -> tuple[Tensor, Tensor]:
+def _gates(part: SampleInputs, law: Law) -> tuple[Tensor, Tensor]:
     """(gate used for the weight, the logit of the relaxed gate that its gradient goes through)."""
     mean, gate = _inputs(part)
     given = (law, mean, gate, part.shift, part.sharpness)
@@ -119,27 +120,27 @@ def _gates(part: Part, law: Law) -> tuple[Tensor, Tensor]:
     return torch.sigmoid(x), x
 
 
-def _wide(part: Part) -> Tensor:
+def _wide(part: SampleInputs) -> Tensor:
     """What the part gives as std, laid along the members."""
     assert part.std is not None
     return _rows(part.std, part.mean) if members(part) is not None and not part.shared else part.std
 
 
-def _std(part: Part, law: Law) -> Tensor:
+def _std(part: SampleInputs, law: Law) -> Tensor:
     return torch.exp(_wide(part)) if law.log_std else _wide(part)
 
 
-def summed(each: Tensor, part: Part) -> Tensor:
+def summed(each: Tensor, part: SampleInputs) -> Tensor:
     """Gradients of one std per weight, summed where weights share their std."""
     assert part.std is not None
     return each.sum_to_size(_wide(part).shape).reshape(part.std.shape)
 
 
-def _normals(part: Part) -> Tensor:
+def _normals(part: SampleInputs) -> Tensor:
     return philox.normal(_size(part), stream=philox.SLAB, **_noise(part)).reshape(shape(part))
 
 
-def draw(part: Part, law: Law) -> Tensor:
+def draw(part: SampleInputs, law: Law) -> Tensor:
     """w = gate * (mean + std * z)."""
     gate, _ = _gates(part, law)
     mean, _ = _inputs(part)
@@ -148,7 +149,7 @@ def draw(part: Part, law: Law) -> Tensor:
     return drawn.to(part.dtype or part.mean.dtype)
 
 
-def gradients(part: Part, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
+def gradients(part: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
     """d/dmean = gate; d/dgate = slab * soft (1 - soft) / beta * dlogit/dgate; d/dstd = gate * z; None if not needed.
 
     In straight-through mode the gate is hard in d/dmean and d/dstd, soft in d/dgate; in hard mode d/dgate is zero, and
@@ -174,7 +175,7 @@ def gradients(part: Part, law: Law, out: Tensor, needs: tuple[bool, bool, bool])
     return to_mean, to_gate, to_std
 
 
-def _slope(part: Part, law: Law) -> Tensor | float:
+def _slope(part: SampleInputs, law: Law) -> Tensor | float:
     """dlogit/dgate: sharpness, or 1 / (p (1 - p)) inside the clamp and 0 outside."""
     if law.mapping == CLAMP:
         p = part.gate.clamp(ETA, 1 - ETA)
@@ -200,7 +201,7 @@ class _Sample(torch.autograd.Function):
         dtype: torch.dtype | None,
         law: Law,
     ) -> Tensor:
-        return draw(Part(mean, gate, std, seed, step, offset, shift, sharpness, dtype), law)
+        return draw(SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype), law)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -210,11 +211,11 @@ class _Sample(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *out: Tensor) -> tuple[Tensor | None, ...]:
         mean, gate, std, seed, step, shift, sharpness = ctx.saved_tensors
-        part = Part(mean, gate, std, seed, step, ctx.offset, shift, sharpness, ctx.dtype)
+        part = SampleInputs(mean, gate, std, seed, step, ctx.offset, shift, sharpness, ctx.dtype)
         return *gradients(part, ctx.law, out[0], ctx.needs_input_grad[:3]), *[None] * 7
 
 
-def sample(part: Part, law: Law) -> Tensor:
+def sample(part: SampleInputs, law: Law) -> Tensor:
     """The differentiable draw that torch.func can transform."""
     mean, gate, std, seed, step, offset, shift, sharpness, dtype, _ = part
     return _Sample.apply(mean, gate, std, seed, step, shift, sharpness, offset, dtype, law)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pacprune import kernels
-from pacprune.kernels.parts import Law, Part
+from pacprune.kernels.law import Law, SampleInputs
 
 
 @torch.library.custom_op("pacprune::sample", mutates_args=())
@@ -26,7 +26,7 @@ def _sample(
     beta: float,
     log_std: bool,
 ) -> Tensor:
-    part = Part(mean, gate, std, seed, step, offset, shift, sharpness, dtype)
+    part = SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype)
     return kernels.draw([part], Law(mapping, coupling, mode, beta, log_std))[0]
 
 
@@ -54,7 +54,7 @@ def _sample_gradient(
     log_std: bool,
     needs: list[bool],
 ) -> list[Tensor]:
-    part = Part(mean, gate, std, seed, step, offset, shift, sharpness, dtype)
+    part = SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype)
     law = Law(mapping, coupling, mode, beta, log_std)
     found = kernels.gradients(part, law, out, (needs[0], needs[1], needs[2]))
     return [gradient for gradient in found if gradient is not None]

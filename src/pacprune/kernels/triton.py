@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from pacprune.kernels import reference
-from pacprune.kernels.parts import (
+from pacprune.kernels.law import (
     CLAMP,
     GIVEN,
     HARD,
@@ -27,7 +27,7 @@ from pacprune.kernels.parts import (
     STRAIGHT_THROUGH,
     STRETCHED,
     Law,
-    Part,
+    SampleInputs,
     layout,
     shape,
 )
@@ -251,7 +251,7 @@ def _sampler(
 class _Ready(NamedTuple):
     """A part whose tensors are contiguous, with what decides which kernel takes it."""
 
-    part: Part
+    part: SampleInputs
     std: Tensor | None
     numbers: tuple[int, ...]
     k: int
@@ -260,7 +260,7 @@ class _Ready(NamedTuple):
     """(0 without std, 1 with one per row, 2 with one per weight; bfloat16 means; aligned to four weights)."""
 
 
-def _ready(part: Part) -> _Ready:
+def _ready(part: SampleInputs) -> _Ready:
     part = part._replace(mean=part.mean.contiguous(), gate=part.gate.contiguous())
     rows, std = layout(part)
     shift = _constant(0.0, part.mean.device) if part.shift is None else part.shift
@@ -341,7 +341,7 @@ def _launch(found: Sequence[_Ready], starts: Sequence[int], law: Law, out: Tenso
         )
 
 
-def draw(parts: Sequence[Part], law: Law) -> list[Tensor]:
+def draw(parts: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """`kernels.draw`: one launch for all parts that agree in type, kind of std and alignment, which is mostly all."""
     groups: dict[Any, list[tuple[int, _Ready]]] = {}
     for index, part in enumerate(parts):
@@ -361,7 +361,7 @@ def draw(parts: Sequence[Part], law: Law) -> list[Tensor]:
     return results
 
 
-def gradients(part: Part, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> reference.Gradients:
+def gradients(part: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> reference.Gradients:
     """`kernels.gradients`."""
     given = out.contiguous()
     mean, gate = part.mean, part.gate

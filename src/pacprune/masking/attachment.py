@@ -11,16 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pacprune import kernels, masks, patterns, sharded, weights
-from pacprune.sampler import Pool, Sampler, Shards, casts, draw_shards
-from pacprune.spikeslab import ETA, SpikeSlab, check_fits, top_mask
+from pacprune import kernels
+from pacprune.distributed import sharded
+from pacprune.kernels.law import bounded
+from pacprune.masking import patterns, weights
+from pacprune.masking.sampler import Pool, Sampler, Shards, casts, draw_shards
+from pacprune.masking.spikeslab import ETA, SpikeSlab, check_fits, top_mask
 
 MAPPINGS = (kernels.SIGMOID, kernels.CLAMP, *patterns.PATTERNS)
 _ORDER, _DRAWING = "_pacprune_parameter_order", "_pacprune_drawing"
 ESTIMATORS = (kernels.SOFT, kernels.STRAIGHT_THROUGH, kernels.STRETCHED, kernels.STILL)
 
 
-class Site:
+class AttachedWeight:
     """One attached weight tensor: its plain name, its sampler and the parameters behind it."""
 
     def __init__(self, name: str, where: parametrize.ParametrizationList | Shards) -> None:
@@ -65,7 +68,7 @@ class Site:
         return sharded.like(function(sharded.local(self.mean), sharded.local(self.gate)), self.gate)
 
 
-def sites(model: nn.Module) -> list[Site]:
+def sites(model: nn.Module) -> list[AttachedWeight]:
     """The attached weights in the plain model's parameter order; a tied weight once; empty for a plain model."""
     found, known = [], set()
     for prefix, module in model.named_modules():
@@ -79,11 +82,11 @@ def sites(model: nn.Module) -> list[Site]:
                 "weights; call fully_shard on the plain model, and pp.attach after it"
             )
         known.add(id(module))
-        found.append(Site(_plain_name(prefix), module))
+        found.append(AttachedWeight(_plain_name(prefix), module))
     return sorted(found, key=lambda site: site.sampler.offset)
 
 
-def attached(model: nn.Module) -> list[Site]:
+def attached(model: nn.Module) -> list[AttachedWeight]:
     """`sites`, or a ValueError when there are none."""
     found = sites(model)
     if not found:
@@ -156,7 +159,7 @@ def attach(
         weight = plain[name]
         p = slab.keep_prob[name].to(weight.device)
         mean = slab.mean[name].to(weight.device, weight.dtype, copy=True)
-        gate = p.clamp(ETA, 1 - ETA) if mapping == "clamp" else masks.bounded(torch.logit(p.double())).float()
+        gate = p.clamp(ETA, 1 - ETA) if mapping == "clamp" else bounded(torch.logit(p.double())).float()
         if coupling:
             gate = gate - coupling * torch.log(mean.abs().float() + 1e-8)
         if pattern is not None:

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pacprune import philox, ranks, sharded, weights
-from pacprune.batches import Data, batches, device_of, forked, rows
+from pacprune import philox
+from pacprune.data.batches import Data, batches, device_of, example_hashes, isolated_rng
+from pacprune.distributed import ranks, sharded
+from pacprune.masking import weights
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 NAMES = ("magnitude", "snip", "grasp", "synflow", "random")
@@ -44,7 +46,7 @@ def check(criterion: str, model: nn.Module) -> None:
     """Refuses a criterion that does not exist, or that this model cannot be scored by."""
     if criterion not in NAMES:
         raise ValueError(f"criterion {criterion!r} is unknown; use one of {', '.join(NAMES)}")
-    if criterion in ("grasp", "synflow") and sharded.settle(model):
+    if criterion in ("grasp", "synflow") and sharded.ensure_resharded(model):
         sharded.refuse(model.parameters(), f"the criterion {criterion}", "use magnitude, snip or random")
 
 
@@ -107,10 +109,10 @@ def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weight
     """
     check("synflow", model)
     device = device_of(model)
-    with forked(device, data, seed=0):
+    with isolated_rng(device, data, seed=0):
         x = next(batches(data, 1, device=device, limit=1))[0][:1]
     if not x.is_floating_point():
-        weights.mark_seen(model, rows(data))
+        weights.mark_seen(model, example_hashes(data))
     chosen = prunable(model)
     state = {n: t.double() if t.is_floating_point() else t for n, t in _copies(model).items()}
     state |= {n: state[n].abs() for n, _ in model.named_parameters()}
@@ -164,7 +166,7 @@ def _gradient(
     seen, sums = 0, [torch.zeros_like(w) for w in chosen.values()]
     state, device = _copies(model), device_of(model)
     leaves = [state[name].requires_grad_() for name in chosen]
-    with torch.enable_grad(), forked(device, data, seed=0):
+    with torch.enable_grad(), isolated_rng(device, data, seed=0):
         for x, y in batches(data, 256, device=device, limit=examples):
             with _plain_kernels(model):
                 value = loss(functional_call(model, state, (x,)), y)
@@ -176,7 +178,7 @@ def _gradient(
                 gradient = torch.autograd.grad(dot, leaves, materialize_grads=True)
             sums = [s + g.detach() * len(x) for s, g in zip(sums, gradient, strict=True)]
             seen += len(x)
-    weights.mark_seen(model, rows(data))
+    weights.mark_seen(model, example_hashes(data))
     return [s / seen for s in sums]
 
 
@@ -187,7 +189,7 @@ def _shards_gradient(
     seen, sums = 0, [torch.zeros_like(w) for w in chosen.values()]
     device, buffers = device_of(model), [(b, b.clone()) for b in model.buffers()]
     before = [(p, p.grad) for p in model.parameters()]
-    with torch.enable_grad(), forked(device, data, seed=0):
+    with torch.enable_grad(), isolated_rng(device, data, seed=0):
         for x, y in batches(data, 256, device=device, limit=examples):
             low, high = ranks.part(len(x))
             if high - low < 1 or len(x) < 2 * ranks.world():  # too few to split: all do all of it
@@ -210,5 +212,5 @@ def _shards_gradient(
             buffer.copy_(old)
     for p, old in before:
         p.grad = old
-    weights.mark_seen(model, rows(data))
+    weights.mark_seen(model, example_hashes(data))
     return [s / seen for s in sums]

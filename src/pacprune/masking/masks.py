@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pacprune import patterns, sharded
-
-LOGIT_MAX = 14.0
-"""Logits live in [-14, 14]: beyond about 17, sigmoid is 1 in float32 and the sampled probability would be a lie."""
+from pacprune.distributed import sharded
+from pacprune.kernels.law import LOGIT_MAX
+from pacprune.masking import patterns
 
 UNSEEN_STEPS = 5
 """Trials of `shift` without a look. A Halley step makes an error e about e^3, so that from the last tau three would do;
@@ -177,13 +176,8 @@ def _apportion(want: list[float], sizes: list[int], floors: list[int], k: int) -
     return counts
 
 
-def bounded(logit: Tensor) -> Tensor:
-    """The logit held to [-14, 14], where float32 still tells keep_prob from 0 and 1."""
-    return logit.clamp(-LOGIT_MAX, LOGIT_MAX)
-
-
 @torch.no_grad()
-def shift(
+def logit_shift(
     logits: list[Tensor],
     density: float | Tensor,
     *,
@@ -274,7 +268,7 @@ def _range(blocks: list[Tensor], of: list[Tensor]) -> tuple[Tensor, Tensor]:
 def _fused() -> Callable[..., Tensor] | None:
     """The sums of `_moments` in one pass, where Triton is installed."""
     try:
-        from pacprune.moments import sums
+        from pacprune.kernels.gate_sums import sums
     except ImportError:
         return None
     return sums

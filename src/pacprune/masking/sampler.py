@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pacprune import kernels, patterns, sharded
-from pacprune.kernels import Law, Part
+from pacprune import kernels
+from pacprune.distributed import sharded
+from pacprune.kernels import Law, SampleInputs
+from pacprune.masking import patterns
 
 _CAST = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
@@ -27,13 +29,13 @@ class _Drawn(NamedTuple):
 
     value: Tensor
     law: Law
-    part: Part
+    part: SampleInputs
     steps: int
     stamp: tuple[int, ...]
     memory: tuple[Tensor, ...]
     """Holds the memory that was read, so that no new tensor can have its address."""
 
-    def fresh(self, part: Part, law: Law) -> bool:
+    def fresh(self, part: SampleInputs, law: Law) -> bool:
         """Whether a new draw would give the same: the same tensors, none of them written to, and none given away."""
         if self.steps != _steps[0] or self.law != law or any(a is not b for a, b in zip(self.part, part, strict=True)):
             return False
@@ -52,7 +54,7 @@ def _count_step(*_: object) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-def _stamp(part: Part, value: Tensor) -> tuple[int, ...]:
+def _stamp(part: SampleInputs, value: Tensor) -> tuple[int, ...]:
     """Changes when a tensor is written to or given other memory, and in other modes, streams and graphs."""
     given = [t for t in (*part[:5], part.shift, part.sharpness) if t is not None]
     # Tensors of inference mode have no version: a parameter that is one could be anything at the next read.
@@ -90,7 +92,7 @@ class Pool:
                     self._drawn[sampler] = None
                 self._holds = False
 
-    def read(self, sampler: "Sampler", part: Part, law: Law) -> Tensor:
+    def read(self, sampler: "Sampler", part: SampleInputs, law: Law) -> Tensor:
         """The present draw of this sampler's weight."""
         drawn = self._drawn.get(sampler)
         if drawn is not None and drawn.fresh(part, law):
@@ -99,7 +101,7 @@ class Pool:
         with self._lock:
             return self._draw(sampler, part, law)
 
-    def _draw(self, sampler: "Sampler", part: Part, law: Law) -> Tensor:
+    def _draw(self, sampler: "Sampler", part: SampleInputs, law: Law) -> Tensor:
         changed = {sampler: part}
         for other in list(self._drawn):
             theirs = None if other is sampler else other.part()
@@ -116,7 +118,7 @@ class Pool:
             self._drawn[other] = _Drawn(value, law, theirs, _steps[0], _stamp(theirs, value), memory)
         return values[0]
 
-    def _fresh(self, sampler: "Sampler", part: Part, law: Law) -> bool:
+    def _fresh(self, sampler: "Sampler", part: SampleInputs, law: Law) -> bool:
         drawn = self._drawn.get(sampler)
         return drawn is not None and drawn.fresh(part, law)
 
@@ -252,23 +254,23 @@ class Sampler(nn.Module):
         choice = patterns.relaxed(logits, self.beta) if self.training else patterns.hard(logits)
         return mean * self._kept(choice, mean).to(mean.dtype)
 
-    def law(self, part: Part) -> Law:
+    def law(self, part: SampleInputs) -> Law:
         """How gates become weights in the present mode."""
         mode = self.estimator if self.training else kernels.HARD
         # A std that is not the buffer is a parameter, and a parameter is its logarithm.
         return Law(self.mapping, self.coupling, mode, self.beta, part.std is not self._buffers["std"])
 
-    def part(self) -> Part | None:
+    def part(self) -> SampleInputs | None:
         """The tensors that the present draw is made of; None for a sampler that was taken out of its model."""
         where = self._where()
         if where is None:
             return None
         return self._part(where.original0, where.original1, getattr(where, "original2", None))  # type: ignore[arg-type]
 
-    def _part(self, mean: Tensor, gate: Tensor, log_std: Tensor | None) -> Part:
+    def _part(self, mean: Tensor, gate: Tensor, log_std: Tensor | None) -> SampleInputs:
         seed, step, shift, sharpness, _, std = self._buffers.values()  # by name each would be searched for
         std = std if log_std is None else log_std
-        return Part(mean, gate, std, seed, step, self.offset, shift, sharpness, self._dtype(mean))  # type: ignore[arg-type]
+        return SampleInputs(mean, gate, std, seed, step, self.offset, shift, sharpness, self._dtype(mean))  # type: ignore[arg-type]
 
     def _dtype(self, mean: Tensor) -> torch.dtype | None:
         """bfloat16 where autocast would make the weight that, so that it is written, and its gradient read, once."""
@@ -312,7 +314,7 @@ class Shards(nn.ModuleList):
         """The parameter that fully_shard gathers."""
         return self._weight[0]
 
-    def part(self) -> tuple[Part, Law]:
+    def part(self) -> tuple[SampleInputs, Law]:
         """What this rank's rows are drawn from, and how."""
         sampler = self[0]
         assert isinstance(sampler, Sampler)
@@ -349,7 +351,7 @@ class Shards(nn.ModuleList):
 @torch.no_grad()
 def draw_shards(every: Sequence[Shards]) -> None:
     """Makes the present draw of all these weights, where fully_shard gathers them from: before every forward pass."""
-    jobs: dict[Law, list[tuple[Tensor, Part]]] = {}
+    jobs: dict[Law, list[tuple[Tensor, SampleInputs]]] = {}
     for one in every:
         part, law = one.part()
         if part.mean.numel():  # a rank may have no rows of a small tensor

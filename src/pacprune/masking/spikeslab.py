@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pacprune import kernels, masks, patterns, sharded, weights
+from pacprune import kernels
+from pacprune.distributed import sharded
+from pacprune.kernels.law import bounded
+from pacprune.masking import masks, patterns, weights
 
 ETA = kernels.ETA
 """Keep probabilities under the clamp mapping live in [ETA, 1 - ETA]: a prior at 0 or 1 makes the KL infinite."""
@@ -33,7 +36,7 @@ class SpikeSlab:
     @property
     def sparsity(self) -> float:
         """Expected fraction pruned: sum(1 - keep_prob) / D."""
-        each = (sharded.whole((1 - p.detach().double()).sum()) for p in self.keep_prob.values())
+        each = (sharded.full_value((1 - p.detach().double()).sum()) for p in self.keep_prob.values())
         return float(sum(each)) / self.total
 
     @property
@@ -133,8 +136,8 @@ def score_monotone(
     masks.check_sparsity(sparsity)
     logits = {n: sharpness * x for n, x in log_scores(scores).items()}
     density = masks.density(sparsity, size=sum(s.numel() for s in scores.values()), total=weights.total(model))
-    tau = masks.shift(list(logits.values()), density)
-    return _around(model, {n: torch.sigmoid(masks.bounded(x - tau).double()) for n, x in logits.items()}, std)
+    tau = masks.logit_shift(list(logits.values()), density)
+    return _around(model, {n: torch.sigmoid(bounded(x - tau).double()) for n, x in logits.items()}, std)
 
 
 def check_fits(plain: Mapping[str, Tensor], slab: SpikeSlab, pattern: tuple[int, int] | None) -> None:
@@ -167,7 +170,7 @@ def log_scores(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """log(score / mean score + 1e-8), so that scale does not matter; all raised to at least 0 if some are negative."""
     least = min(sharded.span(s)[0] for s in scores.values())
     raised = {n: s.detach().double() - min(least, 0.0) for n, s in scores.items()}
-    mean = sum(float(sharded.whole(s.sum())) for s in raised.values()) / sum(s.numel() for s in raised.values())
+    mean = sum(float(sharded.full_value(s.sum())) for s in raised.values()) / sum(s.numel() for s in raised.values())
     return {n: torch.log(s / (mean or 1.0) + 1e-8).float() for n, s in raised.items()}
 
 
@@ -278,7 +281,7 @@ def _draw(
     key, draws = (torch.as_tensor(n, device=device, dtype=torch.int64) for n in (signed, step))
     parts, offset = [], 0
     for name, p in q.keep_prob.items():
-        parts.append(kernels.Part(mean[name], p, std.get(name), key, draws, offset, shared=True))
+        parts.append(kernels.SampleInputs(mean[name], p, std.get(name), key, draws, offset, shared=True))
         offset += p.numel()
     values = kernels.draw(parts, kernels.Law(kernels.GIVEN, mode=kernels.HARD))
     return dict(zip(q.keep_prob, values, strict=True))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pacprune import sharded
+from pacprune.distributed import sharded
 
 Prunable = Callable[[nn.Module], Mapping[str, Tensor]]
 """The type of `prunable`: pass your own function wherever a `prunable=` is taken to restrict what is pruned."""
@@ -24,7 +24,7 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
 
         pp.osp(model, data, config, sparsity=.9, prunable=body)
     """
-    sharded.settle(model)
+    sharded.ensure_resharded(model)
     found = {n: p for n, p in model.named_parameters() if p.ndim >= 2 and p.is_floating_point()}
     if not found:
         raise ValueError(
@@ -59,7 +59,7 @@ def _refuse_hooks(model: nn.Module) -> None:
 def _refuse_parametrized(model: nn.Module, name: str) -> NoReturn:
     owner, _, tensor = name.rpartition(".")[0].rpartition("parametrizations.")
     kind = type(model.get_submodule(f"{owner}parametrizations.{tensor}.0"))
-    if kind.__module__ == "pacprune.sampler":
+    if kind.__module__ == "pacprune.masking.sampler":
         raise ValueError(
             f"{owner}{tensor} has a stochastic mask, since a run was broken off or attached before: "
             "start from a fresh copy, or call pp.harden(model)"

@@ -11,16 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import kernels, masks, patterns, weights
-from pacprune.batches import Data
-from pacprune.budget import Budget
-from pacprune.config import Config
-from pacprune.evaluate import reestimate_batchnorm
-from pacprune.layers import attach, harden, read
-from pacprune.loop import Progress
-from pacprune.pipelines import Pipeline, Pruned, check_request, largest, pipeline, shares, stages, tune
-from pacprune.scores import Loss, magnitude
-from pacprune.spikeslab import SpikeSlab, isotropic, top_mask
+from pacprune import kernels
+from pacprune.data.batches import Data
+from pacprune.masking import masks, patterns, weights
+from pacprune.masking.attachment import attach, harden, read
+from pacprune.masking.criteria import Loss, magnitude
+from pacprune.masking.spikeslab import SpikeSlab, isotropic, top_mask
+from pacprune.methods.pipeline import (
+    Pipeline,
+    Pruned,
+    check_request,
+    fine_tune,
+    magnitude_mask,
+    pipeline,
+    split_epochs,
+    stages,
+)
+from pacprune.training.budget import Budget
+from pacprune.training.config import Config
+from pacprune.training.evaluate import reestimate_batchnorm
+from pacprune.training.loop import Progress
 
 START = 0.9
 """keep_prob of every gate of l0 at the start: nearer to 1, a gate hardly feels its penalty."""
@@ -54,7 +64,7 @@ def gmp(
     With a `pattern`, "2:4" or "1:4", the largest of every group of weights are the last to go.
     """
     sparsity = check_request(model, sparsity, pattern=pattern)
-    mask = largest(model, sparsity, prunable, min_per_layer, pattern=pattern)
+    mask = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)
     if pattern is not None:
         sparsity = masks.sparsity(mask, total=weights.total(model))  # `prunable` may leave some of these out
     budget = Budget(
@@ -65,14 +75,14 @@ def gmp(
         min_per_layer=min_per_layer,
         pattern=pattern,
     )
-    first, second = shares(config, mask_share)
+    first, second = split_epochs(config, mask_share)
     stage = stages(model, data, loss, seed, folder, progress)
     history = (yield stage("dense", dense)) if dense else []
     weights.apply_mask(model, {name: torch.ones_like(w, dtype=torch.bool) for name, w in prunable(model).items()})
     history += yield stage("masks", first, budget)
     mask = _largest(model, sparsity, prunable, min_per_layer, pattern)
     weights.apply_mask(model, mask)
-    return Pruned(model, mask, history + (yield from tune(model, data, second, stage)), pattern)
+    return Pruned(model, mask, history + (yield from fine_tune(model, data, second, stage)), pattern)
 
 
 @pipeline
@@ -102,7 +112,7 @@ def imp(
         raise ValueError(f"rounds is {rounds}; at least 1 round must prune to the sparsity")
     sparsity = check_request(model, sparsity, pattern=pattern)
     stage = stages(model, data, loss, seed, folder, progress)
-    mask = largest(model, sparsity, prunable, min_per_layer, pattern=pattern)
+    mask = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)
     if pattern is not None:
         sparsity = masks.sparsity(mask, total=weights.total(model))
     history = (yield stage("dense", dense)) if dense else []
@@ -144,9 +154,9 @@ def l0(
     check_request(model, sparsity)
     if not config.gate_lr:
         raise ValueError(f"gate_lr is {config.gate_lr}, so the gates of L0 would stay as they are; give one above 0")
-    first, second = shares(config, mask_share)
+    first, second = split_epochs(config, mask_share)
     stage = stages(model, data, loss, seed, folder, progress)
-    largest(model, sparsity, prunable, min_per_layer)
+    magnitude_mask(model, sparsity, prunable, min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
     start = isotropic(model, sparsity=0.0, prunable=prunable)
     start = replace(start, keep_prob={name: torch.full_like(p, START) for name, p in start.keep_prob.items()})
@@ -157,7 +167,7 @@ def l0(
     history += yield stage("masks", first, budget)
     mask = top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
     harden(model, mask)
-    return Pruned(model, mask, history + (yield from tune(model, data, second, stage)))
+    return Pruned(model, mask, history + (yield from fine_tune(model, data, second, stage)))
 
 
 def _largest(
@@ -165,7 +175,7 @@ def _largest(
 ) -> dict[str, Tensor]:
     """The mask of the largest weights; with a pattern, at a lower sparsity than its own, of more than it keeps."""
     if pattern is None:
-        return largest(model, sparsity, prunable, min_per_layer)
+        return magnitude_mask(model, sparsity, prunable, min_per_layer)
     found = patterns.first(magnitude(model, prunable=prunable), pattern)
     return masks.top_k(found, sparsity=sparsity, total=weights.total(model))
 

@@ -14,22 +14,24 @@ from typing import Any, ParamSpec, TypeVar, get_args
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import kernels, masks, patterns, scores, sharded, weights
-from pacprune.batches import Data, per_epoch
-from pacprune.budget import Budget, keep_means_
-from pacprune.certificate import Certificate
-from pacprune.checkpoint import kept
-from pacprune.config import Config
-from pacprune.crew import check
-from pacprune.data import Split, check_split
-from pacprune.evaluate import reestimate_batchnorm
-from pacprune.issue import certify, check_declared
-from pacprune.layers import attach, final_mask, harden, read, set_logits_
-from pacprune.loop import History, Progress, check_rates, in_step
-from pacprune.population import alike, spread
-from pacprune.scores import NAMES, Loss, magnitude, score
-from pacprune.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone
-from pacprune.train import fit, fit_posterior
+from pacprune import kernels
+from pacprune.certification.certificate import Certificate
+from pacprune.certification.certify import certify, check_declared
+from pacprune.data.batches import Data, per_epoch
+from pacprune.data.splits import Split, check_split
+from pacprune.distributed import sharded
+from pacprune.masking import criteria, masks, patterns, weights
+from pacprune.masking.attachment import attach, final_mask, harden, read, set_logits_
+from pacprune.masking.criteria import NAMES, Loss, magnitude, score
+from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone
+from pacprune.training.budget import Budget, keep_means_
+from pacprune.training.checkpoint import kept
+from pacprune.training.config import Config
+from pacprune.training.crew import check
+from pacprune.training.evaluate import reestimate_batchnorm
+from pacprune.training.fit import fit, fit_posterior
+from pacprune.training.loop import History, Progress, check_rates, in_step
+from pacprune.training.population import alike, per_member
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -169,7 +171,7 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
     """
     given = dict(zip(list(inspect.signature(verb).parameters)[1:], args, strict=False)) | kwargs
     each = {
-        name: spread(name, value, len(models)) if isinstance(value, list) else [value] * len(models)
+        name: per_member(name, value, len(models)) if isinstance(value, list) else [value] * len(models)
         for name, value in given.items()
     }
     if len(models) > 1 and isinstance(given.get("folder"), (str, Path)):
@@ -204,13 +206,15 @@ def osp(
     """One-shot pruning, in place: [dense] -> scores -> top-k, or the `pattern` "2:4" or "1:4" -> sparse fine-tuning."""
     sparsity = check_request(model, sparsity, criterion, pattern)
     stage = stages(model, data, loss, seed, folder, progress)
-    largest(model, sparsity, prunable, min_per_layer, pattern=pattern, scope=scope)  # refuses what no mask can be
+    magnitude_mask(
+        model, sparsity, prunable, min_per_layer, pattern=pattern, scope=scope
+    )  # refuses what no mask can be
     history = (yield stage("dense", dense)) if dense else []
     found = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
     how = {"pattern": pattern, "scope": scope, "min_per_layer": min_per_layer, "total": weights.total(model)}
     mask = masks.top_k(found, sparsity=sparsity, **how)
     weights.apply_mask(model, mask)
-    return Pruned(model, mask, history + (yield from tune(model, data, config, stage)), pattern)
+    return Pruned(model, mask, history + (yield from fine_tune(model, data, config, stage)), pattern)
 
 
 @pipeline
@@ -256,9 +260,9 @@ def pft(
             f"samples={config.samples}; use recipe='coupled' and samples=0"
         )
     check_rates(config)
-    first, second = shares(config, mask_share)
+    first, second = split_epochs(config, mask_share)
     stage = stages(model, data, loss, seed, folder, progress)
-    biggest = largest(model, sparsity, prunable, min_per_layer, pattern=pattern)  # refuses what no mask can be
+    biggest = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)  # refuses what no mask can be
     if pattern is not None:  # of all D weights, some of which `prunable` may leave out
         sparsity = masks.sparsity(biggest, total=weights.total(model))
     history = (yield stage("dense", dense)) if dense else []
@@ -281,7 +285,7 @@ def pft(
     history += yield stage("masks", first, budget)
     mask = final_mask(model, sparsity=sparsity, min_per_layer=min_per_layer)
     harden(model, mask)
-    return Pruned(model, mask, history + (yield from tune(model, data, second, stage)), pattern)
+    return Pruned(model, mask, history + (yield from fine_tune(model, data, second, stage)), pattern)
 
 
 @pipeline
@@ -346,7 +350,7 @@ def pbp(
     return Certified(model, prior, read(model), certificate, history)
 
 
-def largest(
+def magnitude_mask(
     model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int, **how: Any
 ) -> dict[str, Tensor]:
     """The mask of the largest weights; `how` goes to top_k."""
@@ -354,7 +358,7 @@ def largest(
     return masks.top_k(found, sparsity=sparsity, total=weights.total(model), **how)
 
 
-def shares(config: Config, mask_share: float) -> tuple[Config, Config]:
+def split_epochs(config: Config, mask_share: float) -> tuple[Config, Config]:
     """One budget as two stages on one learning-rate schedule: the masks' share of the epochs, and what is left."""
     if not 0 < mask_share <= 1:
         raise ValueError(
@@ -372,7 +376,7 @@ def check_request(
 ) -> float:
     """Refuses before anything is trained what would be refused after it; returns the sparsity asked for."""
     plain = weights.prunable(model)
-    scores.check(criterion, model)
+    criteria.check(criterion, model)
     if pattern is not None:
         sharded.refuse(plain.values(), f"the pattern {pattern}", "give a sparsity")
     return masks.asked_sparsity(sparsity, pattern)
@@ -391,7 +395,7 @@ def stages(
     return stage
 
 
-def tune(model: nn.Module, data: Data, config: Config, stage: Callable[..., _Stage]) -> Pipeline[History]:
+def fine_tune(model: nn.Module, data: Data, config: Config, stage: Callable[..., _Stage]) -> Pipeline[History]:
     """Sparse fine-tuning; without epochs, BatchNorm at least learns the statistics of the pruned network."""
     if config.epochs:
         return (yield stage("tune", config))

@@ -21,18 +21,20 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pacprune import bounds, data, gibbs, layers, models, weights
-from pacprune.batches import rows
-from pacprune.certificate import RECORD, Certificate
-from pacprune.checkpoint import write_atomically
-from pacprune.config import GATE_RATIO, Config
-from pacprune.data import Part, Split
-from pacprune.evaluate import error
-from pacprune.experiments import plots, store
-from pacprune.experiments.figures import Job
-from pacprune.pipelines import Certified, osp, pbp, pft, together
-from pacprune.spikeslab import SpikeSlab, draw
-from pacprune.train import fit
+from pacprune import bounds, data, models
+from pacprune.certification import drawn_networks
+from pacprune.certification.certificate import RECORD, Certificate
+from pacprune.data.batches import example_hashes
+from pacprune.data.splits import Part, Split
+from pacprune.masking import attachment, weights
+from pacprune.masking.spikeslab import SpikeSlab, draw
+from pacprune.methods.pipeline import Certified, osp, pbp, pft, together
+from pacprune.paper.frame import Job
+from pacprune.runs import plots, store
+from pacprune.training.checkpoint import write_atomically
+from pacprune.training.config import GATE_RATIO, Config
+from pacprune.training.evaluate import error
+from pacprune.training.fit import fit
 
 COLUMNS = (
     "dataset",
@@ -257,7 +259,7 @@ def _certified(grid: Grid, setting: Setting, alpha: float, cells: Sequence[Cell]
     centres = [models.build(setting.model, split, seed=cell.seed).to(job.device) for cell in cells]
     for path, centre in zip(paths, centres, strict=True):
         centre.load_state_dict(load_file(path))
-    weights.mark_seen(centres, rows(part))
+    weights.mark_seen(centres, example_hashes(part))
     found = together(
         pbp,
         centres,
@@ -288,7 +290,7 @@ def _dense(setting: Setting, split: Split, part: Part, job: Job) -> dict[int, nn
 
 def _row(setting: Setting, cell: Cell, found: Certified, split: Split, job: Job) -> dict[str, Any]:
     certificate, record = found.certificate, found.certificate.record
-    plain = layers.harden(copy.deepcopy(found.model))
+    plain = attachment.harden(copy.deepcopy(found.model))
     single = {name: certificate.tensors["single_draw.safetensors"][name] for name in found.prior.mean}
     folder = job.out / "certificates" / f"{setting.name}-{cell.sparsity:g}-{cell.alpha:g}-{cell.seed}"
     certificate.save(folder, packed=True)
@@ -308,8 +310,8 @@ def _row(setting: Setting, cell: Cell, found: Certified, split: Split, job: Job)
         "held_out_certificate": certificate.bounds["held_out"],
         "test_error": _gibbs(plain, found.posterior, split.test),
         "prior_test_error": _gibbs(plain, found.prior, split.test),
-        "single_test_error": _share(gibbs.errors(plain, single, split.test)),
-        "pruned_test_error": _share(gibbs.errors(plain, gibbs.thresholded(found.prior), split.test)),
+        "single_test_error": _share(drawn_networks.errors(plain, single, split.test)),
+        "pruned_test_error": _share(drawn_networks.errors(plain, drawn_networks.thresholded(found.prior), split.test)),
         "seeger_certificate": certificate.bounds["seeger"],
         "risk_upper": certificate.risk_upper,
         "prior_risk": record["monte_carlo"]["prior"]["risk"],
@@ -331,7 +333,7 @@ def _unmoved(certificate: Certificate) -> float:
 
 def _gibbs(plain: nn.Module, slab: SpikeSlab, part: Part) -> float:
     """The mean error of fresh draws of a distribution."""
-    errors = [_share(gibbs.errors(plain, draw(slab, seed=0, step=t), part)) for t in range(TEST_DRAWS)]
+    errors = [_share(drawn_networks.errors(plain, draw(slab, seed=0, step=t), part)) for t in range(TEST_DRAWS)]
     return sum(errors) / len(errors)
 
 

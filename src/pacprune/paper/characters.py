@@ -6,32 +6,30 @@ reported train on both, and the last part, the usual validation text, is looked 
 """
 
 import copy
-import gc
 import json
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pacprune import export, fetch, layers, models, spikeslab, weights
-from pacprune.baselines import gmp
-from pacprune.budget import Budget
-from pacprune.checkpoint import write_atomically
-from pacprune.config import Config
-from pacprune.evaluate import mean_loss
-from pacprune.experiments import figures
-from pacprune.experiments.contest import surviving
-from pacprune.experiments.figures import Drawn, Job
-from pacprune.experiments.plots import Table
-from pacprune.experiments.timing import Finding, Row, largest_that_fits, wait
-from pacprune.pipelines import COUPLING, osp, pft, together
-from pacprune.train import fit
+from pacprune import models
+from pacprune.data import download
+from pacprune.deploy import export
+from pacprune.masking import weights
+from pacprune.methods.baselines import gmp
+from pacprune.methods.pipeline import osp, pft, together
+from pacprune.paper import frame
+from pacprune.paper.comparison import surviving
+from pacprune.paper.frame import Drawn, Job
+from pacprune.runs.plots import Table
+from pacprune.training.checkpoint import write_atomically
+from pacprune.training.config import Config
+from pacprune.training.evaluate import mean_loss
+from pacprune.training.fit import fit
 
 METHODS = {"osp": osp, "pft": pft, "gmp": gmp}
 PARTS = (0.8, 0.9)
@@ -106,7 +104,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         f"epochs that follow {setting.dense.epochs} dense ones; an epoch takes every window of {setting.context} "
         f"characters once, which begin every {setting.stride}. Mean and 95 % interval over {setting.seeds} seeds."
     )
-    drawn = figures.draw(job, "characters", caption, lambda: rows(setting, job), paint)
+    drawn = frame.draw(job, "characters", caption, lambda: rows(setting, job), paint)
     return [drawn], margins(drawn.rows)
 
 
@@ -133,7 +131,7 @@ def rows(setting: Setting, job: Job) -> Table:
 
 def encoded(setting: Setting, job: Job) -> tuple[Tensor, int]:
     """The text as numbers of its characters, which are sorted, and how many different ones there are."""
-    content = babble(4000) if setting.text == "babble" else fetch.read(setting.text, "input.txt", job.data_dir)
+    content = babble(4000) if setting.text == "babble" else download.read(setting.text, "input.txt", job.data_dir)
     known, text = torch.unique(torch.frombuffer(bytearray(content), dtype=torch.uint8), return_inverse=True)
     return text, len(known)
 
@@ -153,11 +151,6 @@ def windows(text: Tensor, context: int, stride: int) -> Windows:
     return cut[:, :-1].contiguous(), cut[:, 1:].contiguous()
 
 
-def next_character(out: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy per character."""
-    return F.cross_entropy(out.flatten(0, 1), y.flatten())
-
-
 def _dense(
     setting: Setting, vocabulary: int, on: Windows, seeds: list[int], job: Job, what: str
 ) -> dict[int, nn.Module]:
@@ -170,7 +163,7 @@ def _dense(
     missing = [seed for seed in seeds if not paths[seed].is_file()]
     if missing:
         chosen = [nets[seed] for seed in missing]
-        options = {"loss": next_character, "seed": missing, "stage": f"dense, {what}", "progress": job.progress}
+        options = {"loss": models.next_character, "seed": missing, "stage": f"dense, {what}", "progress": job.progress}
         fit(chosen, on, setting.dense, **options)
         for seed in missing:
             export.save_dense(paths[seed], nets[seed])
@@ -183,7 +176,7 @@ def _dense(
 def _judged_dense(setting: Setting, dense: Mapping[int, nn.Module], by: Windows) -> Table:
     found = []
     for seed, net in dense.items():
-        size, loss = weights.total(net), mean_loss(net, by, loss=next_character)
+        size, loss = weights.total(net), mean_loss(net, by, loss=models.next_character)
         found.append(_row("dense", 0.0, seed, setting.dense.lr, setting.dense.epochs, size, size, loss))
     return found
 
@@ -234,11 +227,11 @@ def _losses(
             [replace(setting.after, lr=entry.lr) for entry in entries],
             sparsity=[entry.sparsity for entry in entries],
             seed=[entry.seed for entry in entries],
-            loss=next_character,
+            loss=models.next_character,
             progress=job.progress,
         )
         kept = [sum(int((w != 0).sum()) for w in weights.prunable(one.model).values()) for one in results]
-        return [(k, mean_loss(one.model, by, loss=next_character)) for k, one in zip(kept, results, strict=True)]
+        return [(k, mean_loss(one.model, by, loss=models.next_character)) for k, one in zip(kept, results, strict=True)]
 
     return surviving(list(entries), attempt, (0, math.inf))
 
@@ -248,8 +241,8 @@ def paint(canvas: Any, rows: Table) -> None:
     axes = canvas.subplots()
     # Every factor of kept weights has the same width.
     shown = [row | {"place": -math.log(1 - row["sparsity"])} for row in rows if row["method"] in _STYLE]
-    figures.lines(axes, shown, x="place", y="validation_loss", by="method", style=_STYLE)
-    dense = figures.interval([row["validation_loss"] for row in rows if row["method"] == "dense"])
+    frame.lines(axes, shown, x="place", y="validation_loss", by="method", style=_STYLE)
+    dense = frame.interval([row["validation_loss"] for row in rows if row["method"] == "dense"])
     axes.axhline(dense.mean, color="black", lw=1, ls=":", label="dense, before")
     places = {row["place"]: f"{row['sparsity']:g}" for row in shown}
     axes.set_xticks(list(places), list(places.values()))
@@ -266,7 +259,7 @@ def margins(rows: Table) -> dict[str, float]:
 
     def mean(method: str, sparsity: float) -> float:
         own = [row["validation_loss"] for row in rows if (row["method"], row["sparsity"]) == (method, sparsity)]
-        return figures.interval(own).mean
+        return frame.interval(own).mean
 
     found = {"dense": mean("dense", 0.0)}
     for sparsity in sorted({row["sparsity"] for row in rows if row["method"] == "pft"}):
@@ -277,54 +270,3 @@ def margins(rows: Table) -> dict[str, float]:
             if method != "pft"
         }
     return found
-
-
-# --- A decoder with a billion weights
-
-
-def decoder_step(device: torch.device, *, scale: str) -> Iterator[Finding]:
-    """One step of PFT, as `fit` takes it, on a decoder with a billion weights: its memory and its time."""
-    if scale == "cpu":
-        return
-    shape, sizes = {"width": 64, "depth": 2, "heads": 2, "context": 32}, [2]
-    if scale == "cuda":
-        shape, sizes = {"width": 2048, "depth": 18, "heads": 16, "context": 1024}, [8, 4, 2]
-    yield from largest_that_fits(sizes, lambda n: _decoder(device, shape, n), device, what="sequences")
-
-
-def _decoder(device: torch.device, shape: dict[str, Any], batch: int) -> Iterator[Finding]:
-    steps, vocabulary, length = 5, 50_304, shape["context"]
-    gc.collect()
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    with torch.device(device):  # a billion random numbers are not made on the host
-        model = models.GPT(vocabulary, **shape, dropout=0.0)
-    size = weights.total(model)
-    layers.attach(model, spikeslab.isotropic(model, sparsity=0.9), coupling=COUPLING)
-    text = torch.randint(vocabulary, (steps * batch, length + 1), device=device)
-    readings: dict[int, tuple[float, int, int]] = {}
-
-    def watch(stage: str, done: int, total: int, row: dict[str, Any]) -> None:
-        """Seconds, and bytes held and reached since the step before."""
-        if device.type != "cuda" or done in readings:  # called once more at the end of an epoch
-            return
-        wait(device)
-        held, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        readings[done] = time.perf_counter(), held - before, most - before
-        torch.cuda.reset_peak_memory_stats(device)
-
-    config = Config(epochs=1, lr=0.01, batch_size=batch, amp=device.type == "cuda")
-    budget = Budget(0.9, schedule="cubic", sharpen=4.0)
-    try:
-        fit(model, (text[:, :-1], text[:, 1:]), config, loss=next_character, budget=budget, progress=watch)
-    except ValueError as failure:
-        if isinstance(failure.__cause__, torch.OutOfMemoryError):  # a smaller batch is tried then
-            raise failure.__cause__ from None
-        raise
-    name = f"decoder, {size / 1e9:.3g} B weights, batch {batch}x{length}"
-    if not readings:  # only a GPU tells
-        return
-    (start, _, _), (end, held, most) = readings[steps - 1], readings[steps]
-    yield Row(f"PFT step, {name}, bfloat16 autocast", (end - start) * 1e3, "ms")
-    yield Row(f"memory held between PFT steps, {name}", held / size, "bytes per weight")
-    yield Row(f"peak memory of a PFT step, {name}", most / size, "bytes per weight")
-    yield Row(f"peak memory of a PFT step, {name}, in all", most / 2**30, "GiB")

@@ -16,16 +16,18 @@ from typing import Any, NamedTuple, TypeVar
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pacprune import data, models, philox, weights
-from pacprune.baselines import gmp, imp, l0
-from pacprune.checkpoint import write_atomically
-from pacprune.config import GATE_RATIO, Config
-from pacprune.data import Split
-from pacprune.evaluate import error
-from pacprune.experiments import store
-from pacprune.experiments.figures import Job
-from pacprune.pipelines import Pruned, osp, pft, together
-from pacprune.train import fit
+from pacprune import data, models, philox
+from pacprune.data.splits import Split
+from pacprune.masking import weights
+from pacprune.methods.baselines import gmp, imp, l0
+from pacprune.methods.pipeline import Pruned, osp, pft, together
+from pacprune.paper.frame import Job
+from pacprune.runs import store
+from pacprune.training.checkpoint import write_atomically
+from pacprune.training.config import GATE_RATIO, Config
+from pacprune.training.evaluate import error
+from pacprune.training.fit import fit
+from pacprune.training.population import AT_ONCE
 
 _Any = TypeVar("_Any")
 _R = TypeVar("_R")
@@ -44,8 +46,6 @@ FROM_A_CRITERION = ("osp", "pft", "pft-paper", "pft-still")
 """Methods that begin with a criterion's scores; the others rank by magnitude, or learn their own."""
 WITHOUT_A_MASK_STAGE = ("osp", "imp")
 VALIDATION = 0.1
-AT_ONCE = {"cpu": 8, "cuda": 96}
-"""Networks in one population; where they do not fit into memory, `fit` trains them in halves."""
 _DIVERGED = "the loss .*became|the scores .*hold .*NaN|NaN or infinite (weights|means|values before training)"
 COLUMNS = ("dataset", "model", "method", "criterion", "sparsity", "seed", "epochs", "kept", "total", "test_error")
 

@@ -14,20 +14,22 @@ from typing import Any
 
 import torch
 
-from pacprune import bounds, data, gibbs, models, philox
-from pacprune.baselines import gmp
-from pacprune.checkpoint import write_atomically
-from pacprune.config import Config
-from pacprune.data import Part, Split
-from pacprune.evaluate import error, gibbs_error, reestimate_batchnorm
-from pacprune.experiments import figures, plots
-from pacprune.experiments.figures import Drawn, Job, on_device
-from pacprune.experiments.plots import Table
-from pacprune.issue import certify
-from pacprune.layers import attach, harden, read
-from pacprune.pipelines import together
-from pacprune.spikeslab import block_isotropic
-from pacprune.train import fit, fit_posterior
+from pacprune import bounds, data, models, philox
+from pacprune.certification import drawn_networks
+from pacprune.certification.certify import certify
+from pacprune.data.splits import Part, Split
+from pacprune.masking.attachment import attach, harden, read
+from pacprune.masking.spikeslab import block_isotropic
+from pacprune.methods.baselines import gmp
+from pacprune.methods.pipeline import together
+from pacprune.paper import frame
+from pacprune.paper.frame import Drawn, Job, on_device
+from pacprune.runs import plots
+from pacprune.runs.plots import Table
+from pacprune.training.checkpoint import write_atomically
+from pacprune.training.config import Config
+from pacprune.training.evaluate import error, gibbs_error, reestimate_batchnorm
+from pacprune.training.fit import fit, fit_posterior
 
 ORDER = 77
 """Seed of the order that subsets are cut from."""
@@ -125,7 +127,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """A figure per data set, and every arm's certificate at its best declared alpha."""
     drawn, numbers = [], {}
     for setting in job.chosen(SETTINGS[job.scale]):
-        found = figures.draw(
+        found = frame.draw(
             job,
             setting.file,
             f"{setting.data}, {setting.model}: certificates at delta = {setting.delta:g}, each paying its part of a "
@@ -145,7 +147,7 @@ def rows(setting: Setting, job: Job) -> Table:
     """One row per size, alpha, seed and sparsity; those of a run that was broken off are kept in a file."""
     base = data.load(setting.data, seed=job.seed, data_dir=job.data_dir)
     path = job.out / f"{setting.file}-part.csv"
-    found = figures.read(path) if path.is_file() else []
+    found = frame.read(path) if path.is_file() else []
     known = {(row["examples"], row["alpha"], row["seed"]) for row in found}
     for n, seed, part in subsets(base.train, setting, job):
         for alpha in setting.alphas:
@@ -224,7 +226,7 @@ def certified(setting: Setting, split: Split, seed: int, job: Job) -> Iterator[d
             net, prior, split, delta=setting.delta, grid=setting.grid, draws=setting.draws, tolerance=0.0, progress=told
         )
         drawn, n, delta = found.record["monte_carlo"], found.n, found.ledger.pac_bayes_each
-        wrong = gibbs.errors(harden(copy.deepcopy(net)), gibbs.thresholded(prior), split.test)
+        wrong = drawn_networks.errors(harden(copy.deepcopy(net)), drawn_networks.thresholded(prior), split.test)
         yield {
             "sparsity": sparsity,
             "n": n,
@@ -258,7 +260,7 @@ def table(found: Table) -> Table:
         line: dict[str, Any] = {"dataset": own[0]["dataset"], "examples": n}
         for arm in ARMS:
             chosen = best(own, arm).values()
-            line[arm] = figures.interval([row[arm] for row in chosen]).mean
+            line[arm] = frame.interval([row[arm] for row in chosen]).mean
             line[f"{arm}_alpha"] = "/".join(f"{row['alpha']:g}" for row in chosen)
         lines.append(line)
     return lines
@@ -272,7 +274,7 @@ def paint(canvas: Any, found: Table) -> None:
     for axes, n in zip(canvas.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
         own = [row for row in found if row["examples"] == n and row["sparsity"] == least]
         long = [{"alpha": row["alpha"], "arm": arm, "value": row[arm]} for row in own for arm in ARMS]
-        figures.lines(axes, long, x="alpha", y="value", by="arm", style=ARMS)
+        frame.lines(axes, long, x="alpha", y="value", by="arm", style=ARMS)
         means = [float(value) for line in axes.get_lines() for value in line.get_ydata()]
         axes.set_ylim(0, min(1.0, 1.15 * max(means)))
         axes.set_title(f"{int(n):,} examples in all", fontsize=9)

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pacprune.experiments import certificates, figures, pair_plot, plots
-from pacprune.experiments.certificates import Grid, Motion, Setting, read_grid
-from pacprune.experiments.figures import Drawn, Job
-from pacprune.experiments.plots import Table
+from pacprune.paper import certificate_grid, frame, pair_plot
+from pacprune.paper.certificate_grid import Grid, Motion, Setting, read_grid
+from pacprune.paper.frame import Drawn, Job
+from pacprune.runs import plots
+from pacprune.runs.plots import Table
 
 DECLARED = Path(__file__).parents[3] / "results" / "grid.toml"
 """The published grid, in a checkout of the repository."""
@@ -101,23 +102,23 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         )
 
         def rows(setting: Setting = setting) -> Table:
-            return _table(setting, certificates.run(grid, setting, job), certificates.snip(setting, job))
+            return _table(setting, certificate_grid.run(grid, setting, job), certificate_grid.snip(setting, job))
 
-        found = figures.draw(job, f"error-vs-sparsity-{setting.name}", caption, rows, paint)
+        found = frame.draw(job, f"error-vs-sparsity-{setting.name}", caption, rows, paint)
         drawn.append(found)
         numbers |= means(setting, found.rows)
-        own = certificates.run(grid, setting, job)
+        own = certificate_grid.run(grid, setting, job)
         caption = (
             f"{setting.data}, {setting.model}: every pair of certificate, test error, alpha and KL/n over the same "
             f"{len(own)} certificates; r is Pearson's correlation, with its 95 % interval over them."
         )
-        pairs = figures.draw(
+        pairs = frame.draw(
             job, f"pair-plot-{setting.name}", caption, lambda own=own: pair_plot.rows(own), pair_plot.paint
         )
         drawn.append(pairs)
         numbers |= {f"{setting.name}, {name}": r for name, r in pair_plot.correlations(pairs.rows).items()}
         table += own
-        certificates.write_tables(table, job.out)
+        certificate_grid.write_tables(table, job.out)
     return drawn, numbers
 
 
@@ -143,7 +144,7 @@ def paint(canvas: Any, rows: Table) -> None:
     canvas.set_size_inches(max(9.0, 3.6 * len(alphas)), 4)  # the title needs so much
     for axes, alpha in zip(canvas.subplots(1, len(alphas), sharey=True, squeeze=False)[0], alphas, strict=True):
         shown = [row for row in rows if row["alpha"] == alpha]
-        figures.lines(axes, shown, x="sparsity", y="value", by="what", style=_STYLE)
+        frame.lines(axes, shown, x="sparsity", y="value", by="what", style=_STYLE)
         # One mark per seed: where SNIP falls apart and the others do not, its interval would fill the panel.
         marks = [(row["sparsity"], row["value"]) for row in rows if row["what"] == "snip"]
         axes.scatter(*zip(*marks, strict=True), s=14, color=plots.GREY, marker="D", label=_SNIP, zorder=3)
@@ -163,7 +164,7 @@ def means(setting: Setting, rows: Table) -> dict[str, float]:
     """The mean over seeds of every line of the figure."""
     keys = dict.fromkeys((row["what"], row["sparsity"], row["alpha"]) for row in rows)
     return {
-        f"{setting.name}, {what} at {sparsity:g}, alpha {alpha:g}": figures.interval(
+        f"{setting.name}, {what} at {sparsity:g}, alpha {alpha:g}": frame.interval(
             [row["value"] for row in rows if (row["what"], row["sparsity"], row["alpha"]) == (what, sparsity, alpha)]
         ).mean
         for what, sparsity, alpha in keys

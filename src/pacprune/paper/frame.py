@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pacprune import masks
-from pacprune.checkpoint import write_atomically
-from pacprune.config import Config
-from pacprune.experiments import plots
-from pacprune.experiments.plots import Table
-from pacprune.loop import Progress
+from pacprune.masking import masks
+from pacprune.runs import plots
+from pacprune.runs.plots import Table
+from pacprune.training.checkpoint import write_atomically
+from pacprune.training.config import Config
+from pacprune.training.loop import Progress
 
 SCALES = ("smoke", "reduced", "paper")
 STRIDE = 1000

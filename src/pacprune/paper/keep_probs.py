@@ -15,17 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pacprune import data, models, weights
-from pacprune.budget import Budget
-from pacprune.config import Config
-from pacprune.evaluate import reestimate_batchnorm
-from pacprune.experiments import figures, kl_weight, plots
-from pacprune.experiments.figures import Drawn, Job, on_device
-from pacprune.experiments.plots import Table
-from pacprune.layers import attach, read
-from pacprune.pipelines import pbp, together
-from pacprune.spikeslab import SpikeSlab, isotropic
-from pacprune.train import fit, fit_posterior
+from pacprune import data, models
+from pacprune.masking import weights
+from pacprune.masking.attachment import attach, read
+from pacprune.masking.spikeslab import SpikeSlab, isotropic
+from pacprune.methods.pipeline import pbp, together
+from pacprune.paper import frame, kl_weight
+from pacprune.paper.frame import Drawn, Job, on_device
+from pacprune.runs import plots
+from pacprune.runs.plots import Table
+from pacprune.training.budget import Budget
+from pacprune.training.config import Config
+from pacprune.training.evaluate import reestimate_batchnorm
+from pacprune.training.fit import fit, fit_posterior
 
 STAGES = ("at the start", "after stage 2", "after stage 3")
 BINS = 35
@@ -97,7 +99,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     setting = SETTINGS[job.scale]
     stages = functools.cache(lambda: trained(setting, job))  # one run for two figures
     seeds = f"{setting.seeds} seeds"
-    entropies = figures.draw(
+    entropies = frame.draw(
         job,
         f"mask-entropy-{setting.entropy_data}-{setting.model}",
         f"{setting.entropy_data}, {setting.model}: mean binary entropy of Q's keep probabilities against its bound, "
@@ -107,7 +109,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         paint_entropy,
     )
     shown = f"{setting.shown_data}, {setting.model}, from a random mask at sparsity {setting.sparsity:g}"
-    counts = figures.draw(
+    counts = frame.draw(
         job,
         f"keep-probs-{setting.shown_data}-{setting.model}",
         f"{shown}: share of a layer's weights by keep probability, mean and 95 % interval over {seeds} (weights and "
@@ -115,7 +117,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         lambda: histogram_rows(stages()),
         paint_histogram,
     )
-    maps = figures.draw(
+    maps = frame.draw(
         job,
         f"keep-prob-maps-{setting.shown_data}-{setting.model}",
         f"{shown}: keep probabilities of one network (the first seed) after stage 3, weight by weight in the output "
@@ -227,12 +229,12 @@ def map_rows(found: list[dict[str, dict[str, Tensor]]]) -> Table:
 
 def numbers(entropies: Table, counts: Table) -> dict[str, float]:
     """How entropy and bound go together, and how far the probabilities move in each stage."""
-    r = figures.correlation([row["entropy"] for row in entropies], [row["bound"] for row in entropies]).mean
+    r = frame.correlation([row["entropy"] for row in entropies], [row["bound"] for row in entropies]).mean
     found = {"r of entropy and bound": r} if math.isfinite(r) else {}
     for layer in ("output", "middle"):
         for stage in STAGES[1:]:
             own = [row for row in counts if (row["layer"], row["stage"]) == (layer, stage)]
-            found[f"{layer}: mean change {stage}"] = figures.interval([row["moved"] for row in own]).mean
+            found[f"{layer}: mean change {stage}"] = frame.interval([row["moved"] for row in own]).mean
             inner = [row["share"] for row in own if row["from"] >= 0.05 and row["to"] <= 0.95]
             found[f"{layer}: share in (0.05, 0.95) {stage}"] = sum(inner) / len({row["run"] for row in own})
     return found
@@ -253,7 +255,7 @@ def paint_entropy(canvas: Any, rows: Table) -> None:
         if max(x) > min(x):
             slope, cut = np.polyfit(x, y, 1)
             axes.plot([min(x), max(x)], [cut + slope * min(x), cut + slope * max(x)], color="black", lw=1)
-        r = figures.correlation(x, y)
+        r = frame.correlation(x, y)
         axes.set_title(f"r {r.mean:.2f} [{r.low:.2f}, {r.high:.2f}]", fontsize=9)
         axes.set_xlabel("mean entropy of a gate of Q, in bits")
         axes.set_ylabel(label)
@@ -278,7 +280,7 @@ def paint_histogram(canvas: Any, rows: Table) -> None:
         for axes, stage in zip(line, STAGES, strict=True):
             own = [row for row in rows if (row["layer"], row["stage"]) == (layer, stage)]
             starts = sorted({row["from"] for row in own})
-            found = [figures.interval([row["share"] for row in own if row["from"] == low]) for low in starts]
+            found = [frame.interval([row["share"] for row in own if row["from"] == low]) for low in starts]
             edges = [*starts, 1.0]
             axes.stairs([one.mean for one in found], edges, fill=True, color=plots.BLUE)
             middle = [(low + high) / 2 for low, high in itertools.pairwise(edges)]

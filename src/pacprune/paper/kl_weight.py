@@ -10,20 +10,22 @@ from typing import Any
 
 from torch import nn
 
-from pacprune import data, masks, models
-from pacprune.budget import Budget
-from pacprune.certificate import Certificate
-from pacprune.config import Config
-from pacprune.data import Split
-from pacprune.evaluate import gibbs_error, reestimate_batchnorm
-from pacprune.experiments import figures, plots
-from pacprune.experiments.figures import Drawn, Job, on_device
-from pacprune.experiments.plots import Table
-from pacprune.issue import certify
-from pacprune.layers import attach, read
-from pacprune.scores import score
-from pacprune.spikeslab import block_isotropic
-from pacprune.train import fit, fit_posterior
+from pacprune import data, models
+from pacprune.certification.certificate import Certificate
+from pacprune.certification.certify import certify
+from pacprune.data.splits import Split
+from pacprune.masking import masks
+from pacprune.masking.attachment import attach, read
+from pacprune.masking.criteria import score
+from pacprune.masking.spikeslab import block_isotropic
+from pacprune.paper import frame
+from pacprune.paper.frame import Drawn, Job, on_device
+from pacprune.runs import plots
+from pacprune.runs.plots import Table
+from pacprune.training.budget import Budget
+from pacprune.training.config import Config
+from pacprune.training.evaluate import gibbs_error, reestimate_batchnorm
+from pacprune.training.fit import fit, fit_posterior
 
 TEST_DRAWS = 20
 """Networks drawn from Q to estimate its Gibbs error on the test part."""
@@ -82,7 +84,7 @@ SETTINGS = {
 def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """One figure, and the means at the largest d of at most 1 and at the smallest."""
     setting = SETTINGS[job.scale]
-    drawn = figures.draw(
+    drawn = frame.draw(
         job,
         f"kl-weight-{setting.data}-{setting.model}",
         f"{setting.data}, {setting.model}, {setting.sparsity:.0%} pruned from a {setting.criterion} mask, alpha "
@@ -95,9 +97,9 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     for d in (max(d for d in setting.weights if d <= 1), min(setting.weights)):
         own = [row for row in drawn.rows if row["kl_weight"] == d]
         for name in ("bound", "test_error", "kl"):
-            numbers[f"{name} at d = {d:g}"] = figures.interval([row[name] for row in own]).mean
+            numbers[f"{name} at d = {d:g}"] = frame.interval([row[name] for row in own]).mean
     for name in ("q_equals_p", "prior_test_error"):
-        numbers[name] = figures.interval([row[name] for row in drawn.rows]).mean
+        numbers[name] = frame.interval([row[name] for row in drawn.rows]).mean
     return [drawn], numbers
 
 
@@ -174,16 +176,16 @@ def paint(canvas: Any, found: Table) -> None:
     canvas.set_size_inches(11, 4.4)
     left, right = canvas.subplots(1, 2)
     long = [{"d": row["kl_weight"], "what": name, "value": row[name]} for row in found for name in _LINES]
-    figures.lines(left, long, x="d", y="value", by="what", style=_LINES)
+    frame.lines(left, long, x="d", y="value", by="what", style=_LINES)
     left.set_xscale("log")
-    top = max(figures.interval(values).mean for values in _by_weight(found, "bound").values())
+    top = max(frame.interval(values).mean for values in _by_weight(found, "bound").values())
     left.set_ylim(0, min(1.0, 1.3 * top))
     left.set_xlabel("d, the factor of the KL in training")
     left.set_ylabel("error rate")
     left.legend(fontsize=8)
     weights = sorted({row["kl_weight"] for row in found})
     bounds, errors = _by_weight(found, "bound"), _by_weight(found, "test_error")
-    means = [(figures.interval(bounds[d]).mean, figures.interval(errors[d]).mean) for d in weights]
+    means = [(frame.interval(bounds[d]).mean, frame.interval(errors[d]).mean) for d in weights]
     right.plot(*zip(*means, strict=True), color=plots.GREY, lw=1, zorder=0)
     for place, d in enumerate(weights):
         share = place / max(1, len(weights) - 1)

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pacprune import linear, masks
-from pacprune.experiments import wide_masks
-from pacprune.experiments.figures import Drawn, Job, agreement, draw, lines
-from pacprune.experiments.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Table, title
-from pacprune.experiments.runs import one_thread
-from pacprune.linear import Problem
+from pacprune.masking import masks
+from pacprune.paper import wide_masks
+from pacprune.paper.frame import Drawn, Job, agreement, draw, lines
+from pacprune.runs.commands import one_thread
+from pacprune.runs.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Table, title
+from pacprune.theory import linear
+from pacprune.theory.linear import Problem
 
 SKY, RED = "#56B4E9", "#D55E00"
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pacprune import data, masks, models, philox, scores, weights
-from pacprune.config import Config
-from pacprune.experiments import contest, figures
-from pacprune.experiments.contest import Setting
-from pacprune.experiments.figures import Drawn, Job
-from pacprune.experiments.plots import Table
-from pacprune.train import fit
+from pacprune import data, models, philox
+from pacprune.masking import criteria, masks, weights
+from pacprune.paper import comparison, frame
+from pacprune.paper.comparison import Setting
+from pacprune.paper.frame import Drawn, Job
+from pacprune.runs.plots import Table
+from pacprune.training.config import Config
+from pacprune.training.fit import fit
 
 POINTS = 500
 """Weights per layer that the figure shows at most, drawn at random among those whose fate changes."""
@@ -85,14 +86,14 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """A figure per network, and the share of weights whose fate changes with the order of the data."""
     drawn, numbers = [], {}
     for study in job.chosen(STUDIES[job.scale]):
-        study = replace(study, setting=contest.on_device(study.setting, job))
+        study = replace(study, setting=comparison.on_device(study.setting, job))
         name = f"mask-stability-{study.name}"
         caption = (
             f"{study.setting.data}, {study.setting.model}, {study.runs} runs from one initialisation that differ in "
             f"the order of the data{' and its crops and flips' if study.setting.dense.augment else ''} alone; weights "
             f"that magnitude pruning to {study.sparsity:g} keeps in some runs only, at most {POINTS} per layer."
         )
-        found = figures.draw(job, name, caption, lambda study=study: _rows(study, job), _paint)
+        found = frame.draw(job, name, caption, lambda study=study: _rows(study, job), _paint)
         drawn.append(found)
         layers = {row["layer"]: row for row in found.rows}.values()
         changing, total = (sum(row[key] for row in layers) for key in ("changing", "weights"))
@@ -104,10 +105,10 @@ def _rows(study: _Study, job: Job) -> Table:
     split = data.load(study.setting.data, seed=0, data_dir=job.data_dir)
     on = split.train.x.to(job.device), split.train.y.to(job.device)
     nets = [study.make(split, job.seed).to(job.device) for _ in range(study.runs)]
-    for part in contest.chunks(list(zip(nets, job.seeds(study.runs), strict=True)), job):
+    for part in comparison.chunks(list(zip(nets, job.seeds(study.runs), strict=True)), job):
         crowd, orders = [net for net, _ in part], [seed for _, seed in part]
         fit(crowd, on, study.setting.dense, seed=orders, stage="dense", progress=job.progress)
-    kept = [masks.top_k(scores.magnitude(net), sparsity=study.sparsity) for net in nets]
+    kept = [masks.top_k(criteria.magnitude(net), sparsity=study.sparsity) for net in nets]
     rows, names = [], list(weights.prunable(nets[0]))
     panels = names[1:-1][:PANELS] or names[:1]
     for number, name in enumerate(names):

@@ -3,8 +3,9 @@
 import math
 from typing import Any
 
-from pacprune.experiments import figures, plots
-from pacprune.experiments.plots import Table
+from pacprune.paper import frame
+from pacprune.runs import plots
+from pacprune.runs.plots import Table
 
 SHOWN = {"bound": "bound on the error", "test_error": "test error of Q", "alpha": "alpha", "kl_per_n": "log10 KL/n"}
 
@@ -28,12 +29,12 @@ def correlations(found: Table) -> dict[str, float]:
     """r of the pairs that the paper speaks of, as the figure has them, and the mean KL/n of every alpha."""
     column = {name: [row[name] for row in _in_decades(found)] for name in SHOWN}
     numbers = {
-        f"r of {SHOWN[one]} and {SHOWN[two]}": figures.correlation(column[one], column[two]).mean
+        f"r of {SHOWN[one]} and {SHOWN[two]}": frame.correlation(column[one], column[two]).mean
         for one, two in (("bound", "test_error"), ("bound", "kl_per_n"), ("alpha", "kl_per_n"))
     }
     for alpha in sorted(set(column["alpha"])):
         own = [row["kl_per_n"] for row in found if row["alpha"] == alpha]
-        numbers[f"KL/n at alpha {alpha:g}"] = figures.interval(own).mean
+        numbers[f"KL/n at alpha {alpha:g}"] = frame.interval(own).mean
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
@@ -61,7 +62,7 @@ def paint(canvas: Any, found: Table) -> None:
                     alpha=0.7,
                     lw=0,
                 )
-                r = figures.correlation([row[along] for row in found], [row[below] for row in found])
+                r = frame.correlation([row[along] for row in found], [row[below] for row in found])
                 if math.isfinite(r.mean):
                     axes.set_title(f"r {r.mean:.2f} [{r.low:.2f}, {r.high:.2f}]", fontsize=8)
             if along == "alpha":

@@ -6,10 +6,10 @@ The paper's figure of MNIST, Fashion-MNIST (MLP 1000x3) and CIFAR-10 (ResNet20) 
 from dataclasses import replace
 from typing import Any
 
-from pacprune.config import Config
-from pacprune.experiments import contest, figures, pft_vs_osp
-from pacprune.experiments.contest import Setting
-from pacprune.experiments.figures import Drawn, Job
+from pacprune.paper import comparison, frame, pft_vs_osp
+from pacprune.paper.comparison import Setting
+from pacprune.paper.frame import Drawn, Job
+from pacprune.training.config import Config
 
 
 def _at_init(setting: Setting) -> Setting:
@@ -39,7 +39,7 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """A figure and a CSV per data set, and how far PFT is below one-shot pruning from the same criterion."""
     drawn, numbers = [], {}
     for setting in job.chosen(SETTINGS[job.scale]):
-        setting = contest.on_device(setting, job)
+        setting = comparison.on_device(setting, job)
         epochs = setting.after.epochs
         caption = (
             f"{setting.data}, {setting.model}: test error without dense training, {epochs} epochs in all; one-shot "
@@ -47,8 +47,8 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
             f"mean and 95 % interval over {setting.seeds} seeds (weights, data order and masks are random)."
         )
         name = f"pft-at-init-{setting.name}"
-        found = figures.draw(
-            job, name, caption, lambda setting=setting: contest.run(setting, job), pft_vs_osp.paint_criteria
+        found = frame.draw(
+            job, name, caption, lambda setting=setting: comparison.run(setting, job), pft_vs_osp.paint_criteria
         )
         drawn.append(found)
         numbers |= pft_vs_osp.margins(setting, found.rows)

@@ -7,12 +7,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from pacprune.config import Config
-from pacprune.experiments import contest, figures
-from pacprune.experiments.contest import METHODS, Setting
-from pacprune.experiments.figures import Drawn, Job
-from pacprune.experiments.plots import Table
-from pacprune.scores import NAMES as CRITERIA
+from pacprune.masking.criteria import NAMES as CRITERIA
+from pacprune.paper import comparison, frame
+from pacprune.paper.comparison import METHODS, Setting
+from pacprune.paper.frame import Drawn, Job
+from pacprune.runs.plots import Table
+from pacprune.training.config import Config
 
 _AFTER = Config(schedule="cosine", warmup=0.05)
 _GREY = Setting(
@@ -94,14 +94,14 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """A figure and a CSV per data set and network, and the margins of PFT."""
     drawn, numbers = [], {}
     for setting in job.chosen(SETTINGS[job.scale]):
-        setting = contest.on_device(setting, job)
+        setting = comparison.on_device(setting, job)
         caption = (
             f"{setting.data}, {setting.model}: test error after {setting.after.epochs} epochs that follow "
             f"{setting.dense.epochs} dense ones; mean and 95 % interval over {setting.seeds} seeds (weights, data "
             "order and masks are random), methods with a criterion from magnitude."
         )
-        found = figures.draw(
-            job, f"pft-vs-osp-{setting.name}", caption, lambda setting=setting: contest.run(setting, job), paint
+        found = frame.draw(
+            job, f"pft-vs-osp-{setting.name}", caption, lambda setting=setting: comparison.run(setting, job), paint
         )
         drawn.append(found)
         numbers |= margins(setting, found.rows)
@@ -132,10 +132,10 @@ def _paint(canvas: Any, rows: Table, ranked: Table, by: str, style: dict[str, tu
     ranked = [row | {"place": -math.log(1 - row["sparsity"])} for row in ranked if row["kept"]]  # others diverged
     present = {row[by] for row in ranked}
     shown = {key: look for key, look in style.items() if key in present}
-    figures.lines(axes, ranked, x="place", y="test_error", by=by, style=shown)
+    frame.lines(axes, ranked, x="place", y="test_error", by=by, style=shown)
     dense = [row["test_error"] for row in rows if row["method"] == "dense" and row["epochs"]]
     if dense:
-        axes.axhline(figures.interval(dense).mean, color="black", lw=1, ls=":", label="dense")
+        axes.axhline(frame.interval(dense).mean, color="black", lw=1, ls=":", label="dense")
     seeds, budget = len({row["seed"] for row in rows}), int(ranked[0]["epochs"])
     when = "after dense training" if dense else "from initialisation"
     axes.set_title(
@@ -148,7 +148,7 @@ def _paint(canvas: Any, rows: Table, ranked: Table, by: str, style: dict[str, tu
     # A method that diverges would hide what the others do, and an interval of few seeds may go beyond any error.
     means = {
         place: [
-            figures.interval(errors).mean
+            frame.interval(errors).mean
             for key in shown
             if (errors := [r["test_error"] for r in ranked if (r["place"], r[by]) == (place, key)])
         ]
@@ -165,7 +165,7 @@ def _paint(canvas: Any, rows: Table, ranked: Table, by: str, style: dict[str, tu
 
 def margins(setting: Setting, rows: Table) -> dict[str, float]:
     """How far PFT is below one-shot pruning by the same criterion, per criterion and sparsity."""
-    found = figures.means(rows, "test_error", "method", "criterion", "sparsity")
+    found = frame.means(rows, "test_error", "method", "criterion", "sparsity")
     return {
         f"{setting.name}, {criterion} at {sparsity}: one-shot - PFT": found["osp", criterion, sparsity]
         - found["pft", criterion, sparsity]

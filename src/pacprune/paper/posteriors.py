@@ -14,18 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pacprune import bounds, data, gibbs, models
-from pacprune.budget import Budget
-from pacprune.checkpoint import write_atomically
-from pacprune.config import Config
-from pacprune.data import Part, Split
-from pacprune.experiments import figures, plots
-from pacprune.experiments.figures import Drawn, Job, on_device
-from pacprune.experiments.plots import Table
-from pacprune.layers import attach, harden, read
-from pacprune.pipelines import pft, together
-from pacprune.spikeslab import SpikeSlab, block_isotropic, draw, kl
-from pacprune.train import fit, fit_posterior
+from pacprune import bounds, data, models
+from pacprune.certification import drawn_networks
+from pacprune.data.splits import Part, Split
+from pacprune.masking.attachment import attach, harden, read
+from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, draw, kl
+from pacprune.methods.pipeline import pft, together
+from pacprune.paper import frame
+from pacprune.paper.frame import Drawn, Job, on_device
+from pacprune.runs import plots
+from pacprune.runs.plots import Table
+from pacprune.training.budget import Budget
+from pacprune.training.checkpoint import write_atomically
+from pacprune.training.config import Config
+from pacprune.training.fit import fit, fit_posterior
 
 FIRST = 0.4
 """The share of the permutation that is used."""
@@ -105,10 +107,10 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
             f"estimated risks, from the first {FIRST:.0%} of the training set; mean and 95 % interval over "
             f"{setting.seeds} seeds (weights, data order and draws are random, the split is not)."
         )
-        found = figures.draw(job, f"posteriors-{setting.name}", caption, lambda s=setting: rows(s, job), paint)
+        found = frame.draw(job, f"posteriors-{setting.name}", caption, lambda s=setting: rows(s, job), paint)
         drawn.append(found)
         for (alpha, std, way), own in _cells(found.rows).items():
-            earned = figures.interval([row["q_equals_p"] - row["bound"] for row in own]).mean
+            earned = frame.interval([row["q_equals_p"] - row["bound"] for row in own]).mean
             numbers[f"{setting.name}, alpha {alpha:g}, std {std:g}, {way}: earned"] = earned
     return drawn, numbers
 
@@ -117,7 +119,7 @@ def rows(setting: Setting, job: Job) -> Table:
     """One row per alpha, std, way and seed, the seeds trained as a population; a broken run keeps whole alphas."""
     base = data.load(setting.data, prior_fraction=FIRST, seed=0, data_dir=job.data_dir)
     path = job.out / f"posteriors-{setting.name}-part.csv"
-    found = figures.read(path) if path.is_file() else []
+    found = frame.read(path) if path.is_file() else []
     known = {row["alpha"] for row in found}
     for alpha in setting.alphas:
         if alpha in known:
@@ -147,7 +149,10 @@ def _judged(setting: Setting, nets: list[nn.Module], split: Split, job: Job, giv
     late = replace(_config(setting.late_steps, n, setting.late_lr, job), gate_lr=None, warmup=0.0)
     bare = [harden(copy.deepcopy(net)) for net in nets]
     wrong = [_wrong(net, p, split.bound, setting.draws) for net, p in zip(bare, priors, strict=True)]
-    kept = [gibbs.errors(net, gibbs.thresholded(p), split.bound) for net, p in zip(bare, priors, strict=True)]
+    kept = [
+        drawn_networks.errors(net, drawn_networks.thresholded(p), split.bound)
+        for net, p in zip(bare, priors, strict=True)
+    ]
 
     def row(k: int, way: str, risk: float, nats: float, bound: float, excess: float | None = None) -> dict[str, Any]:
         before, errors = float(wrong[k].mean()), int(kept[k].sum())
@@ -277,7 +282,7 @@ def _again(plain: nn.Module, prior: SpikeSlab, way: Way) -> nn.Module:
 
 def _wrong(plain: nn.Module, slab: SpikeSlab, part: Part, draws: int) -> Tensor:
     """[draws, examples], 1 where a drawn network errs; P and Q are drawn with the same noise."""
-    return torch.stack([gibbs.errors(plain, draw(slab, seed=0, step=t), part) for t in range(draws)]).double()
+    return torch.stack([drawn_networks.errors(plain, draw(slab, seed=0, step=t), part) for t in range(draws)]).double()
 
 
 def _cells(found: Table) -> dict[tuple[float, float, str], Table]:
@@ -296,11 +301,11 @@ def paint(canvas: Any, found: Table) -> None:
     for axes, (alpha, std) in zip(canvas.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         for place, way in enumerate(ways):
             own = cells[alpha, std, way]
-            earned = figures.interval([100 * (row["q_equals_p"] - row["bound"]) for row in own])
+            earned = frame.interval([100 * (row["q_equals_p"] - row["bound"]) for row in own])
             axes.plot([earned.low, earned.high], [place, place], color=plots.BLUE, lw=2)
             axes.plot([earned.mean], [place], color=plots.BLUE, marker="o")
         own = cells[alpha, std, ways[0]]
-        aside = figures.interval([100 * (row["q_equals_p"] - row["held_out"]) for row in own]).mean
+        aside = frame.interval([100 * (row["q_equals_p"] - row["held_out"]) for row in own]).mean
         axes.axvline(0, color=plots.GREY, lw=1)
         axes.axvline(aside, color=plots.ORANGE, lw=1.5, ls="--", label="held-out")
         axes.set_title(f"alpha {alpha:g}, std {std:g}", loc="left", fontsize=9)

@@ -8,8 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from pacprune import __version__
-from pacprune.checkpoint import write_atomically
-from pacprune.experiments import (
+from pacprune.paper import (
     characters,
     data_scarce,
     error_vs_sparsity,
@@ -19,16 +18,15 @@ from pacprune.experiments import (
     mask_stability,
     pft_at_init,
     pft_vs_osp,
-    plots,
     posteriors,
-    runs,
     shared_weights,
-    store,
     strong_tickets,
     weight_noise,
 )
-from pacprune.experiments.figures import SCALES, STRIDE, Drawn, Job
-from pacprune.loop import Progress
+from pacprune.paper.frame import SCALES, STRIDE, Drawn, Job
+from pacprune.runs import commands, plots, store
+from pacprune.training.checkpoint import write_atomically
+from pacprune.training.loop import Progress
 
 Recipe = Callable[[Job], tuple[list[Drawn], dict[str, Any]]]
 """Draws its figures into job.out and returns them with the main numbers."""
@@ -84,7 +82,7 @@ def run(
     most = 2**32 // STRIDE - 1
     if not 0 <= seed <= most:
         raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {most}")
-    where = runs.check_device(device)
+    where = commands.check_device(device)
     if data_dir is not None:
         store.check_folder(data_dir, "the data files")
     if only is not None:

@@ -8,13 +8,14 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from pacprune import data, masks, scores
-from pacprune.config import Config
-from pacprune.experiments import contest, figures, pft_vs_osp
-from pacprune.experiments.contest import Setting
-from pacprune.experiments.figures import Drawn, Job
-from pacprune.experiments.plots import Table
-from pacprune.pipelines import pft, together
+from pacprune import data
+from pacprune.masking import criteria, masks
+from pacprune.methods.pipeline import pft, together
+from pacprune.paper import comparison, frame, pft_vs_osp
+from pacprune.paper.comparison import Setting
+from pacprune.paper.frame import Drawn, Job
+from pacprune.runs.plots import Table
+from pacprune.training.config import Config
 
 _CRITERIA = ("magnitude", "snip", "random")
 
@@ -37,9 +38,9 @@ SETTINGS: dict[str, Setting] = {
 
 def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """A figure of shared weights against sparsity."""
-    setting = contest.on_device(SETTINGS[job.scale], job)
+    setting = comparison.on_device(SETTINGS[job.scale], job)
     seeds = f"mean and 95 % interval over {setting.seeds} seeds"
-    shared = figures.draw(
+    shared = frame.draw(
         job,
         f"shared-weights-{setting.name}",
         f"share of the one-shot mask that PFT keeps, {setting.data}, {setting.model}; {seeds} (weights, data order and "
@@ -47,21 +48,21 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
         lambda: _rows(setting, job),
         _paint,
     )
-    shares = figures.means(shared.rows, "shared", "criterion", "sparsity")
+    shares = frame.means(shared.rows, "shared", "criterion", "sparsity")
     return [shared], {f"shared, {criterion} at {sparsity}": s for (criterion, sparsity), s in shares.items()}
 
 
 def _rows(setting: Setting, job: Job) -> Table:
     split = data.load(setting.data, seed=0, data_dir=job.data_dir)
     on = split.train.x.to(job.device), split.train.y.to(job.device)
-    dense = contest.dense_networks(setting, split, on, job.seeds(setting.seeds), job, "dense")
-    criteria = [criterion for criterion in _CRITERIA if criterion in setting.criteria]
-    entries = [(c, s, seed) for c in criteria for s in setting.sparsities for seed in dense]
+    dense = comparison.dense_networks(setting, split, on, job.seeds(setting.seeds), job, "dense")
+    chosen = [criterion for criterion in _CRITERIA if criterion in setting.criteria]
+    entries = [(c, s, seed) for c in chosen for s in setting.sparsities for seed in dense]
     rows = []
-    for part in contest.chunks(entries, job):
+    for part in comparison.chunks(entries, job):
         nets = [copy.deepcopy(dense[seed]) for _, _, seed in part]
         before = [
-            masks.top_k(scores.score(criterion, net, on, seed=seed), sparsity=sparsity)
+            masks.top_k(criteria.score(criterion, net, on, seed=seed), sparsity=sparsity)
             for (criterion, sparsity, seed), net in zip(part, nets, strict=True)
         ]
         found = together(
@@ -99,7 +100,7 @@ def _paint(canvas: Any, rows: Table) -> None:
         "random": ("random", "#D55E00", "^"),
     }
     shown = {name: look for name, look in style.items() if any(row["criterion"] == name for row in rows)}
-    figures.lines(axes, rows, x="place", y="shared", by="criterion", style=shown)
+    frame.lines(axes, rows, x="place", y="shared", by="criterion", style=shown)
     chance = sorted({(row["place"], row["chance"]) for row in rows})
     axes.plot([p for p, _ in chance], [c for _, c in chance], color="black", lw=1, ls=":", label="two random masks")
     places = {row["place"]: f"{row['sparsity']:g}" for row in rows}

@@ -11,17 +11,18 @@ from typing import Any
 
 from torch import nn
 
-from pacprune import data, masks, models, scores
-from pacprune.budget import Budget
-from pacprune.config import Config
-from pacprune.evaluate import error, reestimate_batchnorm
-from pacprune.experiments import contest, figures, pft_vs_osp
-from pacprune.experiments.contest import Setting
-from pacprune.experiments.figures import Drawn, Job
-from pacprune.experiments.plots import Table
-from pacprune.layers import attach, harden, read, resample_
-from pacprune.spikeslab import block_isotropic, isotropic, top_mask
-from pacprune.train import fit
+from pacprune import data, models
+from pacprune.masking import criteria, masks
+from pacprune.masking.attachment import attach, harden, read, resample_
+from pacprune.masking.spikeslab import block_isotropic, isotropic, top_mask
+from pacprune.paper import comparison, frame, pft_vs_osp
+from pacprune.paper.comparison import Setting
+from pacprune.paper.frame import Drawn, Job
+from pacprune.runs.plots import Table
+from pacprune.training.budget import Budget
+from pacprune.training.config import Config
+from pacprune.training.evaluate import error, reestimate_batchnorm
+from pacprune.training.fit import fit
 
 _FROZEN = Config(lr=0.0, gate_lr=20.0, momentum=0.9)
 """Only the gates learn."""
@@ -46,15 +47,15 @@ SETTINGS: dict[str, Setting] = {
 
 def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """One figure: test error of untrained networks against sparsity."""
-    setting = contest.on_device(SETTINGS[job.scale], job)
+    setting = comparison.on_device(SETTINGS[job.scale], job)
     caption = (
         f"{setting.data}, {setting.model}, weights never trained: test error of {DRAWS} networks drawn from the "
         "trained mask, which share BatchNorm's statistics, and of its thresholded network, which has its own; "
         f"mean and 95 % interval over {setting.seeds} seeds (weights, "
         "data order and masks are random)."
     )
-    found = figures.draw(job, f"strong-tickets-{setting.name}", caption, lambda: _rows(setting, job), _paint)
-    errors = figures.means(found.rows, "thresholded_error", "start", "sparsity")
+    found = frame.draw(job, f"strong-tickets-{setting.name}", caption, lambda: _rows(setting, job), _paint)
+    errors = frame.means(found.rows, "thresholded_error", "start", "sparsity")
     return [found], {f"thresholded error from {start} at {sparsity}": e for (start, sparsity), e in errors.items()}
 
 
@@ -63,14 +64,14 @@ def _rows(setting: Setting, job: Job) -> Table:
     on, test = ((part.x.to(job.device), part.y.to(job.device)) for part in (split.train, split.test))
     entries = [(start, s, seed) for start in STARTS for s in setting.sparsities for seed in job.seeds(setting.seeds)]
     rows = []
-    for part in contest.chunks(entries, job):
+    for part in comparison.chunks(entries, job):
         nets: list[nn.Module] = []
         for start, sparsity, seed in part:
             net = models.build(setting.model, split, seed=seed).to(job.device)
             if start == "random":
                 slab = isotropic(net, sparsity=sparsity)
             else:
-                mask = masks.top_k(scores.snip(net, on), sparsity=sparsity)
+                mask = masks.top_k(criteria.snip(net, on), sparsity=sparsity)
                 slab = block_isotropic(net, mask, eps=0.01 * min(1.0, (1 - sparsity) / sparsity))
             nets.append(attach(net, slab, seed=seed))
         budgets = [Budget(sparsity) for _, sparsity, _ in part]
@@ -109,7 +110,7 @@ def _paint(canvas: Any, rows: Table) -> None:
         for start, colour in colours.items():
             own = [row | {"place": -math.log(1 - row["sparsity"])} for row in rows if row["start"] == start]
             style = {start: (f"{words}, from {start}", colour, markers[kind])}
-            figures.lines(axes, own, x="place", y=kind, by="start", style=style)
+            frame.lines(axes, own, x="place", y=kind, by="start", style=style)
     places = {-math.log(1 - row["sparsity"]): f"{row['sparsity']:g}" for row in rows}
     axes.set_xticks(list(places), list(places.values()))
     axes.set_ylim(0, 1)

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pacprune import data, philox, weights
-from pacprune.config import Config
-from pacprune.evaluate import BATCH, error, evaluating
-from pacprune.experiments import contest, figures, pft_vs_osp
-from pacprune.experiments.contest import METHODS, Setting
-from pacprune.experiments.figures import Drawn, Job
-from pacprune.experiments.plots import Table
-from pacprune.pipelines import together
+from pacprune import data, philox
+from pacprune.masking import weights
+from pacprune.methods.pipeline import together
+from pacprune.paper import comparison, frame, pft_vs_osp
+from pacprune.paper.comparison import METHODS, Setting
+from pacprune.paper.frame import Drawn, Job
+from pacprune.runs.plots import Table
+from pacprune.training.config import Config
+from pacprune.training.evaluate import BATCH, error, evaluating
 
 NOISE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Standard deviations of the noise, in one of the UNITS."""
@@ -57,17 +58,17 @@ def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
     """A figure of test error against the width of the noise per network, and the calibration error of each method."""
     drawn, numbers = [], {}
     for setting in job.chosen(SETTINGS[job.scale]):
-        setting = contest.on_device(setting, job)
+        setting = comparison.on_device(setting, job)
         caption = (
             f"{setting.data}, {setting.model}: test error with Gaussian noise on the weights that are kept and "
             f"BatchNorm's statistics as trained; mean and 95 % interval over {setting.seeds} seeds (weights, data "
             "order, masks and noise are random)."
         )
         name = f"weight-noise-{setting.name}"
-        found = figures.draw(job, name, caption, lambda setting=setting: _rows(setting, job), _paint)
+        found = frame.draw(job, name, caption, lambda setting=setting: _rows(setting, job), _paint)
         drawn.append(found)
         plain = [row for row in found.rows if row["calibration_error"] is not None]
-        means = figures.means(plain, "calibration_error", "method")
+        means = frame.means(plain, "calibration_error", "method")
         numbers |= {f"{setting.name}, {method}: calibration error": mean for (method,), mean in means.items()}
     return drawn, numbers
 
@@ -76,7 +77,7 @@ def _rows(setting: Setting, job: Job) -> Table:
     split = data.load(setting.data, seed=0, data_dir=job.data_dir)
     on = split.train.x.to(job.device), split.train.y.to(job.device)
     test = split.test.x.to(job.device), split.test.y.to(job.device)
-    dense = contest.dense_networks(setting, split, on, job.seeds(setting.seeds), job, "dense")
+    dense = comparison.dense_networks(setting, split, on, job.seeds(setting.seeds), job, "dense")
     seeds, config = list(dense), replace(setting.after, lr=setting.rates[0])
     shared = {"sparsity": setting.sparsities[0], "seed": seeds, "progress": job.progress}
     nets = {"dense": list(dense.values())}
@@ -91,7 +92,7 @@ def _rows(setting: Setting, job: Job) -> Table:
             places = [(units, width) for units in UNITS for width in NOISE]
             draws = [(*place, k) for place in places for k in range(_DRAWS[job.scale] if place[1] else 1)]
             errors: dict[tuple[str, float], list[float]] = {place: [] for place in places}
-            for part in contest.chunks(draws, job):
+            for part in comparison.chunks(draws, job):
                 crowd = [with_noise(net, whole if units == "dense" else net, v, seed, k) for units, v, k in part]
                 for (units, width, _), wrong in zip(part, error(crowd, test), strict=True):
                     errors[units, width].append(wrong)
@@ -138,7 +139,7 @@ def _paint(canvas: Any, rows: Table) -> None:
     }
     for axes, (units, words) in zip(panels, UNITS.items(), strict=True):
         own = [row for row in rows if row["units"] == units]
-        figures.lines(axes, own, x="noise", y="test_error", by="method", style=style)
+        frame.lines(axes, own, x="noise", y="test_error", by="method", style=style)
         axes.set_xlabel(f"v, the noise's standard deviation\n{words}", fontsize=8)
     canvas.suptitle(
         f"{rows[0]['dataset']}, {rows[0]['model']}: Gaussian noise on the kept weights; mean and 95 % interval over "

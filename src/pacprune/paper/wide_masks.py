@@ -7,17 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import data, linear, masks, models, wide
-from pacprune.budget import Budget
-from pacprune.config import Config
-from pacprune.experiments.figures import Job, agreement, interval, lines
-from pacprune.experiments.plots import BLUE, GREEN, GREY, ORANGE, Table, title
-from pacprune.layers import attach, read
-from pacprune.masks import Mask
-from pacprune.pipelines import pft
-from pacprune.spikeslab import isotropic, top_mask
-from pacprune.train import fit
-from pacprune.weights import prunable
+from pacprune import data, models
+from pacprune.masking import masks
+from pacprune.masking.attachment import attach, read
+from pacprune.masking.masks import Mask
+from pacprune.masking.spikeslab import isotropic, top_mask
+from pacprune.masking.weights import prunable
+from pacprune.methods.pipeline import pft
+from pacprune.paper.frame import Job, agreement, interval, lines
+from pacprune.runs.plots import BLUE, GREEN, GREY, ORANGE, Table, title
+from pacprune.theory import linear, linearised
+from pacprune.training.budget import Budget
+from pacprune.training.config import Config
+from pacprune.training.fit import fit
 
 CAPTION = (
     "Masks at initialisation, digits: how well the linearised network foretells which weights are kept. Above, gates "
@@ -69,7 +71,7 @@ def compare(model: nn.Module, x: Tensor, y: Tensor, size: Sizes, *, seed: int) -
     """The rows of one network, for all sparsities."""
     like, onehot = prunable(model), F.one_hot(y, 10).float()
     # In float32, as the networks are trained; the masks of two runs differ far more than its rounding.
-    p, w = wide.problem(model, x, onehot, dtype=torch.float32), wide.flat(like).double()
+    p, w = linearised.problem(model, x, onehot, dtype=torch.float32), linearised.flat(like).double()
     lr = 1 / steepest(p, w)
     found = []
     for sparsity in SPARSITIES:
@@ -79,7 +81,7 @@ def compare(model: nn.Module, x: Tensor, y: Tensor, size: Sizes, *, seed: int) -
             lambda lam: linear.keep_prob_gradient(p, w, lam), start, lr=lr, steps=steps, sparsity=sparsity
         )
         guesses = {"flow": path[-1], "slope": -linear.keep_prob_gradient(p, w, start), "magnitude": w.abs()}
-        foretold = {name: masks.top_k(wide.unflat(v, like), sparsity=sparsity) for name, v in guesses.items()}
+        foretold = {name: masks.top_k(linearised.unflat(v, like), sparsity=sparsity) for name, v in guesses.items()}
         config = Config(epochs=size.epochs, lr=0.0, gate_lr=lr / 2, momentum=0.0, batch_size=-(-len(x) // BATCHES))
         for truth in TRUTHS:
             # The flow's risk is half the mean squared error, hence half its step here.

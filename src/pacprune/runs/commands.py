@@ -15,22 +15,25 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from pacprune import __version__, baselines, data, models, pipelines, ranks, scores, weights
-from pacprune.batches import rows
+from pacprune import __version__, data, models
+from pacprune.methods import baselines, pipeline
+from pacprune.distributed import ranks
+from pacprune.masking import criteria, weights
+from pacprune.data.batches import example_hashes
 from pacprune.bounds import Ledger
-from pacprune.certificate import RECORD, Certificate, load
-from pacprune.config import Config
-from pacprune.data import Part, Split
-from pacprune.evaluate import error, gibbs_error
-from pacprune.experiments import options as opt
-from pacprune.experiments import report, store
-from pacprune.experiments.options import L0, Dpf, Gmp, Imp, Options, Osp, Pbp, Pft, Pruning
-from pacprune.issue import certify_held_out, check_declared
-from pacprune.layers import attach, harden, read
-from pacprune.loop import History, Progress
-from pacprune.masks import top_k
-from pacprune.spikeslab import block_isotropic
-from pacprune.train import fit, fit_posterior
+from pacprune.certification.certificate import RECORD, Certificate, load
+from pacprune.training.config import Config
+from pacprune.data.splits import Part, Split
+from pacprune.training.evaluate import error, gibbs_error
+from pacprune.runs import options as opt
+from pacprune.runs import report, store
+from pacprune.runs.options import L0, Dpf, Gmp, Imp, Options, Osp, Pbp, Pft, Pruning
+from pacprune.certification.certify import certify_held_out, check_declared
+from pacprune.masking.attachment import attach, harden, read
+from pacprune.training.loop import History, Progress
+from pacprune.masking.masks import top_k
+from pacprune.masking.spikeslab import block_isotropic
+from pacprune.training.fit import fit, fit_posterior
 
 FEW = 64
 """Examples that a rehearsal looks at."""
@@ -70,16 +73,16 @@ Work = Callable[[Any, Callable[[], Path], Progress], dict[str, Any]]
 def execute(command: str, options: Any, work: Work, *, out: Path | None, progress: Progress) -> dict[str, Any]:
     """Runs a command in its folder: returns at once when it is finished there, goes on when it was broken off."""
     folder = out if out is not None else Path("runs") / opt.run_name(command, options)
-    done = ranks.first(lambda: store.claim(folder, command, options))
+    done = ranks.on_rank0(lambda: store.claim(folder, command, options))
     if done is not None:
-        ranks.first(lambda: store.drop_checkpoints(folder))
+        ranks.on_rank0(lambda: store.drop_checkpoints(folder))
         return done
-    existed, taken_up = ranks.first(lambda: (folder.exists(), (folder / "config.toml").exists()))
+    existed, taken_up = ranks.on_rank0(lambda: (folder.exists(), (folder / "config.toml").exists()))
     try:
         # The networks for the digits are so small that a second thread costs time.
         with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
             begin = partial(store.begin, folder, command, options)
-            found = work(options, lambda: ranks.first(begin), progress)
+            found = work(options, lambda: ranks.on_rank0(begin), progress)
     except ValueError:
         # The same input fails the same way, so what was begun here is not worth keeping, unless it was trained.
         if not taken_up and ranks.rank() == 0:
@@ -92,7 +95,7 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
         report.write(folder, found)
         store.finish(folder, found)
 
-    ranks.first(finish)
+    ranks.on_rank0(finish)
     return found
 
 
@@ -107,7 +110,7 @@ def single(options: Options, begin: Callable[[], Path], progress: Progress) -> d
     if options.dense_epochs:
         outcomes.append(dense(options, model, split, folder / store.CHECKPOINTS, progress))
     outcomes.append(prune(options, model, split, folder / store.CHECKPOINTS, progress))
-    return ranks.first(lambda: stored(options, outcomes, split, folder))
+    return ranks.on_rank0(lambda: stored(options, outcomes, split, folder))
 
 
 def stored(options: Options, outcomes: list[Outcome], split: Split, folder: Path) -> dict[str, Any]:
@@ -156,7 +159,7 @@ def certify(folder: Path, *, delta: float, certified: int, device: str, out: Pat
         )
     split, model = prepare(replace(options, device=device))
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    weights.mark_seen(model, rows(getattr(split, options.train_on)))
+    weights.mark_seen(model, example_hashes(getattr(split, options.train_on)))
     found = certify_held_out(model, split, delta=delta, certified=certified, name=options.model)
     place = folder / store.CERTIFICATE if out is None else out
     if (place / RECORD).is_file():
@@ -251,7 +254,7 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
         )
     few = few[: min(len(split.prior), len(split.bound))]
     split = replace(split, prior=split.prior.subset(few), bound=split.bound.subset(few))
-    found = scores.score(options.criterion, model, split.prior, seed=options.seed)
+    found = criteria.score(options.criterion, model, split.prior, seed=options.seed)
     mask = top_k(found, sparsity=options.sparsity)
     attach(model, block_isotropic(model, mask, eps=options.eps, std=options.std))
     last = replace(posterior(options), epochs=0)
@@ -292,9 +295,9 @@ def posterior(options: Pbp) -> Config:
 def procedure(options: Options) -> Callable[..., Any]:
     """The pipeline of these options, with everything given but model, data, config, folder and progress."""
     verb, names, more = {
-        Osp: (pipelines.osp, ("criterion", "pattern", "scope", "min_per_layer"), {}),
-        Pft: (pipelines.pft, ("criterion", "pattern", "recipe", "mask_share", "eps", "noise", "min_per_layer"), {}),
-        Pbp: (pipelines.pbp, ("criterion", *_BOUND), {"name": options.model}),
+        Osp: (pipeline.osp, ("criterion", "pattern", "scope", "min_per_layer"), {}),
+        Pft: (pipeline.pft, ("criterion", "pattern", "recipe", "mask_share", "eps", "noise", "min_per_layer"), {}),
+        Pbp: (pipeline.pbp, ("criterion", *_BOUND), {"name": options.model}),
         Gmp: (baselines.gmp, ("pattern", "mask_share", "every", "min_per_layer"), {}),
         Dpf: (baselines.gmp, ("pattern", "mask_share", "every", "min_per_layer"), {"feedback": True}),
         Imp: (baselines.imp, ("pattern", "rounds", "min_per_layer"), {}),

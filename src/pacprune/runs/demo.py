@@ -5,16 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pacprune.experiments import runs, store
-from pacprune.experiments.options import Demo, Osp, Pbp, Pft
-from pacprune.loop import Progress
+from pacprune.runs import commands, store
+from pacprune.runs.options import Demo, Osp, Pbp, Pft
+from pacprune.training.loop import Progress
 
 
 def demo(options: Demo, begin: Callable[[], Path], progress: Progress) -> dict[str, Any]:
     """Each method at its own defaults; osp and pft start from one dense network, pbp trains its own on S_P alone."""
     given = {"seed": options.seed, "device": options.device}
-    split, trained = runs.prepare(Osp(**given))
-    cut, model = runs.prepare(Pbp(**given))
+    split, trained = commands.prepare(Osp(**given))
+    cut, model = commands.prepare(Pbp(**given))
     folder = begin()
     outcomes = []
 
@@ -22,13 +22,13 @@ def demo(options: Demo, begin: Callable[[], Path], progress: Progress) -> dict[s
         return lambda stage, *rest: progress(f"{method}: {stage}", *rest)
 
     checkpoints = folder / store.CHECKPOINTS
-    outcomes.append(runs.dense(Osp(**given), trained, split, checkpoints, shown("osp, pft")))
+    outcomes.append(commands.dense(Osp(**given), trained, split, checkpoints, shown("osp, pft")))
     for kind in (Osp, Pft):
         name = kind.__name__.lower()
-        outcomes.append(runs.prune(kind(**given), copy.deepcopy(trained), split, checkpoints / name, shown(name)))
+        outcomes.append(commands.prune(kind(**given), copy.deepcopy(trained), split, checkpoints / name, shown(name)))
     own = checkpoints / "pbp"
-    first = runs.dense(Pbp(**given), model, cut, own, shown("pbp"))
-    outcomes.append(runs.prune(Pbp(**given), model, cut, own, shown("pbp")))
+    first = commands.dense(Pbp(**given), model, cut, own, shown("pbp"))
+    outcomes.append(commands.prune(Pbp(**given), model, cut, own, shown("pbp")))
 
     history = []
     for outcome in outcomes:
@@ -38,4 +38,4 @@ def demo(options: Demo, begin: Callable[[], Path], progress: Progress) -> dict[s
     store.write_metrics(folder, history)
     certificate = outcomes[-1].certificate
     assert certificate is not None, "pbp certifies"
-    return {"rows": [outcome.row for outcome in outcomes], **runs.certified(folder, certificate)}
+    return {"rows": [outcome.row for outcome in outcomes], **commands.certified(folder, certificate)}

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 
-from pacprune.experiments import report, store
-from pacprune.loop import Progress
+from pacprune.runs import report, store
+from pacprune.training.loop import Progress
 
 LOG = "log"
 STATES = ("finished", "running", "waiting", "failed")

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pacprune import data, models, patterns, scores
-from pacprune.config import GATE_STEPS, SCHEDULES
-from pacprune.issue import FAMILIES
-from pacprune.train import OBJECTIVES
+from pacprune import data, models
+from pacprune.masking import patterns, criteria
+from pacprune.training.config import GATE_STEPS, SCHEDULES
+from pacprune.certification.certify import FAMILIES
+from pacprune.training.fit import OBJECTIVES
 
 PARTS = ("train", "prior")
 
@@ -48,7 +49,7 @@ class Options:
     data_dir: str | None = _option(None, "Folder of the data files [$PACPRUNE_DATA, or a cache].", names_run=False)
 
 
-_CRITERION = f"What ranks the weights: {', '.join(scores.NAMES)}."
+_CRITERION = f"What ranks the weights: {', '.join(criteria.NAMES)}."
 _GATE_LR = "Learning rate of the keep probabilities; 100 times --lr unless given{}."
 _MASK_SHARE = "Share of --epochs that trains the {}; the rest fine-tunes."
 _FLOOR = "Weights that every layer keeps at least."

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from pacprune import bounds, certificate
-from pacprune.certificate import Certificate, rounded_up
-from pacprune.checkpoint import write_atomically
-from pacprune.experiments import store
-from pacprune.masks import LOGIT_MAX
+from pacprune import bounds
+from pacprune.certification import certificate
+from pacprune.certification.certificate import Certificate, rounded_up
+from pacprune.training.checkpoint import write_atomically
+from pacprune.runs import store
+from pacprune.kernels.law import LOGIT_MAX
 
 HINT = 'no figures were drawn, since matplotlib is not installed: pip install "pacprune[plot]"'
 # Okabe and Ito's colours: told apart by colour-blind readers.

@@ -1,4 +1,4 @@
-"""The command sweep, and sweeps over machines: every run is a Ray task.
+"""Sweeps over machines: every run is a Ray task.
 
 Ray is an extra, and imported here alone, when it is asked for.
 """
@@ -14,45 +14,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from pacprune.experiments import claims, sweep
-from pacprune.experiments.console import Json, Seed, show, told
-from pacprune.experiments.sweep import Entry, Resources, Sweep, Work
-from pacprune.export import extra
+from pacprune.runs import locks, sweep
+from pacprune.runs.sweep import Entry, Resources, Sweep, Work
+from pacprune.deploy.export import extra
 
 TIMEOUT = 5.0
 """Seconds that a head node has to accept a connection."""
-
-
-def command(
-    what: Annotated[str, typer.Argument(help="TOML file: a command, its options, a [grid] of lists; or: status.")],
-    folder: Annotated[Path | None, typer.Argument(help="For status: the folder of a sweep.")] = None,
-    ray: Annotated[str | None, typer.Option(help="Run on a Ray cluster: auto, or HOST:PORT of its head node.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the runs' folders [runs/FILE without .toml].")] = None,
-    seed: Seed = 0,
-    device: Annotated[str | None, typer.Option(help="Where to compute, instead of what the file says.")] = None,
-    json: Json = False,
-) -> None:
-    """Runs every combination of some options, once.
-
-    Finished runs are skipped, those that were broken off go on. Runs of one network and seed are trained together; with
-    --ray, each is a task of its own. Exit 0: none failed, 1: some did, and the table says why, 2: nothing was begun.
-    """
-    with told():
-        if what == "status":
-            if folder is None:
-                raise ValueError("the folder for `pacprune sweep status` is missing; name one, such as runs/mine")
-            found = sweep.status(folder)
-        elif folder is not None:
-            raise ValueError(f"there is a second argument, {folder}, after {what}; give the runs' folder as --out")
-        else:
-            found = sweep.run(Path(what), out=out, device=device, work=None if ray is None else on(ray))
-        show(found, json, claims.table(found), f"Runs: {found['folder']}")
-    if found["failed"]:
-        raise typer.Exit(1)
 
 
 def on(address: str) -> Work:
@@ -73,7 +42,7 @@ def _run(address: str, asked: Sweep, folder: Path, waiting: list[Entry]) -> None
         sweep.begin(asked, folder)
         task = ray.remote(**set_aside, max_retries=asked.resources.max_retries)(_task)
         pending = {task.remote(folder, asked.command, entry): entry for entry in waiting}
-        with claims.live(partial(sweep.looked_at, folder, asked)):
+        with locks.live(partial(sweep.looked_at, folder, asked)):
             while pending:
                 done, _ = ray.wait(list(pending), num_returns=1)
                 _settle(ray, done[0], folder, pending.pop(done[0]), asked.resources)
@@ -89,7 +58,7 @@ def _settle(ray: Any, done: Any, folder: Path, entry: Entry, resources: Resource
     """Looks at the run of a task that ended: what went wrong outside the run goes into its log, too."""
     try:
         host = ray.get(done)
-        if claims.state(folder, entry.name)["state"] in ("finished", "failed"):
+        if locks.state(folder, entry.name)["state"] in ("finished", "failed"):
             return
         reason = f"{host} has done this run, but not in {folder} as it is here; give --out a folder that they share"
     except ray.exceptions.RayError as failure:
@@ -97,7 +66,7 @@ def _settle(ray: Any, done: Any, folder: Path, entry: Entry, resources: Resource
         reason = f"its workers died {resources.max_retries + 1} times ({name}); see the logs of Ray for the reason"
         if isinstance(failure, ray.exceptions.RayTaskError):
             reason = f"its worker could not run it ({_last_line(failure)}); see the logs of Ray"
-    with claims.claimed(folder, entry.name) as note:
+    with locks.claimed(folder, entry.name) as note:
         note("failed", reason=reason)
 
 

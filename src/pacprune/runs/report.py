@@ -10,10 +10,10 @@ from typing import Any
 from rich.table import Table
 
 from pacprune.bounds import Ledger
-from pacprune.certificate import LABELS, RECORD, Certificate, rounded_up
-from pacprune.checkpoint import write_atomically
-from pacprune.experiments import options as opt
-from pacprune.experiments import plots, store
+from pacprune.certification.certificate import LABELS, RECORD, Certificate, rounded_up
+from pacprune.training.checkpoint import write_atomically
+from pacprune.runs import options as opt
+from pacprune.runs import plots, store
 
 TITLES = {
     "demo": "Three ways to prune a network, and one proof",

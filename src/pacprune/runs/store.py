@@ -8,10 +8,10 @@ from typing import Any
 from safetensors.torch import save
 from torch import nn
 
-from pacprune.certificate import RECORD
-from pacprune.checkpoint import write_atomically
-from pacprune.experiments import options as opt
-from pacprune.loop import History
+from pacprune.certification.certificate import RECORD
+from pacprune.training.checkpoint import write_atomically
+from pacprune.runs import options as opt
+from pacprune.training.loop import History
 
 CHECKPOINTS, CERTIFICATE = "checkpoints", "certificate"
 

@@ -16,17 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pacprune.checkpoint import write_atomically
-from pacprune.data import Split
-from pacprune.evaluate import error
-from pacprune.experiments import claims, runs, store
-from pacprune.experiments import options as opt
-from pacprune.experiments.contest import AT_ONCE
-from pacprune.experiments.options import Options, Pbp
-from pacprune.experiments.runs import Outcome
-from pacprune.loop import Progress
-from pacprune.pipelines import together
-from pacprune.train import fit
+from pacprune.training.checkpoint import write_atomically
+from pacprune.data.splits import Split
+from pacprune.training.evaluate import error
+from pacprune.runs import locks, commands, store
+from pacprune.runs import options as opt
+from pacprune.training.population import AT_ONCE
+from pacprune.runs.options import Options, Pbp
+from pacprune.runs.commands import Outcome
+from pacprune.training.loop import Progress
+from pacprune.methods.pipeline import together
+from pacprune.training.fit import fit
 
 ASKED, POPULATIONS = "sweep.toml", "populations"
 COMMANDS = tuple(name for name, kind in opt.COMMANDS.items() if issubclass(kind, Options))
@@ -174,8 +174,8 @@ def status(folder: Path) -> dict[str, Any]:
 
 def looked_at(folder: Path, sweep: Sweep) -> dict[str, Any]:
     """`status` of a sweep that is known."""
-    rows = [{"run": e.name, "point": e.point, **claims.state(folder, e.name)} for e in sweep.entries]
-    counts = {state: sum(row["state"] == state for row in rows) for state in claims.STATES}
+    rows = [{"run": e.name, "point": e.point, **locks.state(folder, e.name)} for e in sweep.entries]
+    counts = {state: sum(row["state"] == state for row in rows) for state in locks.STATES}
     return {"folder": str(folder), "command": sweep.command, **counts, "runs": rows}
 
 
@@ -189,21 +189,21 @@ def rehearse(some: Sequence[Options]) -> None:
     for options in some:
         if options.data_dir is not None:
             store.check_folder(Path(options.data_dir), "the data files")
-        split, model = runs.prepare(options)
-        runs.rehearse(options, model, split)
+        split, model = commands.prepare(options)
+        commands.rehearse(options, model, split)
 
 
 def alone(folder: Path, command: str, entry: Entry) -> None:
     """One run by itself, as its command would do it, unless it is finished; a failure goes into its log."""
-    with claims.claimed(folder, entry.name) as note:
+    with locks.claimed(folder, entry.name) as note:
         try:
             if store.claim(folder / entry.name, command, entry.options) is None:
-                claims.begin(note)
+                locks.begin(note)
                 out = folder / entry.name
-                runs.execute(command, entry.options, runs.single, out=out, progress=claims.watch([note]))
+                commands.execute(command, entry.options, commands.single, out=out, progress=locks.watch([note]))
                 note("finished")
         except Exception as failure:  # one run's bad luck must not end the others
-            claims.fail(note, failure)
+            locks.fail(note, failure)
 
 
 # --- On this machine.
@@ -214,7 +214,7 @@ def here(sweep: Sweep, folder: Path, waiting: list[Entry]) -> None:
     rehearse(sweep.rehearsed)
     begin(sweep, folder)
     names = {entry.name for entry in waiting}
-    with claims.live(partial(looked_at, folder, sweep)):
+    with locks.live(partial(looked_at, folder, sweep)):
         for chunk in _chunks(sweep, folder):
             # The checkpoints of a population serve the same members alone, also when some of these are finished.
             whole = _scratch(folder, chunk).exists()
@@ -250,7 +250,7 @@ def _population(folder: Path, command: str, members: list[Entry]) -> None:
     scratch, failed = _scratch(folder, members), False
     with ExitStack() as stack:
         # In the order of their names, so that two processes never wait for each other.
-        notes = {name: stack.enter_context(claims.claimed(folder, name)) for name in sorted(e.name for e in members)}
+        notes = {name: stack.enter_context(locks.claimed(folder, name)) for name in sorted(e.name for e in members)}
         missing = [entry for entry in members if store.claim(folder / entry.name, command, entry.options) is None]
         try:
             if missing:
@@ -268,15 +268,15 @@ def _population(folder: Path, command: str, members: list[Entry]) -> None:
     return None
 
 
-def _train(folder: Path, command: str, members: list[Entry], missing: dict[str, claims.Note], scratch: Path) -> None:
+def _train(folder: Path, command: str, members: list[Entry], missing: dict[str, locks.Note], scratch: Path) -> None:
     """Trains all members, and stores those that are missing."""
     for note in missing.values():
-        claims.begin(note)
-    outcomes, split = _trained([entry.options for entry in members], scratch, claims.watch(list(missing.values())))
+        locks.begin(note)
+    outcomes, split = _trained([entry.options for entry in members], scratch, locks.watch(list(missing.values())))
     for entry, made in zip(members, outcomes, strict=True):
         if entry.name in missing:
             work = partial(_stored, made, split, f"population of {len(members)}")
-            runs.execute(command, entry.options, work, out=folder / entry.name, progress=_quiet)
+            commands.execute(command, entry.options, work, out=folder / entry.name, progress=_quiet)
             missing[entry.name]("finished")
 
 
@@ -287,35 +287,35 @@ def _quiet(*_: Any) -> None:
 def _trained(every: Sequence[Options], scratch: Path, progress: Progress) -> tuple[list[list[Outcome]], Split]:
     """The outcomes of every run of a population, and the data they share."""
     first = every[0]
-    with runs.one_thread() if first.data == "digits" else nullcontext():
-        split, model = runs.prepare(first)
-        part = runs.training(first, split)
+    with commands.one_thread() if first.data == "digits" else nullcontext():
+        split, model = commands.prepare(first)
+        part = commands.training(first, split)
         dense = _dense(every, model, split, scratch, progress) if first.dense_epochs else []
         for calls in scratch.glob("*/certify-calls.json"):  # as in runs.prune
             calls.unlink()
-        verbs: list[Any] = [runs.procedure(options) for options in every]
+        verbs: list[Any] = [commands.procedure(options) for options in every]
         results = together(
             verbs[0].func,
             [copy.deepcopy(dense[k].model if dense else model) for k in range(len(every))],
             split if isinstance(first, Pbp) else part,
-            [runs.stage(options) for options in every],
+            [commands.stage(options) for options in every],
             folder=[scratch / str(k) for k in range(len(every))],
             progress=progress,
             **{name: [verb.keywords[name] for verb in verbs] for name in verbs[0].keywords},
         )
-        pruned = [runs.measured(options, result, split) for options, result in zip(every, results, strict=True)]
+        pruned = [commands.measured(options, result, split) for options, result in zip(every, results, strict=True)]
     return [[*dense[k : k + 1], pruned[k]] for k in range(len(every))], split
 
 
 def _dense(every: Sequence[Options], model: Any, split: Split, scratch: Path, progress: Progress) -> list[Outcome]:
     """Dense training of every run; those that ask for the same are trained once."""
     # Without gates their rate does not matter.
-    wanted = [replace(runs.dense_stage(options), gate_lr=None) for options in every]
+    wanted = [replace(commands.dense_stage(options), gate_lr=None) for options in every]
     configs = list(dict.fromkeys(wanted))
     nets = [copy.deepcopy(model) for _ in configs]
     one = (nets[0], configs[0]) if len(configs) == 1 else (nets, configs)
     path, seed = scratch / "dense.pt", every[0].seed
-    part = runs.training(every[0], split)
+    part = commands.training(every[0], split)
     history = fit(one[0], part, one[1], seed=seed, stage="dense", checkpoint=path, progress=progress)
     found = {}
     for k, config in enumerate(configs):
@@ -328,4 +328,4 @@ def _stored(
     outcomes: list[Outcome], split: Split, route: str, options: Options, begin: Callable[[], Path], progress: Progress
 ) -> dict[str, Any]:
     """A run's work when its outcomes are there: to store them, and to say by which route they were made."""
-    return runs.stored(options, outcomes, split, begin()) | {"route": route}
+    return commands.stored(options, outcomes, split, begin()) | {"route": route}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pacprune import masks
+from pacprune.masking import masks
 
 ENUMERATE = 16
 """Up to this many weights `best_mask` tries every mask; beyond it searches by exchange."""

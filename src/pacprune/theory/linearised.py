@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pacprune import linear, weights
-from pacprune.scores import plain_rnn
+from pacprune.masking import weights
+from pacprune.masking.criteria import plain_rnn
+from pacprune.theory import linear
 
 BLOCK = 2**25
 """Gradients are held in blocks of at most so many numbers: 256 MiB in float64."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pacprune import layers, masks, patterns, sharded, weights
-from pacprune.spikeslab import ETA
+from pacprune.distributed import sharded
+from pacprune.masking import attachment, masks, patterns, weights
+from pacprune.masking.spikeslab import ETA
 
 CONTROLS = ("none", "shift", "projection", "lagrangian")
 """Of stochastic masks: they hold the mean keep_prob."""
@@ -97,7 +98,7 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
     """Refuses budgets that cannot be held by what the model is made of, or not in one pass."""
     if not budgets:
         return
-    control, gates = _one_control(budgets), bool(layers.sites(model))
+    control, gates = _one_control(budgets), bool(attachment.sites(model))
     if control in CONTROLS and not gates:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
@@ -135,7 +136,7 @@ def move_masks_(model: nn.Module, budget: Budget | Sequence[Budget], step: int, 
             {"": torch.cat([score.reshape(-1) for score in scores.values()])} if joined else scores,
             sparsity=1 - plan.density(step / steps),
             min_per_layer=plan.min_per_layer,
-            total=layers.total(model),
+            total=attachment.total(model),
         )
         each = found[""].split([keep.numel() for _, keep in own]) if joined else found.values()
         for (weight, keep), new in zip(own, each, strict=True):
@@ -150,7 +151,7 @@ def enforce_(model: nn.Module, budget: Budget | Sequence[Budget], progress: floa
 
     A population takes one budget for all its members or one for each, of one control.
     """
-    sites = layers.attached(model)
+    sites = attachment.attached(model)
     plans = _per_member(sites, budget)
     shape, device = sites[0].sampler.seed.shape, sites[0].gate.device
     density, sharpness = (
@@ -162,9 +163,9 @@ def enforce_(model: nn.Module, budget: Budget | Sequence[Budget], progress: floa
 
 def densities(model: nn.Module, budget: Budget | Sequence[Budget], progress: float) -> list[float]:
     """Each member's mean keep_prob of the attached weights with which all D weights have its budget's density."""
-    sites = layers.attached(model)
+    sites = attachment.attached(model)
     here = sum(site.gate.numel() for site in sites) // sites[0].sampler.seed.numel()
-    everything = layers.total(model)
+    everything = attachment.total(model)
     return [
         masks.density(1 - plan.density(progress), size=here, total=everything) for plan in _per_member(sites, budget)
     ]
@@ -176,7 +177,7 @@ def hold_(model: nn.Module, control: str, density: Tensor, sharpness: Tensor, *,
 
     density as `densities` gives it. Without a look, a shift follows from the last one in a fixed number of steps.
     """
-    sites = layers.attached(model)
+    sites = attachment.attached(model)
     members = sites[0].sampler.seed.ndim == 1
     # One launch for the buffers of all tensors, where there would be one for each.
     torch._foreach_copy_([site.sampler.sharpness for site in sites], [sharpness.float()] * len(sites))  # type: ignore[attr-defined]
@@ -185,7 +186,7 @@ def hold_(model: nn.Module, control: str, density: Tensor, sharpness: Tensor, *,
             raise ValueError("control 'shift' moves logits, which the clamp mapping has not; use control='projection'")
         raw = [site.raw() for site in sites]
         start = sites[0].sampler.shift
-        tau = masks.shift(raw, density, sharpness=sharpness, start=start, members=members, look=look)
+        tau = masks.logit_shift(raw, density, sharpness=sharpness, start=start, members=members, look=look)
         torch._foreach_copy_([site.sampler.shift for site in sites], [tau] * len(sites))  # type: ignore[attr-defined]
     elif control == "projection":
         now = [torch.sigmoid(site.logit()) for site in sites]
@@ -204,7 +205,7 @@ def penalty(model: nn.Module, budget: Budget | Sequence[Budget], density: Tensor
 
     One number per member of a population; density as `densities` gives it, on the device.
     """
-    sites = layers.attached(model)
+    sites = attachment.attached(model)
     plans, multiplier = _per_member(sites, budget), sites[0].sampler.multiplier
     size = sum(site.gate.numel() for site in sites) // multiplier.numel()
     axes = tuple(range(multiplier.ndim, 2))  # of [K, n] the last, of [1, n] both
@@ -227,7 +228,7 @@ def _over(value: Tensor, like: Tensor) -> Tensor:
     return value.reshape(value.shape + (1,) * (like.ndim - value.ndim))
 
 
-def _per_member(sites: list[layers.Site], budget: Budget | Sequence[Budget]) -> list[Budget]:
+def _per_member(sites: list[attachment.AttachedWeight], budget: Budget | Sequence[Budget]) -> list[Budget]:
     """The budget of every member of a population, or of the only model; one budget may be given for all."""
     members = sites[0].sampler.seed.numel()
     plans = [budget] * members if isinstance(budget, Budget) else list(budget)
@@ -252,7 +253,7 @@ def _one_control(plans: Sequence[Budget]) -> str:
 @torch.no_grad()
 def keep_means_(model: nn.Module, mask: Mapping[str, Tensor]) -> nn.Module:
     """mean <- mean * mask for the tensors that `mask` names, in place: a weight that is hardly ever kept is then 0."""
-    for site in layers.attached(layers.forget(model)):
+    for site in attachment.attached(attachment.forget(model)):
         if site.name in mask:
             site.mean.masked_fill_(~mask[site.name], 0.0)
     return model

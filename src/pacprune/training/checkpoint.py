@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pacprune import layers, ranks, sharded, weights
-from pacprune.batches import Data, generators, rows
+from pacprune.data.batches import Data, example_hashes, generators
+from pacprune.distributed import ranks, sharded
+from pacprune.masking import attachment, weights
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -75,7 +76,7 @@ def kept(
     """
     if folder is None or ranks.world() > 1:
         return make()
-    identity = digest({name: rows(data), **state(model)})
+    identity = digest({name: example_hashes(data), **state(model)})
     path = Path(folder) / f"{identity[:12]}.scores"
     content = load(path, identity)
     if content is None:
@@ -92,7 +93,7 @@ def save_shards(path: Path, **content: Any) -> None:
     own = _own(path)
     following = own.with_name(f"{own.name}.next")
     save(following, **content)
-    ranks.meet()
+    ranks.barrier()
     following.replace(own)
 
 
@@ -127,7 +128,7 @@ def _own(path: Path) -> Path:
 
 def state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict, detached, without what is only the present draw of a sharded model."""
-    draws = {id(shards.weight) for shards in layers.held(model)}
+    draws = {id(shards.weight) for shards in attachment.held(model)}
     return {n: t.detach() for n, t in model.state_dict(keep_vars=True).items() if id(t) not in draws}
 
 
@@ -135,7 +136,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     """Everything of the model that training changes, with the draw counters of its samplers and the noted masks."""
     return {
         "state": {n: sharded.local(t).clone() for n, t in state(model).items()},
-        "steps": [site.sampler.step.clone() for site in layers.sites(model)],
+        "steps": [site.sampler.step.clone() for site in attachment.sites(model)],
         "masks": [sharded.local(keep).clone() for _, keep in weights.masked(model)],
     }
 
@@ -148,7 +149,7 @@ def load_model_state(model: nn.Module, content: dict[str, Any]) -> None:
             sharded.local(tensor).copy_(content["state"][name])
     else:
         model.load_state_dict(content["state"])
-    for site, step in zip(layers.sites(model), content["steps"], strict=True):
+    for site, step in zip(attachment.sites(model), content["steps"], strict=True):
         site.sampler.step.copy_(step)
     for (_, keep), saved in zip(weights.masked(model), content["masks"], strict=True):
         sharded.local(keep).copy_(saved)

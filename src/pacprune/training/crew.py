@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import ranks, sharded, weights
-from pacprune.batches import Data, batches, device_of, forked, tensors
-from pacprune.config import Config
-from pacprune.evaluate import mean_loss
-from pacprune.loop import History, check_population, loop
-from pacprune.population import Population, compile_always, members, spread
-from pacprune.scores import Loss
-from pacprune.step import Run, orders
+from pacprune.data.batches import Data, batches, device_of, isolated_rng, tensors
+from pacprune.distributed import ranks, sharded
+from pacprune.masking import weights
+from pacprune.masking.criteria import Loss
+from pacprune.training.config import Config
+from pacprune.training.evaluate import mean_loss
+from pacprune.training.loop import History, check_population, loop
+from pacprune.training.population import Population, compile_always, members, per_member
+from pacprune.training.step import Stage, orders
 
 
 class Crew:
@@ -25,8 +26,8 @@ class Crew:
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], config: Any, seed: Any) -> None:
         self.models = members(model)
-        self.configs: list[Config] = spread("config", config, len(self.models))
-        self.seeds: list[int] = spread("seed", seed, len(self.models))
+        self.configs: list[Config] = per_member("config", config, len(self.models))
+        self.seeds: list[int] = per_member("seed", seed, len(self.models))
         if not self.models:
             raise ValueError("a population needs at least one model, but the list is empty")
         self.device = device_of(self.models[0])
@@ -35,7 +36,7 @@ class Crew:
         if not self._alone:
             check_population(self.configs)
             for one in self.models:
-                sharded.settle(one)
+                sharded.ensure_resharded(one)
                 sharded.refuse(one.parameters(), "a population", "train the models one by one")
 
     def check(self, data: Data, loss: Loss) -> str:
@@ -94,7 +95,7 @@ class Crew:
             self.population.write_back()
         return [mean_loss(model, data, loss=loss) for model in self.models]
 
-    def train(self, data: Data, run: Run, halves: Callable[[slice, str], History], **options: Any) -> History:
+    def train(self, data: Data, run: Stage, halves: Callable[[slice, str], History], **options: Any) -> History:
         """The loop, and what it leaves in the members; rows of a population name their member.
 
         Where the device's memory does not hold all members, `halves` trains those of a slice by themselves; its second
@@ -157,13 +158,13 @@ def check(model: nn.Module, data: Data, loss: Loss) -> str:
     Returns the value of a loss of the user's own on that batch, to the bit: a name does not tell two losses apart.
     """
     pair, device = tensors(data), device_of(model)
-    sharded.settle(model)
+    sharded.ensure_resharded(model)
     for name, p in model.named_parameters():
         if sharded.count(~torch.isfinite(p)):
             raise ValueError(f"{name} holds NaN or infinite values before training; start from other weights")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("every parameter has requires_grad=False, so nothing would be trained; unfreeze some")
-    with weights.modes_kept(model), forked(device, data, seed=0):
+    with weights.modes_kept(model), isolated_rng(device, data, seed=0):
         model.eval()
         x, y = next(batches(data, 2, device=device, limit=2))
         with torch.no_grad():

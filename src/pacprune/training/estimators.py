@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from pacprune import kernels, layers, philox, weights
-from pacprune.spikeslab import SpikeSlab
+from pacprune import kernels, philox
+from pacprune.masking import attachment, weights
+from pacprune.masking.spikeslab import SpikeSlab
 
 
 def algorithm1_(model: nn.Module, loss: Callable[[], Tensor], *, samples: int) -> Tensor:
@@ -19,7 +20,7 @@ def algorithm1_(model: nn.Module, loss: Callable[[], Tensor], *, samples: int) -
     """
     if samples < 2:
         raise ValueError(f"Algorithm 1 compares draws and needs at least 2 samples, not {samples}")
-    sites = layers.attached(model)
+    sites = attachment.attached(model)
     pattern = sites[0].sampler.pattern
     if pattern is not None:
         raise ValueError(
@@ -34,7 +35,7 @@ def algorithm1_(model: nn.Module, loss: Callable[[], Tensor], *, samples: int) -
             site.sampler.eval()
         for k in range(samples):
             if k:
-                layers.resample_(model)
+                attachment.resample_(model)
             value = loss()
             (value / samples).backward()
             total += value.detach()
@@ -50,7 +51,7 @@ def algorithm1_(model: nn.Module, loss: Callable[[], Tensor], *, samples: int) -
     return total / samples
 
 
-def _present_gate(site: layers.Site) -> Tensor:
+def _present_gate(site: attachment.AttachedWeight) -> Tensor:
     """The hard gates of the present step."""
     s = site.sampler
     word = philox.words(

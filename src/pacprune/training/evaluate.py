@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune import layers, weights
-from pacprune.batches import Data, batches, device_of, forked, rows
-from pacprune.population import Population
-from pacprune.scores import Loss
+from pacprune.data.batches import Data, batches, device_of, example_hashes, isolated_rng
+from pacprune.masking import attachment, weights
+from pacprune.masking.criteria import Loss
+from pacprune.training.population import Population
 
 BATCH = 1000
 
@@ -61,7 +61,7 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[fl
     if not isinstance(model, nn.Module):
         return _errors(Population(model), data)
     wrong, count, device = 0, 0, device_of(model)
-    with evaluating(model), forked(device, data):
+    with evaluating(model), isolated_rng(device, data):
         for x, y in batches(data, BATCH, device=device):
             wrong, count = wrong + int(mistakes(model(x), y).sum()), count + y.numel()
     return wrong / count
@@ -70,7 +70,7 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[fl
 def _errors(population: Population, data: Data) -> list[float]:
     device = device_of(population.stacked)
     wrong, count = torch.zeros(len(population), dtype=torch.int64, device=device), 0
-    with evaluating(population.stacked), forked(device, data):
+    with evaluating(population.stacked), isolated_rng(device, data):
         for x, y in batches(data, BATCH, device=device):
             out = population.outputs(x, own=False)
             wrong += mistakes(out, y.expand(len(population), *y.shape)).flatten(1).sum(1)
@@ -82,14 +82,14 @@ def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10) -> float:
     """The mean error of `draws` fresh hard draws of an attached model: an estimate of its Gibbs risk on this data."""
     if draws < 1:
         raise ValueError(f"draws is {draws}; at least 1 is needed")
-    layers.attached(model)
-    return sum(error(layers.resample_(model), data) for _ in range(draws)) / draws
+    attachment.attached(model)
+    return sum(error(attachment.resample_(model), data) for _ in range(draws)) / draws
 
 
 def mean_loss(model: nn.Module, data: Data, *, loss: Loss = F.cross_entropy) -> float:
     """The mean loss in eval mode, every example weighted alike."""
     total, count, device = 0.0, 0, device_of(model)
-    with evaluating(model), forked(device, data):
+    with evaluating(model), isolated_rng(device, data):
         for x, y in batches(data, BATCH, device=device):
             total, count = total + float(loss(model(x), y)) * len(x), count + len(x)
     return total / count
@@ -108,9 +108,9 @@ def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256)
     ]
     if not norms:
         return model
-    weights.mark_seen(model, rows(data))
+    weights.mark_seen(model, example_hashes(data))
     momenta, device, seen = [norm.momentum for norm in norms], device_of(model), 0
-    with weights.modes_kept(model), forked(device, data):
+    with weights.modes_kept(model), isolated_rng(device, data):
         model.eval()
         for norm in norms:
             norm.reset_running_stats()
@@ -121,8 +121,8 @@ def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256)
             seen += len(x)
             for norm in norms:
                 norm.momentum = len(x) / seen
-            if layers.sites(model):
-                layers.resample_(model)
+            if attachment.sites(model):
+                attachment.resample_(model)
             model(x)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

@@ -13,19 +13,22 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from pacprune import bounds, layers, numeric, ranks, sharded, weights
-from pacprune.batches import Data, labels, rows, tensors
-from pacprune.budget import Budget, check_budgets
-from pacprune.checkpoint import digest, write_atomically
-from pacprune.config import Config
-from pacprune.crew import Crew
-from pacprune.data import Part, Split, check_split
-from pacprune.loop import History, Progress, groups
-from pacprune.optim import Optimizer
-from pacprune.population import spread
-from pacprune.scores import Loss, plain_rnn
-from pacprune.spikeslab import SpikeSlab, kl
-from pacprune.step import Run
+from pacprune import bounds
+from pacprune.bounds import numeric
+from pacprune.data.batches import Data, example_hashes, label_hashes, tensors
+from pacprune.data.splits import Part, Split, check_split
+from pacprune.distributed import ranks, sharded
+from pacprune.masking import attachment, weights
+from pacprune.masking.criteria import Loss, plain_rnn
+from pacprune.masking.spikeslab import SpikeSlab, kl
+from pacprune.training.budget import Budget, check_budgets
+from pacprune.training.checkpoint import digest, write_atomically
+from pacprune.training.config import Config
+from pacprune.training.crew import Crew
+from pacprune.training.loop import History, Progress, groups
+from pacprune.training.optim import Optimizer
+from pacprune.training.population import per_member
+from pacprune.training.step import Stage
 
 OBJECTIVES = ("seeger", "paper")
 
@@ -69,13 +72,13 @@ def fit(
     """
     crew = Crew(model, config, seed)
     value = crew.check(data, loss)
-    budgets = None if budget is None else spread("budget", budget, len(crew.models))
+    budgets = None if budget is None else per_member("budget", budget, len(crew.models))
     check_budgets(crew.trained, budgets or [])
-    seen = {"data": rows(data), **({} if validation is None else {"validation": rows(validation)})}
+    seen = {"data": example_hashes(data), **({} if validation is None else {"validation": example_hashes(validation)})}
     crew.mark_seen(seen.values())
     # `check` saw the labels of tensors only; on an accelerator, looking at every batch would cost a stop.
     look = loss is F.cross_entropy and tensors(data) is None and crew.device.type == "cpu"
-    run = Run(
+    run = Stage(
         stage=stage,
         objective=crew.objective(loss, look),
         groups=groups(crew.trained, crew.configs, rest=True),
@@ -87,7 +90,7 @@ def fit(
             # The name alone would take one lambda, or one setting of a loss, for another.
             "loss": [repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", ""), value],
             "seen": digest(seen),
-            "labels": [digest({"y": labels(one)}) for one in (data, validation) if one is not None],
+            "labels": [digest({"y": label_hashes(one)}) for one in (data, validation) if one is not None],
         },
         members=crew.population is not None,
     )
@@ -144,35 +147,35 @@ def fit_posterior(
     check_split(split)
     crew = Crew(model, config, seed)
     count = len(crew.models)
-    factors: list[float] = spread("kl_weight", kl_weight, count)
+    factors: list[float] = per_member("kl_weight", kl_weight, count)
     if not all(0 <= one < math.inf for one in factors):
         raise ValueError(
             f"kl_weight is {kl_weight}; it must be a number of at least 0: 1 trains on the bound itself, 0 on the risk"
         )
-    priors: list[SpikeSlab] = spread("prior", prior, count)
+    priors: list[SpikeSlab] = per_member("prior", prior, count)
     for one, p in zip(crew.models, priors, strict=True):
         sharded.refuse(one.parameters(), "a certificate", "use pp.pft")
-        layers.attached(one)
+        attachment.attached(one)
         if any(t.requires_grad for t in p.keep_prob.values()):
             raise ValueError("the prior carries gradients and forgot what it has seen; take it by pp.read(model)")
         refuse_if_touched(p.seen, split, "the prior")
     ledger = bounds.Ledger.split(delta)
     if count > 1 and isinstance(out, (str, Path)):
         raise ValueError(f"out is the one folder {str(out)!r} for {count} priors; give a list of one for each")
-    given: list[Any] = spread("out", out, count)
+    given: list[Any] = per_member("out", out, count)
 
     def write() -> tuple[list[Path], list[str]]:
         folders = [Path(tempfile.mkdtemp(dir=_passing().name) if o is None else o) for o in given]
         return folders, [write_prior(p, where / "prior.safetensors") for p, where in zip(priors, folders, strict=True)]
 
-    folders, hashes = ranks.first(write)  # no rank goes on to the bound set before
+    folders, hashes = ranks.on_rank0(write)  # no rank goes on to the bound set before
     if ranks.rank():  # what rank 0 wrote must be what this one goes on with
         hashes = [p.hash for p in priors]
     data = split.bound if data is None else data
     crew.check(data, F.cross_entropy)
     n, trained, alone = len(split.bound), crew.trained, crew.population is None
     pinned = priors[0] if alone else stacked(priors)
-    kl(layers.read(trained, detach=False), pinned, members=not alone)  # refuses what has no finite KL, once
+    kl(attachment.read(trained, detach=False), pinned, members=not alone)  # refuses what has no finite KL, once
 
     # Added to the KL, so that its gradient after a backward pass is the price d bound / d KL.
     tap = torch.zeros(() if alone else count, dtype=torch.float64, device=crew.device, requires_grad=True)
@@ -184,7 +187,7 @@ def fit_posterior(
             return risks(x, y)
 
     def bound(risk: Tensor) -> Tensor:
-        q = layers.read(trained, detach=False)
+        q = attachment.read(trained, detach=False)
         # `pull` takes the means' part of the KL; here it only counts.
         fixed = replace(q, mean={name: m.detach() for name, m in q.mean.items()})
         divergence = factor * (kl(fixed, pinned, dtype=torch.float32, members=not alone, check=False) + tap)
@@ -201,7 +204,7 @@ def fit_posterior(
         An explicit gradient step would diverge once rate > 2 std0^2 / price, which a small std makes tiny.
         """
         price, tap.grad = ranks.sum_(torch.zeros_like(tap) if tap.grad is None else tap.grad), None
-        for site in layers.sites(trained):
+        for site in attachment.sites(trained):
             if site.mean.grad is None:  # frozen by the user
                 continue
             column = price.float().reshape((-1, *[1] * (site.mean.ndim - 1)) if price.ndim else ())
@@ -211,14 +214,14 @@ def fit_posterior(
 
     def enter() -> None:
         trained.eval()  # BatchNorm and dropout are part of what P and Q share: frozen
-        for site in layers.sites(trained):
+        for site in attachment.sites(trained):
             site.sampler.train()
 
-    known = rows(data)
+    known = example_hashes(data)
     crew.mark_seen([known])
-    budgets = None if budget is None else spread("budget", budget, count)
+    budgets = None if budget is None else per_member("budget", budget, count)
     check_budgets(trained, budgets or [])
-    run = Run(
+    run = Stage(
         stage=stage,
         objective=risk_of,
         bound=bound,
@@ -229,7 +232,7 @@ def fit_posterior(
         identity={
             "prior": hashes,
             "n": n,
-            "seen": digest({"data": known, "labels": labels(data)}),
+            "seen": digest({"data": known, "labels": label_hashes(data)}),
             "delta": delta,
             "objective": objective,
             "kl_weight": factors,
@@ -298,8 +301,8 @@ def touched(seen: Tensor, part: Part, *, apart_from: Part) -> int:
     """How many examples of a part are among `seen`, exact duplicates of another part's examples not counted."""
     if not len(part):
         return 0
-    known = rows(part)
-    own = torch.isin(known, seen) & ~torch.isin(known, rows(apart_from))
+    known = example_hashes(part)
+    own = torch.isin(known, seen) & ~torch.isin(known, example_hashes(apart_from))
     # An example is known by its content and by its origin; either is enough.
     return int(own.reshape(-1, len(part)).any(dim=0).sum())
 

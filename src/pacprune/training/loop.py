@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from pacprune import batches, budget, checkpoint, layers, ranks, sharded, weights
-from pacprune.batches import Data, device_of, forked
-from pacprune.config import Config
-from pacprune.optim import Group
-from pacprune.step import Run, Step
+from pacprune.data import batches
+from pacprune.data.batches import Data, device_of, isolated_rng
+from pacprune.distributed import ranks, sharded
+from pacprune.masking import attachment, weights
+from pacprune.training import budget, checkpoint
+from pacprune.training.config import Config
+from pacprune.training.optim import Group
+from pacprune.training.step import Stage, Step
 
 History = list[dict[str, Any]]
 Progress = Callable[[str, int, int, dict[str, Any]], None]
@@ -42,7 +45,7 @@ def loop(
     model: nn.Module,
     data: Data,
     configs: Sequence[Config],
-    run: Run,
+    run: Stage,
     *,
     seeds: Sequence[int],
     path: str | Path | None,
@@ -59,7 +62,7 @@ def loop(
     device, per_epoch = device_of(model), batches.per_epoch(data, config.batch_size)
     step = Step(model, configs, run, seeds, device)
     trained = [p for group in run.groups for p in group.params]
-    known = {id(p) for p in (*trained, *(shards.weight for shards in layers.held(model)))}
+    known = {id(p) for p in (*trained, *(shards.weight for shards in attachment.held(model)))}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     path = None if path is None else Path(path)
     identity = _identity(model, configs, run, seeds) if path or ranks.world() > 1 else ""
@@ -72,7 +75,7 @@ def loop(
     save, load = (
         (checkpoint.save_shards, checkpoint.load_shards) if step.sharded else (checkpoint.save, checkpoint.load)
     )
-    with forked(device, data, seed=seeds[0]), ranks.contact(sure=False) if step.sharded else nullcontext():
+    with isolated_rng(device, data, seed=seeds[0]), ranks.contact(sure=False) if step.sharded else nullcontext():
         epoch_start = checkpoint.random_state(device, data)
         saved = load(path, identity) if path else None
         if saved is not None:
@@ -85,7 +88,7 @@ def loop(
             checkpoint.set_random_state(saved["random"] if batch == 0 else epoch_start, device, data)
         found = "none" if saved is None else f"epoch {epoch}, step {batch}"
         # No rank gets past this before all have read; only then is the next one written.
-        ranks.agree({"checkpoint": (found, "put it where all ranks can read it, or delete it")})
+        ranks.require_equal({"checkpoint": (found, "put it where all ranks can read it, or delete it")})
 
         def settle() -> None:
             """Shares what is each rank's own, BatchNorm's statistics and the sum of losses; rank 0 stores them."""
@@ -150,7 +153,7 @@ def loop(
                 if run.validate is not None:
                     # Of rank 0 alone, so that all ranks stop at the same epoch; of a sharded model, all have to help.
                     values = run.validate() if step.sharded else []
-                    judged = ranks.first(run.validate if not step.sharded else lambda values=values: values)
+                    judged = ranks.on_rank0(run.validate if not step.sharded else lambda values=values: values)
                     for row, value in zip(rows, judged, strict=True):
                         row["validation_loss"] = value
                     better = best is None or rows[0]["validation_loss"] < best["validation_loss"]
@@ -188,9 +191,9 @@ def _shown(histories: list[History]) -> dict[str, Any]:
     return {**rows[0], **numbers, "members": len(rows)}
 
 
-def _add_sparsity(rows: History, model: nn.Module, run: Run) -> None:
+def _add_sparsity(rows: History, model: nn.Module, run: Stage) -> None:
     """To every member's row: sum(1 - keep_prob) / D where there are gates, or the share of D that is masked, if any."""
-    if sites := layers.sites(model):
+    if sites := attachment.sites(model):
         name, of = "expected_sparsity", [site.gate for site in sites]
         gone = [1 - sharded.local(site.keep_prob()).double() for site in sites]
     elif pairs := weights.masked(model):
@@ -202,10 +205,10 @@ def _add_sparsity(rows: History, model: nn.Module, run: Run) -> None:
     everything = sharded.total(sum(each[1:], each[0]), of)
     for row, one in zip(rows, _listed(everything), strict=True):
         if sites or one:  # a member without a mask has a row as if it were alone
-            row[name] = one / layers.total(model)
+            row[name] = one / attachment.total(model)
 
 
-def _check_finite(value: Tensor, run: Run, epoch: int, configs: Sequence[Config]) -> None:
+def _check_finite(value: Tensor, run: Stage, epoch: int, configs: Sequence[Config]) -> None:
     if bool(torch.isfinite(value).all()):
         return
     k, bad = next((k, v) for k, v in enumerate(_listed(value)) if not math.isfinite(v))
@@ -254,9 +257,9 @@ def _check_split(data: Data, config: Config) -> None:
         )
 
 
-def _identity(model: nn.Module, configs: Sequence[Config], run: Run, seeds: Sequence[int]) -> str:
+def _identity(model: nn.Module, configs: Sequence[Config], run: Stage, seeds: Sequence[int]) -> str:
     """A hash of all that the outcome of a stage follows from; refuses when the ranks do not hold the same."""
-    ranks.meet()
+    ranks.barrier()
     content = {
         "stage": run.stage,
         # By what means the steps are taken is no part of what is asked: a run may go on on another device.
@@ -267,13 +270,13 @@ def _identity(model: nn.Module, configs: Sequence[Config], run: Run, seeds: Sequ
         "masks": [_together(mask) for _, mask in weights.noted(model, "mask")],
         "samplers": [
             [s.mapping, s.coupling, s.estimator, s.beta, s.seed.tolist(), s.step.tolist()]
-            for s in (site.sampler for site in layers.sites(model))
+            for s in (site.sampler for site in attachment.sites(model))
         ],
         **run.identity,
     }
     data, masks, state, prior = ("seen", "labels"), ("masks", "samplers"), ("model",), ("prior",)
     rest = [key for key in content if key not in (*data, *masks, *state, *prior)]
-    ranks.agree(
+    ranks.require_equal(
         {
             "data": (_hash(content, data), "give every rank all of the data: each takes its part of every batch"),
             "masks": (_hash(content, masks), "make them from the same scores and seed on every rank"),
@@ -298,7 +301,7 @@ def _hash(content: dict[str, Any], keys: Sequence[str]) -> str:
 
 def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[Group]:
     """Parameter groups: weights (and the rest, when it is trained), gates, log std; empty ones are left out."""
-    sites = layers.sites(model)
+    sites = attachment.sites(model)
     if sites:
         for config in configs:
             check_rates(config)
@@ -307,7 +310,7 @@ def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[G
             "gate_lr is None for some members of the population and a number for others; give 0.0 to those that are "
             "not to train their gates"
         )
-    plain = [site.mean for site in sites] + (layers.rest_parameters(model) if rest else [])
+    plain = [site.mean for site in sites] + (attachment.rest_parameters(model) if rest else [])
     gates = [site.gate for site in sites] if configs[0].gate_lr is not None else []
     stds = [site.log_std for site in sites if site.log_std is not None]
     momentum, none = [config.momentum for config in configs], [0.0] * len(configs)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pacprune.sharded import local
+from pacprune.distributed.sharded import local
 
 BETA2, EPS = 0.999, 1e-8
 

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pacprune import kernels, layers, weights
-from pacprune.batches import device_of
-from pacprune.kernels.convolution import FEW, convolution, filled, is_narrow
-from pacprune.kernels.views import compiler_pass
-from pacprune.sampler import Sampler
+from pacprune import kernels
+from pacprune.data.batches import device_of
+from pacprune.kernels.conv.channels_last_pass import compiler_pass
+from pacprune.kernels.conv.convolution import FEW, convolution, filled, is_narrow
+from pacprune.masking import attachment, weights
+from pacprune.masking.sampler import Sampler
 
+AT_ONCE = {"cpu": 8, "cuda": 96}
+"""Networks in one population; where they do not fit into memory, `fit` trains them in halves."""
 _NARROW = 64
 """Channels up to which cuDNN's strided grouped convolutions are slower than those of `kernels.grouped`."""
 
@@ -31,7 +34,7 @@ def members(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [model] if isinstance(model, nn.Module) else list(model)
 
 
-def spread(name: str, value: Any, count: int) -> list[Any]:
+def per_member(name: str, value: Any, count: int) -> list[Any]:
     """One value per member: those of a list or tuple in order, anything else for all of them."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
@@ -51,7 +54,7 @@ class Population:
         _check_alike(models)
         self.models = list(models)
         self.stacked = _stack(self.models)
-        self._sites = layers.sites(self.stacked)
+        self._sites = attachment.sites(self.stacked)
         self._plain = _skeleton(self.models[0])
         rest = [(n, t) for n, t in (*self.stacked.named_parameters(), *self.stacked.named_buffers())]
         self._rest = {n: t for n, t in rest if ".parametrizations." not in f".{n}"}
@@ -153,7 +156,7 @@ def _stack(models: list[nn.Module]) -> nn.Module:
                 nn.Parameter(tensor, requires_grad=first.requires_grad) if isinstance(first, nn.Parameter) else tensor
             )
         getattr(module, kind)[name] = shared[id(first)]
-    for site in layers.sites(stacked):
+    for site in attachment.sites(stacked):
         std = site.sampler.std
         if std is not None and std.ndim == 1:  # one number per member, which has to multiply that member's weights
             site.sampler.std = std.reshape(-1, *[1] * (site.mean.ndim - 1))
@@ -185,9 +188,9 @@ def _tensors(
 def _skeleton(model: nn.Module) -> nn.Module:
     """The plain form of a model without its numbers, for functional_call."""
     plain = copy.deepcopy(model)
-    found = layers.sites(plain)
+    found = attachment.sites(plain)
     if found:
-        layers.harden(plain, {site.name: torch.ones_like(site.mean, dtype=torch.bool) for site in found})
+        attachment.harden(plain, {site.name: torch.ones_like(site.mean, dtype=torch.bool) for site in found})
     if kernels.backend(device_of(model)) == "triton":
         for module in plain.modules():
             if type(module) is nn.Conv2d and _is_slow_in_groups(module):
@@ -299,7 +302,7 @@ def _form(model: nn.Module) -> list[tuple[str, str]]:
         (n, f"of shape {tuple(t.shape)}, {t.dtype}, on {t.device}, requires_grad={t.requires_grad}")
         for n, t in (*model.named_parameters(), *model.named_buffers())
     ]
-    samplers = [(site.name, site.sampler) for site in layers.sites(model)]
+    samplers = [(site.name, site.sampler) for site in attachment.sites(model)]
     masks = [(n, f"with {s.mapping}, {s.coupling}, {s.estimator}, {s.beta}") for n, s in samplers]
     return kinds + tensors + masks + [(n, f"with {_settings(m)}") for n, m in modules]
 

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pacprune import budget, estimators, layers, masks, philox, ranks, sharded, weights
-from pacprune.batches import Data, batches, crop_flip, portions, size, tensors
-from pacprune.budget import Budget
-from pacprune.config import Config
-from pacprune.optim import Group, Optimizer
+from pacprune import philox
+from pacprune.data.batches import Data, batches, crop_flip, portions, size, tensors
+from pacprune.distributed import ranks, sharded
+from pacprune.masking import attachment, masks, weights
+from pacprune.training import budget, estimators
+from pacprune.training.budget import Budget
+from pacprune.training.config import Config
+from pacprune.training.optim import Group, Optimizer
 
 _WARM = 3
 """Steps before a capture: libraries choose their algorithms and the optimiser makes its state."""
 
 
 @dataclass(frozen=True)
-class Run:
+class Stage:
     """What tells one stage from another in the shared loop. A population's losses have one number per member."""
 
     stage: str
@@ -66,10 +69,10 @@ class Step:
     """
 
     def __init__(
-        self, model: nn.Module, configs: Sequence[Config], run: Run, seeds: Sequence[int], device: torch.device
+        self, model: nn.Module, configs: Sequence[Config], run: Stage, seeds: Sequence[int], device: torch.device
     ) -> None:
         self.model, self.configs, self.run, self.device = model, configs, run, device
-        self.config, self.sites = configs[0], layers.sites(model)
+        self.config, self.sites = configs[0], attachment.sites(model)
         shape = (len(configs),) if run.members else ()
         self.clock = torch.zeros(len(run.groups) + 3, *shape, device=device)
         self.value = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -131,7 +134,7 @@ class Step:
             table.append([[base * f for f in factor] for base, factor in zip(group.base, of, strict=True)])
         if self.sites and self.run.budgets is not None:
             here = sum(site.gate.numel() for site in self.sites) // len(self.configs)
-            sizes = {"size": here, "total": layers.total(self.model)}
+            sizes = {"size": here, "total": attachment.total(self.model)}
             plans = self.run.budgets
             before = [max(0.0, share - 1 / self.steps) for share in shares]
             table.append([[b.faded(t) - b.faded(t0) for t0, t in zip(before, shares, strict=True)] for b in plans])
@@ -280,7 +283,7 @@ class Step:
         for piece, part_x, part_y in zip(pieces, x.split(sizes, along), y.split(sizes, along), strict=True):
             weight = piece.weight
             if self.sites:
-                layers.resample_(model)
+                attachment.resample_(model)
 
             def forward(part_x: Tensor = part_x, part_y: Tensor = part_y, share: float = piece.share) -> Tensor:
                 with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=config.amp):

@@ -22,7 +22,7 @@ def _convolution(x: Tensor, weight: Tensor, stride: list[int], padding: list[int
     """F.conv2d(x, weight, None, stride, padding, 1, groups); channels-last on a GPU."""
     if not x.is_cuda:
         return F.conv2d(x, weight, None, stride, padding, 1, groups)
-    from pacprune.kernels import grouped
+    from pacprune.kernels.conv import grouped
 
     out = grouped.forward(_innermost(x), _matrices(weight, groups), _sizes(x, weight, stride, padding, groups))
     return out.permute(0, 3, 1, 2)
@@ -44,7 +44,7 @@ def _gradient(
             out, x, weight, None, stride, padding, [1, 1], False, [0, 0], groups, [to_x, True, False]
         )
         return found[0].contiguous() if to_x else x.new_empty(0), found[1].contiguous()
-    from pacprune.kernels import grouped
+    from pacprune.kernels.conv import grouped
 
     sizes, slope = _sizes(x, weight, stride, padding, groups), _innermost(out)
     matrices = grouped.to_weight(slope, _innermost(x), sizes).unflatten(1, weight.shape[2:])
@@ -71,7 +71,7 @@ def _narrow(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) ->
     """[n, K * outputs, rows, columns] of x [K, n, channels, height, width] and weight [K, outputs, channels, *taps]."""
     if not x.is_cuda:
         return F.conv2d(*_as_groups(x, weight), None, stride, padding, 1, len(x))
-    from pacprune.kernels import narrow
+    from pacprune.kernels.conv import narrow
 
     taps = weight.flatten(2).mT.contiguous()
     return narrow.forward(x.contiguous(), taps, _narrow_sizes(x, weight, stride, padding)).permute(0, 3, 1, 2)
@@ -92,7 +92,7 @@ def _narrow_gradient(out: Tensor, x: Tensor, weight: Tensor, stride: list[int], 
             out, images, flat, None, stride, padding, [1, 1], False, [0, 0], len(x), [False, True, False]
         )
         return found[1].reshape(weight.shape).contiguous()
-    from pacprune.kernels import narrow
+    from pacprune.kernels.conv import narrow
 
     found = narrow.to_weight(_innermost(out), x.contiguous(), _narrow_sizes(x, weight, stride, padding))
     return found.mT.reshape(weight.shape).to(weight.dtype).contiguous()

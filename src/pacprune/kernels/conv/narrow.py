@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pacprune.kernels.grouped import PROGRAMS, options
+from pacprune.kernels.conv.grouped import PROGRAMS, options
 
 
 @triton.jit

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from pacprune.experiments import runs, speed, throughput, timing
-from pacprune.loop import Progress
+from pacprune.bench import sampler, throughput, timing
+from pacprune.runs import commands
+from pacprune.training.loop import Progress
 
 SUBJECTS = {
-    "sample": speed.sample,
-    "step": speed.step,
+    "sample": sampler.sample,
+    "step": sampler.step,
     "population": throughput.population,
     "certificate": throughput.certificate,
     "pattern": throughput.pattern,
@@ -27,7 +28,7 @@ def run(
         raise ValueError(f"unknown subject {subject!r}; use one of {', '.join(SUBJECTS)}")
     if smoke and full:
         raise ValueError("smoke (tiny sizes) and full (slow ones as well) are both given; give only one of the two")
-    where = runs.check_device(device)
+    where = commands.check_device(device)
     if where.type not in timing.SHORTEST:
         raise ValueError(f"the benchmark runs on {' and '.join(timing.SHORTEST)}, not on {device!r}; use --device cpu")
     scale = "smoke" if smoke else "full" if full and where.type == "cpu" else where.type

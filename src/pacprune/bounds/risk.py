@@ -2,10 +2,6 @@
 
 Every function returns the upper end of its bracket: rounding errors can only make a bound larger, never smaller than
 the true value. Risks are fractions in [0, 1]; logs are natural; delta is the probability with which a bound may fail.
-
-    >>> from pacprune import bounds
-    >>> round(bounds.seeger(0.10, n=12_000, kl=500.0, delta=0.05), 3)
-    0.209
 """
 
 import math
@@ -16,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pacprune.numeric import (
+from pacprune.bounds.numeric import (
     ROUND_UP,
     ROUNDING,
     check_count,

@@ -1,0 +1,3 @@
+"""Commands and their options."""
+
+from pacprune.cli.app import main as main

@@ -1,0 +1,1 @@
+"""Files that leave the laboratory, and networks without their dead channels."""

@@ -1,0 +1,1 @@
+"""A population's convolutions, and where elementwise operations are taken between them."""

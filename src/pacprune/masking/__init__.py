@@ -1,0 +1,1 @@
+"""What is prunable, what ranks it, and stochastic masks on any module."""

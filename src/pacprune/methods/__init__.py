@@ -1,0 +1,1 @@
+"""The pruning methods from end to end."""

@@ -1,0 +1,1 @@
+"""The figures of the paper, one file each, and what they share."""
