@@ -10,7 +10,10 @@ from pacprune._version import __version__ as __version__
 from pacprune.certification.audit import verify
 from pacprune.certification.certificate import Certificate
 from pacprune.certification.certify import certify, certify_held_out
+from pacprune.deploy import export, slim
+from pacprune.distributed import ranks
 from pacprune.masking import criteria as scores
+from pacprune.masking import patterns
 from pacprune.masking.attachment import attach, harden, read, resample_
 from pacprune.masking.masks import entropy, overlap, top_k
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
@@ -22,7 +25,7 @@ from pacprune.theory import linearised as wide
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error, reestimate_batchnorm
-from pacprune.training.fit import fit, fit_posterior
+from pacprune.training.fit import bounded_cross_entropy, fit, fit_posterior
 
 __all__ = [
     "Budget",
@@ -34,12 +37,14 @@ __all__ = [
     "apply_mask",
     "attach",
     "block_isotropic",
+    "bounded_cross_entropy",
     "bounds",
     "certify",
     "certify_held_out",
     "data",
     "entropy",
     "error",
+    "export",
     "fit",
     "fit_posterior",
     "gibbs_error",
@@ -53,17 +58,25 @@ __all__ = [
     "models",
     "osp",
     "overlap",
+    "patterns",
     "pbp",
     "pft",
     "prunable",
+    "ranks",
     "read",
     "reestimate_batchnorm",
     "resample_",
     "score_monotone",
     "scores",
+    "slim",
     "sparsity",
     "together",
     "top_k",
     "verify",
     "wide",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names: what the folders hold beside them is private."""
+    return sorted([*__all__, "__version__"])
