@@ -147,7 +147,7 @@ def test_the_triton_kernels_in_their_interpreter() -> None:
     """The kernels' own arithmetic without a GPU."""
     script = f"""
         import torch, torch.nn.functional as F
-        from pacprune.kernels import convolution as op, grouped, narrow
+        from pacprune.kernels.conv import convolution as op, grouped, narrow
         for k, inputs, outputs, high, wide, stride, padding, taps in {SHAPES}:
             x, w = torch.randn(3, k * inputs, high, wide), torch.randn(k * outputs, inputs, taps, taps)
             a, b = x.double().requires_grad_(), w.double().requires_grad_()
@@ -181,7 +181,9 @@ def test_the_triton_kernels_in_their_interpreter() -> None:
 def test_the_sums_of_a_gpu_in_tritons_interpreter() -> None:
     script = """
         import torch
-        from pacprune import masks, moments
+        from pacprune.kernels import gate_sums
+        from pacprune.kernels.law import LOGIT_MAX
+        from pacprune.masking import masks
         logits = torch.randn(3, 20_011) * 9
         tau, gamma = torch.randn(3), torch.tensor([1.0, 2.0, 0.5])
         exact = masks._moments([logits[:, 5:]], tau, gamma)
@@ -200,10 +202,10 @@ def test_the_sums_of_a_gpu_in_tritons_interpreter() -> None:
 def test_the_crops_of_a_gpu_in_tritons_interpreter() -> None:
     script = """
         import torch
-        from pacprune import batches, crops
+        from pacprune.data import augment, batches
         for shape in ((5, 7, 3, 8, 6), (6, 3, 9, 8), (50, 2, 3, 4, 4)):
             x, word = torch.randn(shape), torch.randint(2**32, shape[:-3])
-            found = crops.crop_flip(x, word, pad=4)
+            found = augment.crop_flip(x, word, pad=4)
             assert torch.equal(found, batches.crop_flip(x, word))
             assert found.stride(-3) == 1  # channels innermost
     """

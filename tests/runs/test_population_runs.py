@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_population import CONFIG, NETS, X, Y, assert_alike, both, budgets, built, prepared
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pacprune as pp
 from pacprune.masking import attachment, weights
-from test_population import CONFIG, NETS, X, Y, assert_alike, both, budgets, built, prepared
 
 SPLIT = pp.data.split(X, Y, prior_fraction=0.5, seed=0)
 

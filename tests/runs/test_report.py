@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pacprune.cli import app
 from pacprune.certification.certificate import LABELS, Certificate, load, rounded_up
+from pacprune.cli import app
 from pacprune.runs import report, store
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pacprune.certification import certificate
 from pacprune import data
+from pacprune.certification import certificate
 from pacprune.paper import frame, pft_vs_osp
 from pacprune.runs import commands, store
 from pacprune.runs import options as opt

@@ -19,7 +19,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from pacprune.runs import locks, options, ray, commands, store, sweep
+from pacprune.cli.app import sweep as sweep_command
+from pacprune.runs import cluster, commands, locks, options, store, sweep
 
 FIXED = "dense_epochs = 1\nepochs = 2\n"
 POSTERIOR, PAID = "posterior_epochs = 1\ndraws = 20\n", "grid = [2]\n"
@@ -274,9 +275,9 @@ def test_where_a_run_is_computed_can_be_given_with_the_call() -> None:
 
 
 def test_a_claim_dies_with_its_holder() -> None:
-    code = "import sys, time; from pathlib import Path; from pacprune.experiments import claims\n" + (
-        "with claims.claimed(Path('out'), 'one') as note:\n"
-        "    claims.begin(note); note('running', stage='dense', done=3, total=9, epoch=1); time.sleep(60)"
+    code = "import sys, time; from pathlib import Path; from pacprune.runs import locks\n" + (
+        "with locks.claimed(Path('out'), 'one') as note:\n"
+        "    locks.begin(note); note('running', stage='dense', done=3, total=9, epoch=1); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ) as holder:
         while len(locks.lines(Path("out"), "one")) < 2:
@@ -291,7 +292,7 @@ def test_a_claim_dies_with_its_holder() -> None:
 
 def test_two_sweeps_at_once_do_every_run_once() -> None:
     path = file(FIXED, TWO, "seed = [0, 1]\n")
-    code = "from pathlib import Path; from pacprune.experiments import sweep; sweep.run(Path('mine.toml'))"
+    code = "from pathlib import Path; from pacprune.runs import sweep; sweep.run(Path('mine.toml'))"
     both = [subprocess.Popen([sys.executable, "-c", code], env=os.environ) for _ in range(2)]
     assert [one.wait() for one in both] == [0, 0]
     for entry in sweep.read(path).entries:
@@ -337,7 +338,7 @@ def test_the_table_tells_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def call(*words: str) -> Result:
     app = typer.Typer(rich_markup_mode=None)
-    app.command()(ray.command)
+    app.command()(sweep_command)
     return CliRunner().invoke(app, list(words))
 
 
@@ -378,22 +379,22 @@ def test_the_command_refuses_in_one_sentence(words: tuple[str, ...], said: str) 
 @pytest.mark.parametrize("address", ["nowhere", "ray://host:10001", "host:port"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"--ray is .*; give auto, or HOST:PORT"):
-        ray._check_reachable(address)
+        cluster._check_reachable(address)
 
 
 def test_a_cluster_that_does_not_answer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no Ray cluster answers at 127.0.0.1:9 \(.*\); check the address"):
-        ray._check_reachable("127.0.0.1:9")
+        cluster._check_reachable("127.0.0.1:9")
 
 
 def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"ray cannot be imported .*; pip install \"pacprune\[sweep\]\""):
-        sweep.run(file(TWO), work=ray.on("auto"))
+        sweep.run(file(TWO), work=cluster.on("auto"))
     assert not Path("runs").exists()
 
 
 def test_ray_gives_out_the_gpus() -> None:
     path = file('device = "cuda:1"\n', TWO)
     with pytest.raises(ValueError, match="device is 'cuda:1', but Ray gives every run a GPU of its own; use cuda"):
-        sweep.run(path, work=ray.on("auto"))
+        sweep.run(path, work=cluster.on("auto"))

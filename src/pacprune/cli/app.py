@@ -21,9 +21,8 @@ from pacprune.data import download
 from pacprune.data.splits import NAMES as DATA_SETS
 from pacprune.distributed import ranks
 from pacprune.paper import frame, recipes
-from pacprune.runs import commands, locks, report, store, tensorboard
+from pacprune.runs import cluster, commands, events, locks, report, store
 from pacprune.runs import options as opt
-from pacprune.runs import ray as cluster
 from pacprune.runs import sweep as sweeps
 from pacprune.runs.demo import demo
 
@@ -372,8 +371,8 @@ def measure(
         show(found, json, *deployment.shown(found))
 
 
-@app.command("track", epilog=_examples("track"))
-def events(
+@app.command(epilog=_examples("track"))
+def track(
     run: Annotated[Path, typer.Argument(help="Folder of a run, finished or going.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the event files [RUN/events].")] = None,
     seed: Seed = 0,
@@ -382,7 +381,7 @@ def events(
 ) -> None:
     """TensorBoard event files of a run."""
     with told():
-        place = str(tensorboard.write(run, out=out))
+        place = str(events.write(run, out=out))
         show({"run": str(run), "events": place}, json, f"Events: tensorboard --logdir {place}")
 
 

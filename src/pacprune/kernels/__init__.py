@@ -82,9 +82,9 @@ def _found(kind: str) -> tuple[ModuleType | None, str]:
             sentence = f"plain torch instead of the C++ kernels, since {failed}"
     elif kind == "cuda":
         try:
-            from pacprune.kernels import triton
+            from pacprune.kernels import triton_sampler
 
-            return triton, f"Triton {triton.VERSION} kernels"
+            return triton_sampler, f"Triton {triton_sampler.VERSION} kernels"
         except ImportError as failed:
             sentence = f"plain torch instead of the Triton kernels, since {failed}; install triton"
     else:

@@ -16,24 +16,24 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pacprune import __version__, data, models
-from pacprune.methods import baselines, pipeline
-from pacprune.distributed import ranks
-from pacprune.masking import criteria, weights
-from pacprune.data.batches import example_hashes
 from pacprune.bounds import Ledger
 from pacprune.certification.certificate import RECORD, Certificate, load
-from pacprune.training.config import Config
+from pacprune.certification.certify import certify_held_out, check_declared
+from pacprune.data.batches import example_hashes
 from pacprune.data.splits import Part, Split
-from pacprune.training.evaluate import error, gibbs_error
+from pacprune.distributed import ranks
+from pacprune.masking import criteria, weights
+from pacprune.masking.attachment import attach, harden, read
+from pacprune.masking.masks import top_k
+from pacprune.masking.spikeslab import block_isotropic
+from pacprune.methods import baselines, pipeline
 from pacprune.runs import options as opt
 from pacprune.runs import report, store
 from pacprune.runs.options import L0, Dpf, Gmp, Imp, Options, Osp, Pbp, Pft, Pruning
-from pacprune.certification.certify import certify_held_out, check_declared
-from pacprune.masking.attachment import attach, harden, read
-from pacprune.training.loop import History, Progress
-from pacprune.masking.masks import top_k
-from pacprune.masking.spikeslab import block_isotropic
+from pacprune.training.config import Config
+from pacprune.training.evaluate import error, gibbs_error
 from pacprune.training.fit import fit, fit_posterior
+from pacprune.training.loop import History, Progress
 
 FEW = 64
 """Examples that a rehearsal looks at."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pacprune import data, models
-from pacprune.masking import patterns, criteria
-from pacprune.training.config import GATE_STEPS, SCHEDULES
 from pacprune.certification.certify import FAMILIES
+from pacprune.masking import criteria, patterns
+from pacprune.training.config import GATE_STEPS, SCHEDULES
 from pacprune.training.fit import OBJECTIVES
 
 PARTS = ("train", "prior")

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 from pacprune import bounds
 from pacprune.certification import certificate
 from pacprune.certification.certificate import Certificate, rounded_up
-from pacprune.training.checkpoint import write_atomically
-from pacprune.runs import store
 from pacprune.kernels.law import LOGIT_MAX
+from pacprune.runs import store
+from pacprune.training.checkpoint import write_atomically
 
 HINT = 'no figures were drawn, since matplotlib is not installed: pip install "pacprune[plot]"'
 # Okabe and Ito's colours: told apart by colour-blind readers.

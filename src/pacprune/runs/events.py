@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from pacprune import kernels
+from pacprune.deploy.export import extra
+from pacprune.kernels import Law
+from pacprune.methods.pipeline import COUPLING
 from pacprune.runs import options as opt
 from pacprune.runs import plots, store
 from pacprune.runs.options import Pft
-from pacprune.deploy.export import extra
-from pacprune.kernels import Law
 from pacprune.training.loop import Progress
-from pacprune.methods.pipeline import COUPLING
 
 EVENTS = "events"
 """Where the event files of a run lie in its folder: tensorboard --logdir RUN."""

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pacprune.deploy.export import extra
 from pacprune.runs import locks, sweep
 from pacprune.runs.sweep import Entry, Resources, Sweep, Work
-from pacprune.deploy.export import extra
 
 TIMEOUT = 5.0
 """Seconds that a head node has to accept a connection."""

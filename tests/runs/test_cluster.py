@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pacprune.runs import locks, ray, commands, store, sweep
+from pacprune.runs import cluster, commands, locks, store, sweep
 
 pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
@@ -23,9 +23,9 @@ SLOW = 400
 DRIVER = """
 import sys
 from pathlib import Path
-from pacprune.experiments import ray_sweep, sweep
+from pacprune.runs import cluster, sweep
 try:
-    found = sweep.run(Path(sys.argv[1]), out=Path(sys.argv[2]), work=ray_sweep.on(sys.argv[3]))
+    found = sweep.run(Path(sys.argv[1]), out=Path(sys.argv[2]), work=cluster.on(sys.argv[3]))
 except ValueError as failure:
     sys.exit(str(failure))
 sys.exit(found["finished"] != len(found["runs"]))
@@ -33,7 +33,7 @@ sys.exit(found["finished"] != len(found["runs"]))
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def nodes() -> Iterator[Any]:
     """Two nodes with one CPU each; a dead one is noticed after a second instead of half a minute."""
     quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 5}
     made = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "_system_config": quick})
@@ -43,12 +43,12 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
-def driver(cluster: Any, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+def driver(nodes: Any, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """Starts `pacprune sweep` on the cluster, as a process that can be killed."""
     started = []
 
     def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", DRIVER, tmp_path / "mine.toml", tmp_path / "out", cluster.address]
+        command = [sys.executable, "-c", DRIVER, tmp_path / "mine.toml", tmp_path / "out", nodes.address]
         with (tmp_path / f"driver-{len(started)}.txt").open("wb") as said:
             started.append(subprocess.Popen(command, stderr=said, stdout=said))
         return started[-1]
@@ -159,14 +159,14 @@ def test_what_a_worker_refuses_is_told_and_nothing_is_written(driver: Any, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_a_node_that_is_killed_loses_nothing(cluster: Any, driver: Any, alone: Path, tmp_path: Path) -> None:
+def test_a_node_that_is_killed_loses_nothing(nodes: Any, driver: Any, alone: Path, tmp_path: Path) -> None:
     out, entries = tmp_path / "out", asked(tmp_path, 3)
-    (node,) = (node for node in cluster.list_all_nodes() if node is not cluster.head_node)
+    (node,) = (node for node in nodes.list_all_nodes() if node is not nodes.head_node)
     (raylet,) = (made.process.pid for made in node.all_processes["raylet"])
     started = driver()
     hit = until(lambda: running(out, entries, lambda pid: parent(pid) == raylet))
     lost = worker(out, hit)
-    cluster.remove_node(node, allow_graceful=False)
+    nodes.remove_node(node, allow_graceful=False)
     assert started.wait(180) == 0, (tmp_path / "driver-0.txt").read_text()
     assert not Path(f"/proc/{lost}").exists()
     first, *later = begun(out, hit)
@@ -179,5 +179,5 @@ def test_a_cluster_that_is_not_there_is_refused(tmp_path: Path) -> None:
     asked(tmp_path, 1)
     for address in ("127.0.0.1:9", "nowhere.invalid:6379"):
         with pytest.raises(ValueError, match=f"no Ray cluster answers at {address}"):
-            sweep.run(tmp_path / "mine.toml", out=tmp_path / "out", work=ray.on(address))
+            sweep.run(tmp_path / "mine.toml", out=tmp_path / "out", work=cluster.on(address))
     assert not (tmp_path / "out").exists()

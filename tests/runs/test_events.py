@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from pacprune.deploy import export
+from pacprune.runs import commands, store
+from pacprune.runs import events as tracking
 from pacprune.runs import options as opt
-from pacprune.runs import commands, store, tensorboard
 
 SHORT = {"dense_epochs": 1, "epochs": 2}
 
@@ -23,8 +24,8 @@ def test_a_missing_extra_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(export.importlib, "import_module", missing)
     store.begin(tmp_path, "pft", opt.Pft())
     with pytest.raises(ValueError, match=r'^tensorboard cannot be imported \(none\); pip install "pacprune\[track\]"$'):
-        tensorboard.write(tmp_path)
-    with pytest.raises(ValueError, match=r"^tensorboard cannot"), tensorboard.following(tmp_path, "pft", opt.Pft(), quiet):
+        tracking.write(tmp_path)
+    with pytest.raises(ValueError, match=r"^tensorboard cannot"), tracking.following(tmp_path, "pft", opt.Pft(), quiet):
         raise AssertionError("not reached")
     assert [file.name for file in tmp_path.iterdir()] == ["config.toml"]
 
@@ -38,10 +39,10 @@ def events(folder: Path) -> Any:
 def test_a_followed_run_shows_scalars_gates_and_figures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     options, folder, seen = opt.Pft(**SHORT), tmp_path / "run", []
-    with tensorboard.following(folder, "pft", options, lambda *rest: seen.append(rest)) as progress:
+    with tracking.following(folder, "pft", options, lambda *rest: seen.append(rest)) as progress:
         assert not folder.exists()
         commands.execute("pft", options, commands.single, out=folder, progress=progress)
-    found, tags = events(folder / tensorboard.EVENTS), events(folder / tensorboard.EVENTS).Tags()
+    found, tags = events(folder / tracking.EVENTS), events(folder / tracking.EVENTS).Tags()
     rows = store.metrics(folder)
     for row in rows:
         values = {event.step: event.value for event in found.Scalars(f"{row['stage']}/loss")}
@@ -59,14 +60,14 @@ def test_a_followed_run_shows_scalars_gates_and_figures(tmp_path: Path) -> None:
         assert image.encoded_image_string == path.read_bytes()
     assert seen, "the other listener hears everything"
     with pytest.raises(ValueError, match=r"events already holds 1 files; give another --out, or delete it"):
-        tensorboard.write(folder)
+        tracking.write(folder)
 
 
 def test_a_finished_run_of_pbp_shows_p_and_q(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     options = opt.Pbp(**SHORT, posterior_epochs=1, draws=50)
     result = commands.execute("pbp", options, commands.single, out=tmp_path / "run", progress=quiet)
-    assert tensorboard.write(tmp_path / "run", out=tmp_path / "events") == tmp_path / "events"
+    assert tracking.write(tmp_path / "run", out=tmp_path / "events") == tmp_path / "events"
     found = events(tmp_path / "events")
     (posterior,) = found.Histograms("certificate/posterior/keep_prob/all")
     mean = posterior.histogram_value.sum / posterior.histogram_value.num
@@ -86,7 +87,7 @@ def test_a_run_that_is_going_shows_what_its_checkpoints_hold(tmp_path: Path) -> 
 
     with pytest.raises(KeyboardInterrupt):
         commands.execute("pft", options, commands.single, out=folder, progress=stop)
-    tags = events(tensorboard.write(folder)).Tags()
+    tags = events(tracking.write(folder)).Tags()
     assert {"dense/loss", "masks/loss"} <= set(tags["scalars"])
     assert "masks/keep_prob/all" in tags["histograms"]
     assert tags["images"] == []

@@ -1,0 +1,1 @@
+"""Run folders: from options to a network, its report and its figures."""
