@@ -12,7 +12,7 @@ from pacprune.paper import frame, pft_vs_osp
 from pacprune.runs import commands, store
 from pacprune.runs import options as opt
 from pacprune.runs.options import Demo, Osp, Pbp, Pft
-from pacprune.training.loop import Progress
+from pacprune.types import Progress
 
 SHORT: dict[str, Any] = {"dense_epochs": 2, "epochs": 2}
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pacprune as pp
+from pacprune.files import digest, write_atomically
 from pacprune.masking import attachment, weights
 from pacprune.methods import pipeline
-from pacprune.training import budget, checkpoint
-from pacprune.training.loop import History
+from pacprune.training import budget
+from pacprune.types import History
 
 G = torch.Generator().manual_seed(1)
 X = torch.randn(70, 4, generator=G)
@@ -270,21 +271,21 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_writing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "file.bin"
-    checkpoint.write_atomically(path, b"old")
+    write_atomically(path, b"old")
 
     def full(handle: int) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
-        checkpoint.write_atomically(path, b"new")
+        write_atomically(path, b"new")
     assert [(p.name, p.read_bytes()) for p in path.parent.iterdir()] == [("file.bin", b"old")]
 
 
 def test_files_can_be_read_by_others(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        checkpoint.write_atomically(tmp_path / "certificate.json", b"{}")
+        write_atomically(tmp_path / "certificate.json", b"{}")
     finally:
         os.umask(before)
     assert (tmp_path / "certificate.json").stat().st_mode & 0o777 == 0o644
@@ -293,7 +294,7 @@ def test_files_can_be_read_by_others(tmp_path: Path) -> None:
 def test_a_digest_tells_names_shapes_and_types_apart() -> None:
     a = torch.zeros(4)
     variants = [{"a": a}, {"b": a}, {"a": a.reshape(2, 2)}, {"a": a.int()}, {"a": a + 1}, {"a": a[:2], "b": a[2:]}, {}]
-    assert len({checkpoint.digest(v) for v in variants}) == len(variants)
+    assert len({digest(v) for v in variants}) == len(variants)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 from pacprune import bounds
 from pacprune.bench.synthetic import STUDIES, Finding
 from pacprune.bounds.numeric import check_count, check_delta
-from pacprune.training.loop import Progress
+from pacprune.types import Progress
 
 CONFIDENCE = 0.999
 """Of the two-sided Clopper-Pearson interval around an observed rate."""

@@ -21,7 +21,7 @@ from pacprune.deploy import export as formats
 from pacprune.deploy import slim
 from pacprune.masking import weights
 from pacprune.runs import store
-from pacprune.training.loop import Progress
+from pacprune.types import Progress
 
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 """Shape of an example, so that a network can be exported where its data are not."""

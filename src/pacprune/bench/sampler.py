@@ -28,10 +28,11 @@ from pacprune.bench.timing import (
 from pacprune.kernels import reference
 from pacprune.masking import attachment, criteria, masks, spikeslab, weights
 from pacprune.methods.pipeline import COUPLING
+from pacprune.types import Loss
 
 SPARSITY = 0.9
 BANDWIDTH, LITERAL = "copy bandwidth", "literal F.gumbel_softmax"
-Loss = Callable[[Tensor, Tensor], Tensor]
+
 
 # --- sample
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from pacprune.bench import sampler, throughput, timing
 from pacprune.runs import commands
-from pacprune.training.loop import Progress
+from pacprune.types import Progress
 
 SUBJECTS = {
     "sample": sampler.sample,

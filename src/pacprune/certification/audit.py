@@ -20,7 +20,7 @@ from pacprune.certification.verify import verify as check_arithmetic
 from pacprune.data.splits import Split
 from pacprune.masking import weights
 from pacprune.masking.spikeslab import SpikeSlab, draw, gates
-from pacprune.training.loop import Progress
+from pacprune.types import Progress
 
 AGAIN = 200
 """How many of the issuer's own draws a replay makes again, from a place that it picks."""

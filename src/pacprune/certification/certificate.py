@@ -17,7 +17,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from pacprune.bounds import Ledger
-from pacprune.training.checkpoint import write_atomically
+from pacprune.files import write_atomically
 
 FORMAT, VERSION = "pacprune certificate", 1
 RECORD, PACKED = "certificate.json", "packed.safetensors"

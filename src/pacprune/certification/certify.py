@@ -21,11 +21,11 @@ from pacprune.certification.certificate import FORMAT, VERSION, Certificate, per
 from pacprune.certification.drawn_networks import Counts
 from pacprune.data.splits import Part, Split, check_split
 from pacprune.distributed import ranks
+from pacprune.files import write_atomically
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab, draw, gates, kl_per_layer, log_ratio
 from pacprune.training import fit
-from pacprune.training.checkpoint import write_atomically
-from pacprune.training.loop import Progress
+from pacprune.types import Progress
 
 FAMILIES = ("seeger", "catoni", "excess")
 BATCH = 25

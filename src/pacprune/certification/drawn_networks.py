@@ -16,7 +16,7 @@ from pacprune.data.splits import Part
 from pacprune.distributed import ranks
 from pacprune.masking.spikeslab import SpikeSlab, draw, top_mask
 from pacprune.training.evaluate import evaluating, mistakes
-from pacprune.training.loop import Progress
+from pacprune.types import Progress
 
 NUMBERS = {"cpu": 2**20, "cuda": 2**28}
 """About how many weights are drawn at once: what a cache holds, or what keeps a GPU busy while Python prepares more."""

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from pacprune.data import download
-from pacprune.training.checkpoint import write_atomically
+from pacprune.files import write_atomically
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; everything else goes to stderr.")]
 _UNUSED = "Accepted by every command; not used here."

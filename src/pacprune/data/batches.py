@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from pacprune.data import splits
+from pacprune.types import Data
 
-Data = Any
-"""(x, y) tensors, a `Part` of a split, a map-style Dataset of (x, y), or a DataLoader of (x, y) batches."""
 _read_hashes: dict[int, tuple[weakref.ref[Any], Tensor, Tensor]] = {}
 """Hashes of the x and y of Datasets and DataLoaders by id: reading one again may take as long as an epoch."""
 _hashes: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor]] = {}
@@ -98,8 +97,9 @@ def _read(data: Data) -> tuple[Tensor, Tensor]:
     source, known = _source(data), _read_hashes.get(id(data))
     if known is not None and known[0]() is data and len(known[1]) == len(source):
         return known[1], known[2]
-    own = isinstance(data, DataLoader) and data.batch_sampler is not None
-    collate: Any = data.collate_fn if own else default_collate
+    collate: Any = default_collate
+    if isinstance(data, DataLoader) and data.batch_sampler is not None:
+        collate = data.collate_fn
     pairs = (collate([source[i]]) for i in range(len(source)))
     with isolated_rng(torch.device("cpu"), data, seed=0):  # random augmentation gives the same hashes every time
         found = [(splits.example_hashes(x), splits.example_hashes(torch.as_tensor(y))) for x, y in pairs]
@@ -182,7 +182,7 @@ def batches(
             yield x[index], y[index]
     else:
         for index in cut:
-            x, y = default_collate([data[int(i)] for i in index])
+            x, y = default_collate([_source(data)[int(i)] for i in index])
             yield x.to(device), torch.as_tensor(y).to(device)
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from pacprune.deploy import slim
+from pacprune.files import digest, write_atomically
 from pacprune.masking import patterns, weights
-from pacprune.training.checkpoint import digest, write_atomically
 
 FORMATS = ("safetensors", "onnx", "dense", "slim")
 FORMAT, VERSION = "pacprune packed", "1"

@@ -1,6 +1,6 @@
 """Criteria: each is a function that returns scores, one number per prunable weight, larger = keep."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,11 +10,11 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pacprune import philox
-from pacprune.data.batches import Data, batches, device_of, example_hashes, isolated_rng
+from pacprune.data.batches import batches, device_of, example_hashes, isolated_rng
 from pacprune.distributed import ranks, sharded
 from pacprune.masking import weights
+from pacprune.types import Data, Loss
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 NAMES = ("magnitude", "snip", "grasp", "synflow", "random")
 EXAMPLES = 4096
 """How many examples snip and grasp look at unless told otherwise."""

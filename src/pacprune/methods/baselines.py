@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pacprune import kernels
-from pacprune.data.batches import Data
 from pacprune.masking import masks, patterns, weights
 from pacprune.masking.attachment import attach, harden, read
-from pacprune.masking.criteria import Loss, magnitude
+from pacprune.masking.criteria import magnitude
 from pacprune.masking.spikeslab import SpikeSlab, isotropic, top_mask
 from pacprune.methods.pipeline import (
     Pipeline,
@@ -30,7 +29,7 @@ from pacprune.methods.pipeline import (
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.evaluate import reestimate_batchnorm
-from pacprune.training.loop import Progress
+from pacprune.types import Data, Loss, Progress
 
 START = 0.9
 """keep_prob of every gate of l0 at the start: nearer to 1, a gate hardly feels its penalty."""

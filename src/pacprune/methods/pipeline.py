@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from pacprune import kernels
 from pacprune.certification.certificate import Certificate
 from pacprune.certification.certify import certify, check_declared
-from pacprune.data.batches import Data, per_epoch
+from pacprune.data.batches import per_epoch
 from pacprune.data.splits import Split, check_split
 from pacprune.distributed import sharded
 from pacprune.masking import criteria, masks, patterns, weights
 from pacprune.masking.attachment import attach, final_mask, harden, read, set_logits_
-from pacprune.masking.criteria import NAMES, Loss, magnitude, score
+from pacprune.masking.criteria import NAMES, magnitude, score
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone
 from pacprune.training.budget import Budget, keep_means_
 from pacprune.training.checkpoint import kept
@@ -30,8 +30,9 @@ from pacprune.training.config import Config
 from pacprune.training.crew import check
 from pacprune.training.evaluate import reestimate_batchnorm
 from pacprune.training.fit import fit, fit_posterior
-from pacprune.training.loop import History, Progress, check_rates, in_step
+from pacprune.training.loop import check_rates, in_step
 from pacprune.training.population import alike, per_member
+from pacprune.types import Data, History, Loss, Progress
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

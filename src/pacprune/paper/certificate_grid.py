@@ -26,12 +26,12 @@ from pacprune.certification import drawn_networks
 from pacprune.certification.certificate import RECORD, Certificate
 from pacprune.data.batches import example_hashes
 from pacprune.data.splits import Part, Split
+from pacprune.files import write_atomically
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab, draw
 from pacprune.methods.pipeline import Certified, osp, pbp, pft, together
 from pacprune.paper.frame import Job
 from pacprune.runs import plots, store
-from pacprune.training.checkpoint import write_atomically
 from pacprune.training.config import GATE_RATIO, Config
 from pacprune.training.evaluate import error
 from pacprune.training.fit import fit

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from pacprune import models
 from pacprune.data import download
 from pacprune.deploy import export
+from pacprune.files import write_atomically
 from pacprune.masking import weights
 from pacprune.methods.baselines import gmp
 from pacprune.methods.pipeline import osp, pft, together
 from pacprune.paper import frame
 from pacprune.paper.comparison import surviving
 from pacprune.paper.frame import Drawn, Job
-from pacprune.runs.plots import Table
-from pacprune.training.checkpoint import write_atomically
 from pacprune.training.config import Config
 from pacprune.training.evaluate import mean_loss
 from pacprune.training.fit import fit
+from pacprune.types import Table
 
 METHODS = {"osp": osp, "pft": pft, "gmp": gmp}
 PARTS = (0.8, 0.9)

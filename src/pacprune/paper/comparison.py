@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from pacprune import data, models, philox
 from pacprune.data.splits import Split
+from pacprune.files import write_atomically
 from pacprune.masking import weights
 from pacprune.methods.baselines import gmp, imp, l0
 from pacprune.methods.pipeline import Pruned, osp, pft, together
 from pacprune.paper.frame import Job
 from pacprune.runs import store
-from pacprune.training.checkpoint import write_atomically
 from pacprune.training.config import GATE_RATIO, Config
 from pacprune.training.evaluate import error
 from pacprune.training.fit import fit

@@ -18,6 +18,7 @@ from pacprune import bounds, data, models, philox
 from pacprune.certification import drawn_networks
 from pacprune.certification.certify import certify
 from pacprune.data.splits import Part, Split
+from pacprune.files import write_atomically
 from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.spikeslab import block_isotropic
 from pacprune.methods.baselines import gmp
@@ -25,11 +26,10 @@ from pacprune.methods.pipeline import together
 from pacprune.paper import frame
 from pacprune.paper.frame import Drawn, Job, on_device
 from pacprune.runs import plots
-from pacprune.runs.plots import Table
-from pacprune.training.checkpoint import write_atomically
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error, reestimate_batchnorm
 from pacprune.training.fit import fit, fit_posterior
+from pacprune.types import Table
 
 ORDER = 77
 """Seed of the order that subsets are cut from."""

@@ -13,7 +13,7 @@ from pacprune.paper import certificate_grid, frame, pair_plot
 from pacprune.paper.certificate_grid import Grid, Motion, Setting, read_grid
 from pacprune.paper.frame import Drawn, Job
 from pacprune.runs import plots
-from pacprune.runs.plots import Table
+from pacprune.types import Table
 
 DECLARED = Path(__file__).parents[3] / "results" / "grid.toml"
 """The published grid, in a checkout of the repository."""

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pacprune.files import write_atomically
 from pacprune.masking import masks
 from pacprune.runs import plots
-from pacprune.runs.plots import Table
-from pacprune.training.checkpoint import write_atomically
 from pacprune.training.config import Config
-from pacprune.training.loop import Progress
+from pacprune.types import Progress, Table
 
 SCALES = ("smoke", "reduced", "paper")
 STRIDE = 1000

@@ -23,11 +23,11 @@ from pacprune.methods.pipeline import pbp, together
 from pacprune.paper import frame, kl_weight
 from pacprune.paper.frame import Drawn, Job, on_device
 from pacprune.runs import plots
-from pacprune.runs.plots import Table
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.evaluate import reestimate_batchnorm
 from pacprune.training.fit import fit, fit_posterior
+from pacprune.types import Table
 
 STAGES = ("at the start", "after stage 2", "after stage 3")
 BINS = 35

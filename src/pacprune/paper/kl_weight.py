@@ -21,11 +21,11 @@ from pacprune.masking.spikeslab import block_isotropic
 from pacprune.paper import frame
 from pacprune.paper.frame import Drawn, Job, on_device
 from pacprune.runs import plots
-from pacprune.runs.plots import Table
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.evaluate import gibbs_error, reestimate_batchnorm
 from pacprune.training.fit import fit, fit_posterior
+from pacprune.types import Table
 
 TEST_DRAWS = 20
 """Networks drawn from Q to estimate its Gibbs error on the test part."""

@@ -11,9 +11,10 @@ from pacprune.masking import masks
 from pacprune.paper import wide_masks
 from pacprune.paper.frame import Drawn, Job, agreement, draw, lines
 from pacprune.runs.commands import one_thread
-from pacprune.runs.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Table, title
+from pacprune.runs.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, title
 from pacprune.theory import linear
 from pacprune.theory.linear import Problem
+from pacprune.types import Table
 
 SKY, RED = "#56B4E9", "#D55E00"
 

@@ -16,9 +16,9 @@ from pacprune.masking import criteria, masks, weights
 from pacprune.paper import comparison, frame
 from pacprune.paper.comparison import Setting
 from pacprune.paper.frame import Drawn, Job
-from pacprune.runs.plots import Table
 from pacprune.training.config import Config
 from pacprune.training.fit import fit
+from pacprune.types import Table
 
 POINTS = 500
 """Weights per layer that the figure shows at most, drawn at random among those whose fate changes."""

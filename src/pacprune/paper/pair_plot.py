@@ -5,7 +5,7 @@ from typing import Any
 
 from pacprune.paper import frame
 from pacprune.runs import plots
-from pacprune.runs.plots import Table
+from pacprune.types import Table
 
 SHOWN = {"bound": "bound on the error", "test_error": "test error of Q", "alpha": "alpha", "kl_per_n": "log10 KL/n"}
 

@@ -11,8 +11,8 @@ from pacprune.masking.criteria import NAMES as CRITERIA
 from pacprune.paper import comparison, frame
 from pacprune.paper.comparison import METHODS, Setting
 from pacprune.paper.frame import Drawn, Job
-from pacprune.runs.plots import Table
 from pacprune.training.config import Config
+from pacprune.types import Table
 
 _AFTER = Config(schedule="cosine", warmup=0.05)
 _GREY = Setting(

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from pacprune import bounds, data, models
 from pacprune.certification import drawn_networks
 from pacprune.data.splits import Part, Split
+from pacprune.files import write_atomically
 from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, draw, kl
 from pacprune.methods.pipeline import pft, together
 from pacprune.paper import frame
 from pacprune.paper.frame import Drawn, Job, on_device
 from pacprune.runs import plots
-from pacprune.runs.plots import Table
 from pacprune.training.budget import Budget
-from pacprune.training.checkpoint import write_atomically
 from pacprune.training.config import Config
 from pacprune.training.fit import fit, fit_posterior
+from pacprune.types import Table
 
 FIRST = 0.4
 """The share of the permutation that is used."""

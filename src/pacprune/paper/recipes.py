@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from pacprune import __version__
+from pacprune.files import write_atomically
 from pacprune.paper import (
     characters,
     data_scarce,
@@ -25,8 +26,7 @@ from pacprune.paper import (
 )
 from pacprune.paper.frame import SCALES, STRIDE, Drawn, Job
 from pacprune.runs import commands, plots, store
-from pacprune.training.checkpoint import write_atomically
-from pacprune.training.loop import Progress
+from pacprune.types import Progress
 
 Recipe = Callable[[Job], tuple[list[Drawn], dict[str, Any]]]
 """Draws its figures into job.out and returns them with the main numbers."""

@@ -14,8 +14,8 @@ from pacprune.methods.pipeline import pft, together
 from pacprune.paper import comparison, frame, pft_vs_osp
 from pacprune.paper.comparison import Setting
 from pacprune.paper.frame import Drawn, Job
-from pacprune.runs.plots import Table
 from pacprune.training.config import Config
+from pacprune.types import Table
 
 _CRITERIA = ("magnitude", "snip", "random")
 

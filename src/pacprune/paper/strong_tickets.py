@@ -18,11 +18,11 @@ from pacprune.masking.spikeslab import block_isotropic, isotropic, top_mask
 from pacprune.paper import comparison, frame, pft_vs_osp
 from pacprune.paper.comparison import Setting
 from pacprune.paper.frame import Drawn, Job
-from pacprune.runs.plots import Table
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, reestimate_batchnorm
 from pacprune.training.fit import fit
+from pacprune.types import Table
 
 _FROZEN = Config(lr=0.0, gate_lr=20.0, momentum=0.9)
 """Only the gates learn."""

@@ -17,9 +17,9 @@ from pacprune.methods.pipeline import together
 from pacprune.paper import comparison, frame, pft_vs_osp
 from pacprune.paper.comparison import METHODS, Setting
 from pacprune.paper.frame import Drawn, Job
-from pacprune.runs.plots import Table
 from pacprune.training.config import Config
 from pacprune.training.evaluate import BATCH, error, evaluating
+from pacprune.types import Table
 
 NOISE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Standard deviations of the noise, in one of the UNITS."""

@@ -15,11 +15,12 @@ from pacprune.masking.spikeslab import isotropic, top_mask
 from pacprune.masking.weights import prunable
 from pacprune.methods.pipeline import pft
 from pacprune.paper.frame import Job, agreement, interval, lines
-from pacprune.runs.plots import BLUE, GREEN, GREY, ORANGE, Table, title
+from pacprune.runs.plots import BLUE, GREEN, GREY, ORANGE, title
 from pacprune.theory import linear, linearised
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.fit import fit
+from pacprune.types import Table
 
 CAPTION = (
     "Masks at initialisation, digits: how well the linearised network foretells which weights are kept. Above, gates "

@@ -33,7 +33,7 @@ from pacprune.runs.options import L0, Dpf, Gmp, Imp, Options, Osp, Pbp, Pft, Pru
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error
 from pacprune.training.fit import fit, fit_posterior
-from pacprune.training.loop import History, Progress
+from pacprune.types import History, Progress
 
 FEW = 64
 """Examples that a rehearsal looks at."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from pacprune.runs import commands, store
 from pacprune.runs.options import Demo, Osp, Pbp, Pft
-from pacprune.training.loop import Progress
+from pacprune.types import Progress
 
 
 def demo(options: Demo, begin: Callable[[], Path], progress: Progress) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pacprune.methods.pipeline import COUPLING
 from pacprune.runs import options as opt
 from pacprune.runs import plots, store
 from pacprune.runs.options import Pft
-from pacprune.training.loop import Progress
+from pacprune.types import Progress
 
 EVENTS = "events"
 """Where the event files of a run lie in its folder: tensorboard --logdir RUN."""

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from pacprune.runs import report, store
-from pacprune.training.loop import Progress
+from pacprune.types import Progress
 
 LOG = "log"
 STATES = ("finished", "running", "waiting", "failed")

@@ -14,9 +14,10 @@ from safetensors.numpy import load_file
 from pacprune import bounds
 from pacprune.certification import certificate
 from pacprune.certification.certificate import Certificate, rounded_up
+from pacprune.files import write_atomically
 from pacprune.kernels.law import LOGIT_MAX
 from pacprune.runs import store
-from pacprune.training.checkpoint import write_atomically
+from pacprune.types import Table
 
 HINT = 'no figures were drawn, since matplotlib is not installed: pip install "pacprune[plot]"'
 # Okabe and Ito's colours: told apart by colour-blind readers.
@@ -33,8 +34,6 @@ METHODS = {
     "l0": "#cc79a7",
     "pbp": PURPLE,
 }
-
-Table = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from pacprune.bounds import Ledger
 from pacprune.certification.certificate import LABELS, RECORD, Certificate, rounded_up
+from pacprune.files import write_atomically
 from pacprune.runs import options as opt
 from pacprune.runs import plots, store
-from pacprune.training.checkpoint import write_atomically
 
 TITLES = {
     "demo": "Three ways to prune a network, and one proof",

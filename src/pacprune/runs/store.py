@@ -9,9 +9,9 @@ from safetensors.torch import save
 from torch import nn
 
 from pacprune.certification.certificate import RECORD
+from pacprune.files import write_atomically
 from pacprune.runs import options as opt
-from pacprune.training.checkpoint import write_atomically
-from pacprune.training.loop import History
+from pacprune.types import History
 
 CHECKPOINTS, CERTIFICATE = "checkpoints", "certificate"
 

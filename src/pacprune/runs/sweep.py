@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from pacprune.data.splits import Split
+from pacprune.files import write_atomically
 from pacprune.methods.pipeline import together
 from pacprune.runs import commands, locks, store
 from pacprune.runs import options as opt
 from pacprune.runs.commands import Outcome
 from pacprune.runs.options import Options, Pbp
-from pacprune.training.checkpoint import write_atomically
 from pacprune.training.evaluate import error
 from pacprune.training.fit import fit
-from pacprune.training.loop import Progress
 from pacprune.training.population import AT_ONCE
+from pacprune.types import Progress
 
 ASKED, POPULATIONS = "sweep.toml", "populations"
 COMMANDS = tuple(name for name, kind in opt.COMMANDS.items() if issubclass(kind, Options))

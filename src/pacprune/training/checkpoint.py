@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,33 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pacprune.data.batches import Data, example_hashes, generators
+from pacprune.data.batches import example_hashes, generators
 from pacprune.distributed import ranks, sharded
+from pacprune.files import digest, write_atomically
 from pacprune.masking import attachment, weights
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes beside the target and renames: a reader sees the old file or the new one, never a half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over names, shapes and bytes."""
-    found = hashlib.sha256()
-    for name, tensor in tensors.items():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        found.update(sharded.local(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+from pacprune.types import Data
 
 
 def save(path: Path, **content: Any) -> None:
@@ -76,7 +53,7 @@ def kept(
     """
     if folder is None or ranks.world() > 1:
         return make()
-    identity = digest({name: example_hashes(data), **state(model)})
+    identity = digest({name: example_hashes(data), **state(model)}, rows=sharded.local)
     path = Path(folder) / f"{identity[:12]}.scores"
     content = load(path, identity)
     if content is None:

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune.data.batches import Data, batches, device_of, isolated_rng, tensors
+from pacprune.data.batches import batches, device_of, isolated_rng, tensors
 from pacprune.distributed import ranks, sharded
 from pacprune.masking import weights
-from pacprune.masking.criteria import Loss
 from pacprune.training.config import Config
 from pacprune.training.evaluate import mean_loss
-from pacprune.training.loop import History, check_population, loop
+from pacprune.training.loop import check_population, loop
 from pacprune.training.population import Population, compile_always, members, per_member
 from pacprune.training.step import Stage, orders
+from pacprune.types import Data, History, Loss
 
 
 class Crew:

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune.data.batches import Data, batches, device_of, example_hashes, isolated_rng
+from pacprune.data.batches import batches, device_of, example_hashes, isolated_rng
 from pacprune.masking import attachment, weights
-from pacprune.masking.criteria import Loss
 from pacprune.training.population import Population
+from pacprune.types import Data, Loss
 
 BATCH = 1000
 

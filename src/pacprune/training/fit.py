@@ -15,20 +15,21 @@ from torch import Tensor, nn
 
 from pacprune import bounds
 from pacprune.bounds import numeric
-from pacprune.data.batches import Data, example_hashes, label_hashes, tensors
+from pacprune.data.batches import example_hashes, label_hashes, tensors
 from pacprune.data.splits import Part, Split, check_split
 from pacprune.distributed import ranks, sharded
+from pacprune.files import digest, write_atomically
 from pacprune.masking import attachment, weights
-from pacprune.masking.criteria import Loss, plain_rnn
+from pacprune.masking.criteria import plain_rnn
 from pacprune.masking.spikeslab import SpikeSlab, kl
 from pacprune.training.budget import Budget, check_budgets
-from pacprune.training.checkpoint import digest, write_atomically
 from pacprune.training.config import Config
 from pacprune.training.crew import Crew
-from pacprune.training.loop import History, Progress, groups
+from pacprune.training.loop import groups
 from pacprune.training.optim import Optimizer
 from pacprune.training.population import per_member
 from pacprune.training.step import Stage
+from pacprune.types import Data, History, Loss, Progress
 
 OBJECTIVES = ("seeger", "paper")
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pacprune.data import batches
-from pacprune.data.batches import Data, device_of, isolated_rng
+from pacprune.data.batches import device_of, isolated_rng
 from pacprune.distributed import ranks, sharded
+from pacprune.files import digest
 from pacprune.masking import attachment, weights
 from pacprune.training import budget, checkpoint
 from pacprune.training.config import Config
 from pacprune.training.optim import Group
 from pacprune.training.step import Stage, Step
+from pacprune.types import Data, History, Progress
 
-History = list[dict[str, Any]]
-Progress = Callable[[str, int, int, dict[str, Any]], None]
-"""Called after every step, and again after every epoch, with (stage, steps done, steps in all, last epoch's row)."""
 _SHARED = (
     "epochs",
     "batch_size",
@@ -290,8 +289,9 @@ def _identity(model: nn.Module, configs: Sequence[Config], run: Stage, seeds: Se
 
 def _together(tensors: dict[str, Tensor]) -> str:
     """A hash of tensors; where each rank has its rows, of all of them."""
-    own = checkpoint.digest(tensors)
-    return " ".join(ranks.gathered(own)) if sharded.some(tensors.values()) else own
+    if sharded.some(tensors.values()):
+        return " ".join(ranks.gathered(digest(tensors, rows=sharded.local)))
+    return digest(tensors)
 
 
 def _hash(content: dict[str, Any], keys: Sequence[str]) -> str:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from pacprune import philox
-from pacprune.data.batches import Data, batches, crop_flip, portions, size, tensors
+from pacprune.data.batches import batches, crop_flip, portions, size, tensors
 from pacprune.distributed import ranks, sharded
 from pacprune.masking import attachment, masks, weights
 from pacprune.training import budget, estimators
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.optim import Group, Optimizer
+from pacprune.types import Data
 
 _WARM = 3
 """Steps before a capture: libraries choose their algorithms and the optimiser makes its state."""
