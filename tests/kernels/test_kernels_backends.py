@@ -16,9 +16,9 @@ from pacprune.kernels import (
     CLAMP,
     GIVEN,
     HARD,
+    NOISELESS,
     SIGMOID,
     SOFT,
-    STILL,
     STRAIGHT_THROUGH,
     STRETCHED,
     Law,
@@ -45,9 +45,9 @@ LAWS = [
     Law(SIGMOID, mode=STRETCHED, beta=2 / 3),
     Law(SIGMOID, coupling=4.0, mode=STRETCHED),
     Law(CLAMP, mode=STRETCHED, beta=2 / 3),
-    Law(SIGMOID, mode=STILL),
-    Law(SIGMOID, coupling=4.0, mode=STILL, beta=0.3),
-    Law(CLAMP, mode=STILL),
+    Law(SIGMOID, mode=NOISELESS),
+    Law(SIGMOID, coupling=4.0, mode=NOISELESS, beta=0.3),
+    Law(CLAMP, mode=NOISELESS),
 ]
 STDS = [(None, False), ("one", False), ("member", True), ("full", False), ("full", True)]
 TYPES = [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)]
@@ -122,7 +122,7 @@ def test_draws_and_gradients_are_those_of_the_reference(device: str, law: Law) -
     assert flipped <= (total * 1e-5 if law.coupling else 0)
 
 
-@pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, STILL])
+@pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, NOISELESS])
 @pytest.mark.parametrize("device", [pytest.param("cpu", id="cpu"), DEVICES[1]])
 def test_the_gradient_of_a_clamped_gate_next_to_one_keeps_its_digits(device: str, mode: str) -> None:
     """soft (1 - soft) / (p (1 - p)) in float64, by the sigmoids of x and of -x; 1 - soft alone would lose three."""
@@ -132,7 +132,7 @@ def test_the_gradient_of_a_clamped_gate_next_to_one_keeps_its_digits(device: str
     part = SampleInputs(torch.ones(n, device=device), gate.to(device), None, *counters, 0)
     p = gate.double()
     x = torch.logit(p)
-    if mode != STILL:
+    if mode != NOISELESS:
         x = x + torch.logit(philox.uniform(philox.words(n, seed=3, step=4, stream=philox.GATE)).double())
     wanted = (torch.sigmoid(x / law.beta) * torch.sigmoid(-x / law.beta) / law.beta / (p * (1 - p))).float()
     for found in (kernels.gradients, reference.gradients):
@@ -155,7 +155,7 @@ def test_a_million_hard_gates_are_the_references(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, STILL])
+@pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS])
 def test_a_member_draws_to_the_bit_what_it_draws_alone_and_a_weight_wherever_it_lies(device: str, mode: str) -> None:
     law = Law(mode=mode, coupling=2.0)
     (part,) = make(law, members="stacked", std="member", types=TYPES[0], sizes=(1003,), offset=2, device=device)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pacprune as pp
 from pacprune import kernels
-from pacprune.kernels import HARD, STILL, STRETCHED, Law, SampleInputs
+from pacprune.kernels import HARD, NOISELESS, STRETCHED, Law, SampleInputs
 from pacprune.masking import attachment, criteria, weights
 from pacprune.runs import commands
 from pacprune.runs import options as opt
@@ -237,7 +237,7 @@ def test_the_hard_concrete_gate_is_open_where_the_hard_gate_is() -> None:
     assert float((stretched > 0).float().mean()) == pytest.approx(float(opened.mean()), abs=0.01)
 
 
-@pytest.mark.parametrize("mode", [STRETCHED, STILL])
+@pytest.mark.parametrize("mode", [STRETCHED, NOISELESS])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_gradients_agree_with_finite_differences(mode: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACPRUNE_KERNELS", backend)
@@ -252,8 +252,8 @@ def test_gradients_agree_with_finite_differences(mode: str, backend: str, monkey
 def test_gates_without_noise_are_the_sigmoid_in_training_and_chance_in_evaluation() -> None:
     logit = torch.linspace(-5, 5, 1001)
     for beta in (0.3, 0.5, 1.0):
-        assert torch.allclose(gates(logit, STILL, beta=beta), torch.sigmoid(logit / beta), atol=1e-6)
-    assert torch.equal(gates(logit, STILL, step=3), gates(logit, STILL, step=4))
+        assert torch.allclose(gates(logit, NOISELESS, beta=beta), torch.sigmoid(logit / beta), atol=1e-6)
+    assert torch.equal(gates(logit, NOISELESS, step=3), gates(logit, NOISELESS, step=4))
     model = net()
     pp.attach(model, pp.isotropic(model, sparsity=0.5), estimator="deterministic")
     model.train()

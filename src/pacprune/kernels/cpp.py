@@ -25,9 +25,9 @@ from pacprune.kernels.law import (
     CLAMP,
     GIVEN,
     HARD,
+    NOISELESS,
     SIGMOID,
     SOFT,
-    STILL,
     STRAIGHT_THROUGH,
     STRETCHED,
     Law,
@@ -41,7 +41,7 @@ _SOURCE = Path(__file__).with_name("sampler.cpp")
 # Contraction would round differently in a vector and in its remainder; the other two let loops be vectorised.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off")
 _FLAGS += ("-fno-math-errno", "-fno-trapping-math")
-_MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, STILL)
+_MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS)
 _ALIGNED = 64
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 

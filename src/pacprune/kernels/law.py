@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 SOFT, STRAIGHT_THROUGH, HARD = "concrete", "straight-through", "hard"
-STRETCHED, STILL = "hard-concrete", "deterministic"
+STRETCHED, NOISELESS = "hard-concrete", "deterministic"
 SIGMOID, CLAMP, GIVEN = "sigmoid", "clamp", "given"
 
 LOGIT_MAX = 14.0

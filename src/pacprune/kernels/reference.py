@@ -13,7 +13,7 @@ from pacprune.kernels.law import (
     GAMMA,
     GIVEN,
     HARD,
-    STILL,
+    NOISELESS,
     STRAIGHT_THROUGH,
     STRETCHED,
     ZETA,
@@ -103,7 +103,7 @@ def _gates(part: SampleInputs, law: Law) -> tuple[Tensor, Tensor]:
     """(gate used for the weight, the logit of the relaxed gate that its gradient goes through)."""
     mean, gate = _inputs(part)
     given = (law, mean, gate, part.shift, part.sharpness)
-    if law.mode == STILL:
+    if law.mode == NOISELESS:
         x = (logit(*given).detach() / law.beta).expand(shape(part))
         return torch.sigmoid(x), x
     word = philox.words(_size(part), stream=philox.GATE, **_noise(part)).reshape(shape(part))

@@ -23,7 +23,7 @@ constexpr float LOW = (float)1e-5, HIGH = (float)(1.0 - 1e-5);
 constexpr float GAMMA = -0.1f, SPAN = 1.2f, ODDS = 2.3978953f;  // hard concrete: from -0.1 to 1.1, and log(1.1 / 0.1)
 
 enum Mapping { SIGMOID, CLAMP, GIVEN };
-enum Mode { SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, STILL };
+enum Mode { SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS };
 
 struct Law {
   int32_t mapping, mode, log_std;
@@ -251,7 +251,7 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
   const int lead = (int)(index & 3), blocks = (lead + n + 3) / 4;
   const uint64_t seed = (uint64_t)job.seed[row * job.seed_row];
   const uint32_t step = (uint32_t)job.step[row * job.step_row];
-  if (law.mode != STILL) philox(seed, step, GATE, (uint64_t)index >> 2, blocks, c.word);
+  if (law.mode != NOISELESS) philox(seed, step, GATE, (uint64_t)index >> 2, blocks, c.word);
   c.w = c.word + lead;
   c.mean = load(job.mean, job.mean_bf16, start, n, c.room[0]);
 
@@ -275,7 +275,7 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
   if (soft) {
     // u and 1 - u are multiples of 2^-24 and exact, so that one logarithm gives logit(u), and none at beta = 1/2.
     const float sharper = 1.0f / law.beta;
-    if (law.mode == STILL) {
+    if (law.mode == NOISELESS) {
       for (int i = 0; i < n; ++i) c.closed[i] = exp_(-c.logit[i] * sharper);
     } else if (sharper == 2.0f && law.mode != STRETCHED) {
       for (int i = 0; i < n; ++i) {
@@ -324,7 +324,7 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
     for (int i = 0; i < n; ++i) slab[i] = c.mean[i] + c.std[i] * c.z[i];
     c.slab = slab;
   }
-  return law.mode == SOFT || law.mode == STILL ? c.soft : c.hard;
+  return law.mode == SOFT || law.mode == NOISELESS ? c.soft : c.hard;
 }
 
 void forward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Chunk &c) {

@@ -21,9 +21,9 @@ from pacprune.kernels.law import (
     CLAMP,
     GIVEN,
     HARD,
+    NOISELESS,
     SIGMOID,
     SOFT,
-    STILL,
     STRAIGHT_THROUGH,
     STRETCHED,
     Law,
@@ -39,7 +39,7 @@ BLOCK = 2048
 WARPS, FEWER_WARPS = 8, 4
 """Of a program that draws without std, and of one with more to hold in its registers."""
 
-_MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, STILL)
+_MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS)
 _FIELDS = tl.constexpr(20)
 _LOW, _HIGH = tl.constexpr(1e-5), tl.constexpr(1 - 1e-5)
 _TWO32 = tl.constexpr(2.0**32)

@@ -20,7 +20,7 @@ from pacprune.masking.spikeslab import ETA, SpikeSlab, check_fits, top_mask
 
 MAPPINGS = (kernels.SIGMOID, kernels.CLAMP, *patterns.PATTERNS)
 _ORDER, _DRAWING = "_pacprune_parameter_order", "_pacprune_drawing"
-ESTIMATORS = (kernels.SOFT, kernels.STRAIGHT_THROUGH, kernels.STRETCHED, kernels.STILL)
+ESTIMATORS = (kernels.SOFT, kernels.STRAIGHT_THROUGH, kernels.STRETCHED, kernels.NOISELESS)
 
 
 class AttachedWeight:
@@ -138,9 +138,9 @@ def attach(
             f"coupling {coupling} needs the sigmoid mapping; with clamp, keep_prob is the parameter itself"
         )
     pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
-    if pattern is not None and (estimator not in (kernels.SOFT, kernels.STILL) or train_std):
+    if pattern is not None and (estimator not in (kernels.SOFT, kernels.NOISELESS) or train_std):
         raise ValueError(
-            f"the mapping {mapping} takes the estimators {kernels.SOFT!r} and {kernels.STILL!r} and no std, not "
+            f"the mapping {mapping} takes the estimators {kernels.SOFT!r} and {kernels.NOISELESS!r} and no std, not "
             f"estimator={estimator!r} and train_std={train_std}; use the sigmoid mapping for these"
         )
     plain = weights.prunable(model)

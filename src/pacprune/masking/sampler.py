@@ -248,7 +248,7 @@ class Sampler(nn.Module):
         """The weight under its pattern in the present mode."""
         n, m = self._pattern()
         logits = self.choice_logits(mean, gate)
-        if not self.training or self.estimator != kernels.STILL:
+        if not self.training or self.estimator != kernels.NOISELESS:
             offset = self.offset // m * len(patterns.choices(n, m))  # tensors of whole groups come before this one
             logits = logits + patterns.gumbel(logits, seed=self.seed, step=self.step, offset=offset)
         choice = patterns.relaxed(logits, self.beta) if self.training else patterns.hard(logits)

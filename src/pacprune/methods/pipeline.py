@@ -269,7 +269,7 @@ def pft(
     history = (yield stage("dense", dense)) if dense else []
     scored = functools.partial(score, criterion, model, data, loss=loss, seed=seed, prunable=prunable)
     found = kept(folder, f"{criterion} {seed} {getattr(loss, '__qualname__', loss)}", model, data, scored)
-    estimator = kernels.SOFT if noise else kernels.STILL
+    estimator = kernels.SOFT if noise else kernels.NOISELESS
     if recipe == "coupled":
         first = first.paced(first.epochs * per_epoch(data, first.batch_size))
         slab = score_monotone(model, found, sparsity=sparsity)
