@@ -94,7 +94,7 @@ def test_resnet20_shortcut_is_option_a():
     assert torch.equal(block(x), expected)
 
 
-@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_a_seed_is_the_weights_and_the_global_random_state_stays(name):
     split = own((1, 16, 16))
     before = torch.get_rng_state()
@@ -104,7 +104,7 @@ def test_a_seed_is_the_weights_and_the_global_random_state_stays(name):
     assert not all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_copies_and_state_dicts_give_the_same_outputs(name):
     split = own((3, 16, 16))
     model = models.build(name, split, seed=0).eval()
@@ -120,6 +120,13 @@ def test_build_sizes_by_the_data():
     assert models.build("mlp", own((5,), classes=4))(torch.zeros(1, 5)).shape == (1, 4)
     regression = data.split(torch.rand(20, 5), torch.rand(20, 2))
     assert models.build("mlp", regression)(torch.zeros(1, 5)).shape == (1, 2)
+
+
+def test_build_takes_a_function():
+    def mine(shape, outputs, *, seed):
+        return models.mlp(shape[0], outputs, hidden=(2,), seed=seed)
+
+    assert weights(models.build(mine, own((5,), classes=4))) == 5 * 2 + 2 * 4
 
 
 def test_build_refuses_what_cannot_work():

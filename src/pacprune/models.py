@@ -1,6 +1,7 @@
 """Network factories: plain modules whose weights are a function of `seed`; the global random state stays untouched."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NAMES = ("mlp", "lenet5", "resnet20")
+__all__ = ["GPT", "MLP", "MODELS", "NAMES", "build", "gpt", "lenet5", "mlp", "next_character", "resnet20"]
 
 _SMALLEST_IMAGE = 12
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -17,13 +18,37 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def mlp(inputs: int | None = None, classes: int = 10, *, hidden: Sequence[int] | None = None, seed: int = 0) -> "MLP":
     """Flatten, then Linear and ReLU: 784-1000x3-10 by default, 64-300-100-10 for at most 64 inputs.
 
-    Without `inputs` the net is made for 784, and made anew for the width of the first batch that it meets.
+    Args:
+        inputs: Numbers per example. None means 784, until the first batch: the network is then made anew for the
+            width of that batch, unless its weights were changed.
+        classes: Number of outputs, such as 10.
+        hidden: Widths of the hidden layers, such as (300, 100); None chooses by `inputs`.
+        seed: Chooses the first weights; one seed gives one network.
+
+    Returns:
+        The network, on the CPU.
+
+    Example:
+        >>> net = pp.models.mlp(64, 10, hidden=(300, 100), seed=0)
+        >>> net(x).shape
+        torch.Size([1437, 10])
     """
     return MLP(inputs, classes, hidden, seed)
 
 
 class MLP(nn.Module):
-    """The network of `mlp`; `layers` is the nn.Sequential that does the work."""
+    """The network of `mlp`; `layers` is the nn.Sequential that does the work.
+
+    Args:
+        inputs: Numbers per example, or None to learn it from the first batch.
+        classes: Number of outputs.
+        hidden: Widths of the hidden layers, or None to choose by `inputs`.
+        seed: Chooses the first weights.
+
+    Example:
+        >>> pp.models.MLP(64, 10, (16,), 0).layers[0]
+        Linear(in_features=64, out_features=16, bias=True)
+    """
 
     def __init__(self, inputs: int | None, classes: int, hidden: Sequence[int] | None, seed: int) -> None:
         super().__init__()
@@ -64,6 +89,20 @@ def lenet5(channels: int = 1, size: int = 28, classes: int = 10, *, seed: int = 
     """LeNet-5 with max-pooling and ReLU for size x size images: 61,470 weights for 28x28 grey images, 10 classes.
 
     LeCun et al., "Gradient-based learning applied to document recognition", 1998.
+
+    Args:
+        channels: Channels of an image: 1 for grey, 3 for colour.
+        size: Height and width of an image, at least 12.
+        classes: Number of outputs, such as 10.
+        seed: Chooses the first weights; one seed gives one network.
+
+    Returns:
+        The network, on the CPU.
+
+    Example:
+        >>> net = pp.models.lenet5()
+        >>> sum(weight.numel() for weight in pp.prunable(net).values())
+        61470
     """
     _check_image("lenet5", size, size)
     side = (size // 2 - 4) // 2
@@ -90,6 +129,19 @@ def resnet20(channels: int = 3, classes: int = 10, *, seed: int = 0) -> nn.Seque
     """The CIFAR-10 ResNet20 with option-A shortcuts: 269,722 parameters for 3 channels and 10 classes.
 
     He et al., "Deep residual learning for image recognition", 2016, section 4.2; weights as in He et al. 2015.
+
+    Args:
+        channels: Channels of an image: 1 for grey, 3 for colour.
+        classes: Number of outputs, such as 10.
+        seed: Chooses the first weights; one seed gives one network.
+
+    Returns:
+        The network, on the CPU.
+
+    Example:
+        >>> net = pp.models.resnet20()
+        >>> sum(parameter.numel() for parameter in net.parameters())
+        269722
     """
 
     def make() -> nn.Sequential:
@@ -144,12 +196,42 @@ def gpt(
     """A decoder that predicts the next token: 10,740,096 weights by default, the head tied to the embedding.
 
     The architecture of GPT-2 (Radford et al., 2019), without biases in its Linear layers.
+
+    Args:
+        vocabulary: Number of different tokens, such as 65 characters.
+        width: Numbers per token, a multiple of `heads`.
+        depth: Number of blocks.
+        heads: Attention heads per block.
+        context: Most tokens that it reads at once.
+        dropout: Share of activations set to zero in training, such as 0.2.
+        seed: Chooses the first weights; one seed gives one network.
+
+    Returns:
+        The network, on the CPU.
+
+    Example:
+        >>> net = pp.models.gpt(65, width=32, depth=2, heads=2, context=16)
+        >>> net(torch.zeros(3, 16, dtype=torch.long)).shape
+        torch.Size([3, 16, 65])
     """
     return _seeded(lambda: GPT(vocabulary, width, depth, heads, context, dropout), seed)
 
 
 class GPT(nn.Module):
-    """The network of `gpt`."""
+    """The network of `gpt`.
+
+    Args:
+        vocabulary: Number of different tokens.
+        width: Numbers per token, a multiple of `heads`.
+        depth: Number of blocks.
+        heads: Attention heads per block.
+        context: Most tokens that it reads at once.
+        dropout: Share of activations set to zero in training.
+
+    Example:
+        >>> len(pp.models.GPT(65, 32, 2, 2, 16, 0.0).blocks)
+        2
+    """
 
     def __init__(self, vocabulary: int, width: int, depth: int, heads: int, context: int, dropout: float) -> None:
         super().__init__()
@@ -205,19 +287,65 @@ class _Split(Protocol):
     def classes(self) -> int: ...
 
 
-def build(name: str, split: _Split, *, seed: int = 0) -> nn.Module:
-    """A model by its spelling (mlp, lenet5 or resnet20), sized for the examples and classes of `split`."""
-    if name not in NAMES:
-        raise ValueError(f"unknown model {name!r}; choose one of {', '.join(NAMES)}")
-    shape = tuple(split.train.x.shape[1:])
-    outputs = split.classes or split.train.y[0].numel()
-    if name == "mlp":
-        return mlp(split.train.x[0].numel(), outputs, seed=seed)
+Factory = Callable[..., nn.Module]
+"""(shape of an example, number of outputs, seed=) -> network."""
+
+
+def _mlp_of(shape: tuple[int, ...], outputs: int, *, seed: int) -> nn.Module:
+    return mlp(math.prod(shape), outputs, seed=seed)
+
+
+def _lenet5_of(shape: tuple[int, ...], outputs: int, *, seed: int) -> nn.Module:
+    channels, size = _square_image("lenet5", shape)
+    return lenet5(channels, size, outputs, seed=seed)
+
+
+def _resnet20_of(shape: tuple[int, ...], outputs: int, *, seed: int) -> nn.Module:
+    channels, _ = _square_image("resnet20", shape)
+    return resnet20(channels, outputs, seed=seed)
+
+
+MODELS: dict[str, Factory] = {"mlp": _mlp_of, "lenet5": _lenet5_of, "resnet20": _resnet20_of}
+NAMES = tuple(MODELS)
+
+
+def build(name: str | Factory, split: _Split, *, seed: int = 0) -> nn.Module:
+    """A network by its name, or by a function, sized for the examples and classes of a split.
+
+    Args:
+        name: mlp, lenet5 or resnet20; or a function f(shape, outputs, seed=seed) that returns a network for examples
+            of that shape.
+        split: The data; its `train` part says the shape of an example, its classes the number of outputs.
+        seed: Chooses the first weights; one seed gives one network.
+
+    Returns:
+        The network, on the CPU.
+
+    Raises:
+        ValueError: If there is no network of this name, or it cannot take such examples.
+
+    Example:
+        >>> net = pp.models.build("mlp", split, seed=0)
+        >>> [layer.out_features for layer in net.layers[::2]]
+        [300, 100, 10]
+    """
+    return build_for(name, tuple(split.train.x.shape[1:]), split.classes or split.train.y[0].numel(), seed=seed)
+
+
+def build_for(name: str | Factory, shape: tuple[int, ...], outputs: int, *, seed: int = 0) -> nn.Module:
+    """`build` where only the shape of an example and the number of outputs are known, not the data."""
+    if isinstance(name, str) and name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or give a function")
+    factory = MODELS[name] if isinstance(name, str) else name
+    return factory(shape, outputs, seed=seed)
+
+
+def _square_image(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(channels, size) of images of a shape that the network `name` can take."""
     if len(shape) != 3:
         raise ValueError(f"{name} takes images (channels, height, width) but examples have shape {shape}; use mlp")
-    channels, height, width = shape
-    _check_image(name, height, width)
-    return lenet5(channels, height, outputs, seed=seed) if name == "lenet5" else resnet20(channels, outputs, seed=seed)
+    _check_image(name, *shape[1:])
+    return shape[0], shape[1]
 
 
 def _check_image(name: str, height: int, width: int) -> None:
@@ -237,5 +365,17 @@ def _seeded(make: Callable[[], _Model], seed: int) -> _Model:
 
 
 def next_character(out: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy per character."""
+    """Cross-entropy per character, a `loss` for networks that predict the next token.
+
+    Args:
+        out: Scores (n, length, vocabulary), as `gpt` gives them.
+        y: The tokens that follow, (n, length).
+
+    Returns:
+        The mean over all n * length places, in nats.
+
+    Example:
+        >>> float(pp.models.next_character(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)))
+        1.386...
+    """
     return F.cross_entropy(out.flatten(0, 1), y.flatten())

@@ -15,7 +15,7 @@ from pacprune import __version__, bounds
 from pacprune.bounds import montecarlo
 from pacprune.cli import app
 from pacprune.cli.progress import progress_bars
-from pacprune.data import download
+from pacprune.data import datasets
 from pacprune.runs import commands
 from pacprune.runs import options as opt
 
@@ -324,6 +324,6 @@ def test_data_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_data_fetch_reports_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        download, "fetch", lambda name, data_dir, progress: progress("file.gz", 1, 2) or Path(data_dir, name)
+        datasets, "fetch", lambda name, data_dir, progress: progress("file.gz", 1, 2) or Path(data_dir, name)
     )
     assert answer("data", "fetch", "mnist", "--out", "there") == {"name": "mnist", "folder": "there/mnist"}

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from pacprune import data
-from pacprune.data import download
+from pacprune.data import datasets
 
 
 class Mirror(ThreadingHTTPServer):
@@ -59,7 +59,7 @@ def mirror(monkeypatch):
 @pytest.fixture
 def files(mirror, monkeypatch):
     """Small stand-ins for MNIST's files, on the mirror and in the table of md5s."""
-    source = download.SOURCES["mnist"]
+    source = datasets.SOURCES["mnist"]
     for file in source.contents:
         content = hashlib.sha256(file.encode()).digest() * 100
         packed = gzip.compress(content, mtime=0)
@@ -166,11 +166,11 @@ def test_bad_names_and_folders(tmp_path):
 def test_advice_to_fetch_names_the_folder_that_was_asked_for(tmp_path):
     for folder, said in ((None, "`pacprune data fetch mnist`"), ("my data", "fetch mnist --data-dir 'my data'`")):
         with pytest.raises(ValueError, match=f"{said}$"):
-            download.read("mnist", "no such file", folder)
+            datasets.read("mnist", "no such file", folder)
 
 
 def test_cifar10_is_unpacked_from_its_archive(mirror, tmp_path, monkeypatch):
-    source = download.SOURCES["cifar10"]
+    source = datasets.SOURCES["cifar10"]
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
         for file in [*source.contents, "readme.html", "../../evil"]:

@@ -7,14 +7,10 @@ import pytest
 import torch
 
 from pacprune import data, philox
-from pacprune.data import batches, download, splits
+from pacprune.data import batches, datasets, splits
 from pacprune.training import fit
 
-REAL = {
-    "mnist": data.mnist,
-    "fashion-mnist": data.fashion_mnist,
-    "cifar10": data.cifar10,
-}
+REAL = {name: row.load for name, row in data.DATA_SETS.items() if row.source}
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +32,13 @@ def write_official(folder, monkeypatch, name):
     random = np.random.default_rng(0)
     labels = np.arange(10, dtype=np.uint8)
     contents = {}
-    for file in download.SOURCES[name].contents:
+    for file in datasets.SOURCES[name].contents:
         if name == "cifar10":
             content = np.c_[labels, random.integers(0, 256, (10, 3072), np.uint8)].tobytes()
         else:
             content = idx(random.integers(0, 256, (10, 28, 28), np.uint8) if "images" in file else labels)
         contents[file] = content
-        monkeypatch.setitem(download.SOURCES[name].contents, file, hashlib.md5(content).hexdigest())
+        monkeypatch.setitem(datasets.SOURCES[name].contents, file, hashlib.md5(content).hexdigest())
     folder.mkdir(parents=True, exist_ok=True)
     for file, content in contents.items():
         (folder / file).write_bytes(content)
@@ -242,10 +238,47 @@ def test_load_by_name():
         data.load("svhn")
 
 
+def test_load_takes_a_function():
+    calls = []
+
+    def mine(**options):
+        calls.append(options)
+        return own()
+
+    assert data.load(mine, seed=3).dataset == "own"
+    data.load(mine, data_dir="there")
+    assert calls == [
+        {"prior_fraction": 0.5, "seed": 3, "unlabelled": 0},
+        {"prior_fraction": 0.5, "seed": 0, "unlabelled": 0, "data_dir": "there"},
+    ]
+
+
+def test_a_split_and_a_part_say_what_is_in_them():
+    assert repr(data.digits(seed=2, unlabelled=37)) == (
+        "Split(digits, seed 2: 700 prior + 700 bound = 1,400 train, 37 unlabelled, 360 test; 10 classes)"
+    )
+    assert repr(data.digits().test) == "Part(test: 360 examples of shape (1, 8, 8))"
+    half = torch.arange(20)
+    declared = data.split(torch.rand(40, 3), torch.rand(40), indices=(half, half + 20), split_declared_random=True)
+    assert repr(declared) == "Split(own, declared random: 20 prior + 20 bound = 40 train, 0 test; regression)"
+
+
+def test_the_table_says_what_is_loaded():
+    for name in set(data.DATA_SETS) - set(REAL):
+        split = data.load(name)
+        assert (split.dataset, split.train.x.shape[1:], split.classes) == (
+            name,
+            data.DATA_SETS[name].shape,
+            data.DATA_SETS[name].classes,
+        )
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_official_files_are_parsed(name, tmp_path, monkeypatch):
-    contents = write_official(tmp_path / download.SOURCES[name].folder, monkeypatch, name)
-    split = REAL[name](data_dir=tmp_path, prior_fraction=0.4)
+    contents = write_official(tmp_path / datasets.SOURCES[name].folder, monkeypatch, name)
+    split = data.load(name, data_dir=tmp_path, prior_fraction=0.4)
+    row = data.DATA_SETS[name]
+    assert (split.dataset, split.train.x.shape[1:], split.classes) == (name, row.shape, row.classes)
     assert split.files == {file: hashlib.sha256(content).hexdigest() for file, content in contents.items()}
     assert split.train.x.shape == ((50, 3, 32, 32) if name == "cifar10" else (10, 1, 28, 28))
     assert split.classes == 10
@@ -269,7 +302,7 @@ def test_loose_recompressed_and_damaged_files(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"idx3-ubyte.gz cannot be read .*; delete it and run `pacprune data fetch"):
         data.mnist()
     packed.write_bytes(gzip.compress(b"other"))
-    wanted = download.SOURCES["mnist"].contents[images.name]
+    wanted = datasets.SOURCES["mnist"].contents[images.name]
     with pytest.raises(ValueError, match=f"md5 {hashlib.md5(b'other').hexdigest()}, the official .* has {wanted}"):
         data.mnist()
     packed.unlink()
@@ -288,7 +321,7 @@ def test_data_folder(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_files(name):
-    if "PACPRUNE_DATA" not in os.environ or not (data.data_folder() / download.SOURCES[name].folder).is_dir():
+    if "PACPRUNE_DATA" not in os.environ or not (data.data_folder() / datasets.SOURCES[name].folder).is_dir():
         pytest.skip(f"the files of {name} are not in $PACPRUNE_DATA")
     split = REAL[name](seed=0, unlabelled=1000)
     n = 50_000 if name == "cifar10" else 60_000

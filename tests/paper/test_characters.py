@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pacprune as pp
-from pacprune.data import download
+from pacprune.data import datasets
 from pacprune.masking import weights
 from pacprune.paper import characters
 from pacprune.paper.frame import Job
@@ -119,7 +119,7 @@ def test_the_real_text_has_65_characters(tmp_path: Path) -> None:
         pytest.skip("PACPRUNE_DATA holds no tinyshakespeare")
     text, vocabulary = characters.encoded(characters.SETTINGS["reduced"], job(tmp_path, data_dir=root))
     assert (len(text), vocabulary) == (1_115_394, 65)
-    assert download.fetch("tinyshakespeare", root) == root / "tinyshakespeare"  # complete: nothing is downloaded
+    assert datasets.fetch("tinyshakespeare", root) == root / "tinyshakespeare"  # complete: nothing is downloaded
 
 
 # --- The contest

@@ -17,8 +17,8 @@ from pacprune.certification import audit
 from pacprune.cli import calculator
 from pacprune.cli.console import Device, Json, Seed, Where, data_state, show, told, write
 from pacprune.cli.progress import progress_bars
-from pacprune.data import download
-from pacprune.data.splits import NAMES as DATA_SETS
+from pacprune.data import datasets, download
+from pacprune.data.datasets import DATA_SETS
 from pacprune.distributed import ranks
 from pacprune.paper import frame, recipes
 from pacprune.runs import cluster, commands, events, locks, report, store
@@ -291,7 +291,7 @@ def reproduce(
 @app.command(epilog=_examples("data"))
 def data(
     action: Annotated[str, typer.Argument(help="list, fetch or path.")],
-    name: Annotated[str | None, typer.Argument(help=f"For fetch and path: {', '.join(download.SOURCES)}.")] = None,
+    name: Annotated[str | None, typer.Argument(help=f"For fetch and path: {', '.join(datasets.SOURCES)}.")] = None,
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", "--out", help="Folder of the files [$PACPRUNE_DATA, or a cache].")
     ] = None,
@@ -301,21 +301,21 @@ def data(
 ) -> None:
     """The data sets: which are here, and how to get them."""
     with told():
-        if name not in download.SOURCES and (name or action == "fetch"):
+        if name not in datasets.SOURCES and (name or action == "fetch"):
             raise ValueError(
                 f"the data set for `pacprune data {action}` is {repr(name) if name else 'missing'}; "
-                f"use one of {', '.join(download.SOURCES)} (the digits come with the package)"
+                f"use one of {', '.join(datasets.SOURCES)} (the digits come with the package)"
             )
         if action == "path":
-            folder = str(download.data_folder(data_dir) / (download.SOURCES[name].folder if name else ""))
+            folder = str(download.data_folder(data_dir) / (datasets.SOURCES[name].folder if name else ""))
             show({"folder": folder}, json, folder)
         elif action == "fetch":
             with progress_bars() as progress:
-                folder = str(download.fetch(name or "", data_dir, progress=progress))
+                folder = str(datasets.fetch(name or "", data_dir, progress=progress))
             show({"name": name, "folder": folder}, json, f"{name} is complete in {folder}")
         elif action == "list":
             found = [{"name": "digits", "folder": "inside the package", "present": True, "usable": True, "detail": ""}]
-            found += [data_state(name, data_dir) for name in download.SOURCES]
+            found += [data_state(name, data_dir) for name in datasets.SOURCES]
             table = Table("Data set", Column("Folder", overflow="fold"), "State")
             for row in found:
                 table.add_row(row["name"], row["folder"], (row["detail"] or "ready") if row["present"] else "missing")

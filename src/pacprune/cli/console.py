@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from pacprune.data import download
+from pacprune.data import datasets, download
 from pacprune.files import write_atomically
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; everything else goes to stderr.")]
@@ -53,10 +53,10 @@ def write(out: Path | None, name: str, result: Any) -> None:
 
 def data_state(of: str, data_dir: Path | None) -> dict[str, Any]:
     """Whether the official files are there with the right content, and if not, what is wrong with the first bad one."""
-    source, folder, detail = download.SOURCES[of], download.data_folder(data_dir), ""
+    source, folder, detail = datasets.SOURCES[of], download.data_folder(data_dir), ""
     try:
         for file in source.contents:
-            download.read(of, file, data_dir)
+            datasets.read(of, file, data_dir)
     except ValueError as error:
         detail = str(error)
     places = (folder / source.folder, folder)

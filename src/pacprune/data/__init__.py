@@ -1,10 +1,13 @@
 """Data sets cut into parts that are named by their use."""
 
-from pacprune.data.download import data_folder, fetch
-from pacprune.data.splits import NAMES, Part, Split, cifar10, digits, fashion_mnist, load, mnist, split
+from pacprune.data.datasets import DATA_SETS, NAMES, DataSet, cifar10, digits, fashion_mnist, fetch, load, mnist
+from pacprune.data.download import data_folder
+from pacprune.data.splits import Part, Split, split
 
 __all__ = [
+    "DATA_SETS",
     "NAMES",
+    "DataSet",
     "Part",
     "Split",
     "cifar10",

@@ -1,4 +1,4 @@
-"""The official files of MNIST, Fashion-MNIST, CIFAR-10 and Tiny Shakespeare: where they lie and how to get them."""
+"""Official files of data sets: where they lie, whether they are right, and how to get them."""
 
 import gzip
 import hashlib
@@ -14,155 +14,98 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Folder = str | os.PathLike[str] | None
-Progress = Callable[[str, int, int], None]
+BytesProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Source:
-    """One data set: its folder, its mirrors, the published md5 of each download and the md5 of each file's content."""
+    """The official files of one data set."""
 
+    name: str
     folder: str
+    """Where the files lie in the folder of all data files."""
     mirrors: tuple[str, ...]
+    """Addresses of the same downloads, the first choice first."""
     downloads: dict[str, str]
+    """The published md5 of each download."""
     contents: dict[str, str]
-
-
-SOURCES = {
-    "mnist": Source(
-        folder="mnist",
-        mirrors=(
-            "https://ossci-datasets.s3.amazonaws.com/mnist/",
-            "https://storage.googleapis.com/cvdf-datasets/mnist/",
-        ),
-        downloads={
-            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-        },
-        contents={
-            "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
-            "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
-            "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
-            "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
-        },
-    ),
-    "fashion-mnist": Source(
-        folder="fashion-mnist",
-        mirrors=(
-            "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
-            # The authors' own bucket answers plain http only; the md5 below is what makes it safe to use.
-            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-        ),
-        downloads={
-            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
-            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
-            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
-        },
-        contents={
-            "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
-            "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
-            "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
-            "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
-        },
-    ),
-    "cifar10": Source(
-        folder="cifar-10-batches-bin",
-        mirrors=("https://www.cs.toronto.edu/~kriz/",),
-        downloads={"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
-        contents={
-            "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
-            "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
-            "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
-            "data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
-            "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
-            "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
-        },
-    ),
-    "tinyshakespeare": Source(
-        folder="tinyshakespeare",
-        mirrors=("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",),
-        downloads={"input.txt": "6fb458f1232090904fb40fe944165e91"},
-        contents={"input.txt": "6fb458f1232090904fb40fe944165e91"},
-    ),
-}
+    """The md5 of the content of each file, once it is decompressed."""
 
 
 def data_folder(data_dir: Folder = None) -> Path:
-    """The folder of the data files: `data_dir`, else $PACPRUNE_DATA, else pacprune/ in the user's cache folder."""
+    """The folder of the data files: `data_dir`, else $PACPRUNE_DATA, else pacprune/ in the user's cache folder.
+
+    Args:
+        data_dir: A folder that goes before all others, or None.
+
+    Returns:
+        The folder, which need not exist yet.
+
+    Example:
+        >>> pp.data.data_folder("files").name
+        'files'
+    """
     chosen = data_dir or os.environ.get("PACPRUNE_DATA")
     if chosen:
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pacprune"
 
 
-def read(name: str, file: str, data_dir: Folder = None) -> bytes:
+def read(source: Source, file: str, data_dir: Folder = None) -> bytes:
     """The decompressed content of one official file, checked by md5.
 
     Looks for FILE.gz and FILE in DIR/<data set>/, then in DIR itself. The md5 is that of the content, so that a
     recompressed or unpacked file is as good as the published one.
     """
-    source, folder = SOURCES[name], data_folder(data_dir)
-    given = f" --data-dir {shlex.quote(os.fspath(data_dir))}" if data_dir else ""
-    again = f"run `pacprune data fetch {name}{given}`"
+    folder = data_folder(data_dir)
+    option = f" --data-dir {shlex.quote(os.fspath(data_dir))}" if data_dir else ""
+    remedy = f"run `pacprune data fetch {source.name}{option}`"
     places = [place / spelling for place in (folder / source.folder, folder) for spelling in (f"{file}.gz", file)]
     path = next((path for path in places if path.is_file()), None)
     if path is None:
-        raise ValueError(f"{file} of {name} is neither in {folder / source.folder} nor in {folder}; {again}")
+        raise ValueError(f"{file} of {source.name} is neither in {folder / source.folder} nor in {folder}; {remedy}")
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read ({error}): truncated or damaged; delete it and {again}") from None
-    found = _md5(content)
-    if found != source.contents[file]:
+        raise ValueError(f"{path} cannot be read ({error}): truncated or damaged; delete it and {remedy}") from None
+    md5 = _md5(content)
+    if md5 != source.contents[file]:
         raise ValueError(
-            f"{path} holds content of md5 {found}, the official file of {name} has {source.contents[file]}; "
-            f"delete it and {again}"
+            f"{path} holds content of md5 {md5}, the official file of {source.name} has {source.contents[file]}; "
+            f"delete it and {remedy}"
         )
     return content
 
 
-def fetch(
-    name: str, data_dir: Folder = None, *, progress: Progress | None = None, mirrors: Sequence[str] | None = None
-) -> Path:
-    """Downloads what is missing of one data set into DIR/<data set>/ and returns that folder.
-
-    Complete files are skipped, a broken download is resumed from its NAME.part, and a file gets its name only after
-    its md5 was right. `progress(file, done, total)` is called as bytes arrive; total is 0 when the server hides it.
-    """
-    if name not in SOURCES:
-        raise ValueError(
-            f"there is nothing to download for {name!r}; choose one of {', '.join(SOURCES)} "
-            "(the digits come with the package)"
-        )
-    source = SOURCES[name]
+def fetch(source: Source, data_dir: Folder, *, progress: BytesProgress | None, mirrors: Sequence[str] | None) -> Path:
+    """Downloads what is missing of one source into DIR/<data set>/ and returns that folder; see `datasets.fetch`."""
     folder = data_folder(data_dir) / source.folder
     for download, md5 in source.downloads.items():
         archive = folder / download
         packed = download.endswith(".tar.gz")
         files = source.contents if packed else [download.removesuffix(".gz")]
-        if all(_complete(name, file, data_dir) for file in files):
+        if all(_complete(source, file, data_dir) for file in files):
             continue
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{folder} cannot be made ({error}); name another folder with --data-dir") from None
-        _from_any([f"{mirror.rstrip('/')}/{download}" for mirror in mirrors or source.mirrors], archive, md5, progress)
+        urls = [f"{mirror.rstrip('/')}/{download}" for mirror in mirrors or source.mirrors]
+        _download_from_any(urls, archive, md5, progress)
         if packed:
             _unpack(archive, source, folder)
     return folder
 
 
-def _complete(name: str, file: str, data_dir: Folder) -> bool:
+def _complete(source: Source, file: str, data_dir: Folder) -> bool:
     try:
-        read(name, file, data_dir)
+        read(source, file, data_dir)
     except ValueError:
         return False
     return True
 
 
-def _from_any(urls: list[str], target: Path, md5: str, progress: Progress | None) -> None:
+def _download_from_any(urls: list[str], target: Path, md5: str, progress: BytesProgress | None) -> None:
     """Downloads from the first mirror that delivers the right bytes."""
     if target.is_file() and _md5(target.read_bytes()) == md5:
         return
@@ -179,27 +122,27 @@ def _from_any(urls: list[str], target: Path, md5: str, progress: Progress | None
     )
 
 
-def _download(url: str, target: Path, md5: str, progress: Progress | None) -> None:
+def _download(url: str, target: Path, md5: str, progress: BytesProgress | None) -> None:
     """Receives into NAME.part, going on for as long as every new connection brings new bytes."""
     part = target.with_name(target.name + ".part")
-    old = part.exists()
+    from_earlier_call = part.exists()
     while True:
         start = part.stat().st_size if part.exists() else 0
         if _receive(url, part, start, progress):
-            found = _md5(part.read_bytes())
-            if found == md5:
+            part_md5 = _md5(part.read_bytes())
+            if part_md5 == md5:
                 os.replace(part, target)
                 return
             part.unlink()
             # A .part left by an earlier call may be of something else: it earns one fresh start.
-            if not old:
-                raise ValueError(f"its md5 is {found}, the official one is {md5}")
-            old = False
+            if not from_earlier_call:
+                raise ValueError(f"its md5 is {part_md5}, the official one is {md5}")
+            from_earlier_call = False
         elif part.stat().st_size <= start:
             raise ConnectionError(f"the connection broke after {start:,} bytes")
 
 
-def _receive(url: str, part: Path, start: int, progress: Progress | None) -> bool:
+def _receive(url: str, part: Path, start: int, progress: BytesProgress | None) -> bool:
     """Appends one response to `part`, from byte `start` on; False when it was cut short."""
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:

@@ -1,37 +1,44 @@
-"""Data sets cut into parts that are named by their use, readers of the official files, and augmentation."""
+"""Examples cut at random into parts that are named by their use."""
 
 import hashlib
-import io
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import resources
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pacprune import philox
-from pacprune.data.download import SOURCES, Folder, read
-
-NAMES = ("digits", "mnist", "fashion-mnist", "cifar10")
-
-_DIGITS_TEST_SEED = 1998
-_DIGITS_TEST_SIZE = 360
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Part:
-    """One part of a data set as the model sees it; also a map-style Dataset of (x, y) pairs."""
+    """One part of a data set as the model sees it; also a map-style Dataset of (x, y) pairs.
+
+    Args:
+        name: What the part is for: prior, bound, train, unlabelled or test.
+        x: The inputs, one example per row, standardised.
+        y: The labels (int64) or targets (float32), one per example.
+        index: Positions of the examples in the source's own order.
+        source: Names what `index` points into; empty when unknown.
+        raw: Hashes of the examples before they were standardised, or None. Who trains on the raw tensors has seen
+            these examples, too.
+
+    Example:
+        >>> split.bound
+        Part(bound: 719 examples of shape (1, 8, 8))
+        >>> image, label = split.bound[0]
+    """
 
     name: str
-    x: Tensor = field(repr=False)
-    y: Tensor = field(repr=False)
-    index: Tensor = field(repr=False)
-    """Positions in the source's own order."""
-    source: str = field(default="", repr=False)
-    """Names what `index` points into; empty when unknown."""
-    raw: Tensor | None = field(default=None, repr=False)
-    """Hashes of the examples before they were standardised: whoever trains on the raw tensors saw them, too."""
+    x: Tensor
+    y: Tensor
+    index: Tensor
+    source: str = ""
+    raw: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Part({self.name}: {len(self):,} examples of shape {tuple(self.x.shape[1:])})"
 
     def __len__(self) -> int:
         return len(self.y)
@@ -60,14 +67,43 @@ class Part:
         return _sha256(self.x, self.y, self.index)
 
     def subset(self, positions: Tensor) -> "Part":
-        """The examples at `positions` (int64, or a Boolean mask) of this part."""
+        """The examples at some positions of this part.
+
+        Args:
+            positions: int64 positions, or a Boolean mask with one entry per example.
+
+        Returns:
+            A Part of the same name and source.
+        """
         x, y, index = self.x[positions], self.y[positions], self.index[positions]
         return Part(self.name, x, y, index, self.source, None if self.raw is None else self.raw[positions])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Split:
-    """A data set named by use: `prior` and `bound` make up `train`; nothing is in two of the other parts."""
+    """A data set named by use: `prior` and `bound` make up `train`; nothing is in two of the other parts.
+
+    Args:
+        prior: S_P, what the prior P may see.
+        bound: S without S_P, on which the bound is computed.
+        train: S, both of them, for training without a certificate.
+        unlabelled: Examples whose labels are not used, for the agreement bound.
+        test: Examples that nothing but an evaluation sees.
+        dataset: The name of the data set, such as digits.
+        seed: The seed of the random order.
+        prior_fraction: Share of `train` that is in `prior`.
+        mean, std: Standardisation constants per channel or feature, from `prior` alone; empty when there was none.
+        files: SHA-256 of the (decompressed) content of each source file or tensor.
+        classes: Number of classes; 0 for regression.
+        declared: True when the user brought the index lists and declared them random: nobody can replay such a split.
+        issued: Hashes of what was certified on `bound`, by kind: a choice among them must be paid for.
+
+    Example:
+        >>> split
+        Split(digits, seed 0: 718 prior + 719 bound = 1,437 train, 360 test; 10 classes)
+        >>> len(split.train), split.duplicates
+        (1437, 0)
+    """
 
     prior: Part
     bound: Part
@@ -77,17 +113,20 @@ class Split:
     dataset: str
     seed: int
     prior_fraction: float
-    mean: tuple[float, ...] = field(repr=False)
-    std: tuple[float, ...] = field(repr=False)
-    """Standardisation constants per channel or feature, from `prior` alone; empty when there was none."""
-    files: dict[str, str] = field(repr=False)
-    """SHA-256 of the (decompressed) content of each source file or tensor."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    files: dict[str, str]
     classes: int
-    """Number of classes; 0 for regression."""
     declared: bool = False
-    """True when the user brought the index lists and declared them random: nobody can replay such a split."""
-    issued: dict[str, list[str]] = field(default_factory=dict, repr=False)
-    """Hashes of what was certified on `bound`, by kind: choosing among them must be paid for."""
+    issued: dict[str, list[str]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.prior):,} prior + {len(self.bound):,} bound = {len(self.train):,} train"
+        if len(self.unlabelled):
+            sizes += f", {len(self.unlabelled):,} unlabelled"
+        order = "declared random" if self.declared else f"seed {self.seed}"
+        labels = f"{self.classes} classes" if self.classes else "regression"
+        return f"Split({self.dataset}, {order}: {sizes}, {len(self.test):,} test; {labels})"
 
     @cached_property
     def duplicates(self) -> int:
@@ -109,8 +148,11 @@ def check_split(split: object) -> None:
 
 
 def example_hashes(x: Tensor) -> Tensor:
-    """One 64-bit hash per example (blake2b of the bytes of x); labels, and how they are coded, do not matter."""
-    return _digests(x)
+    """One 64-bit blake2b per example, of its bytes; labels, and how they are coded, do not matter."""
+    digests = bytearray()
+    for example in _bytes(x):
+        digests += hashlib.blake2b(example, digest_size=8).digest()
+    return torch.from_numpy(np.frombuffer(digests, "<i8").copy())
 
 
 def split(
@@ -127,36 +169,61 @@ def split(
     indices: tuple[Tensor, Tensor] | None = None,
     split_declared_random: bool = False,
 ) -> Split:
-    """Cuts one's own tensors at random, blind to the labels.
+    """Cuts tensors of your own at random, blind to the labels.
 
-    The order of the examples is philox.permutation(len(x), seed=seed); it is read as prior | bound | unlabelled |
-    test. A `test` fraction cuts round(test * n) examples, a (x, y) pair is taken as it is, None leaves `test` empty.
+    The order of the examples is philox.permutation(len(x), seed=seed). It is read as prior | bound | unlabelled | test.
     Of the n' examples left before `unlabelled`, the first round(prior_fraction * n') are the prior part: at one seed,
     a smaller prior part is contained in a larger one.
 
     uint8 x becomes float32 in [0, 1]. Floating x is standardised by the mean and standard deviation of the prior
     part, one pair for each entry of dimension 1 (channels or features). Integer x (token ids) stays as it is.
-    Integer y are class labels in [0, classes), by default one more than the largest; floating y means regression.
 
-    `indices` = (prior, bound) brings one's own lists. A certificate is void unless they were drawn at random:
-    `split_declared_random=True` says so, and the certificate repeats whose word it is.
+    Args:
+        x: The inputs, one example per row.
+        y: One label or target per example. Integers are class labels; floating y means regression.
+        prior_fraction: Share of the training examples in the prior part, such as 0.5.
+        seed: Chooses the random order; one seed gives one split.
+        test: Test examples: a pair (x, y) is taken as it is, a fraction such as 0.2 is cut off as
+            round(fraction * n) examples, None leaves `test` empty.
+        unlabelled: How many examples to set apart as `unlabelled`, such as 0.
+        standardise: Whether floating x is standardised.
+        dataset: The name that certificates give the data.
+        classes: Number of classes; None means one more than the largest label.
+        indices: Lists (prior, bound) of your own instead of a random order. A certificate is void unless they were
+            drawn at random.
+        split_declared_random: Says that `indices` were drawn at random; the certificate repeats whose word it is.
+
+    Returns:
+        A Split whose parts share no example.
+
+    Raises:
+        ValueError: If a part would be empty, shapes or labels do not fit, or `indices` are not declared random.
+
+    Example:
+        >>> pp.data.split(x, y, test=0.2, prior_fraction=0.5, seed=1)
+        Split(own, seed 1: 575 prior + 575 bound = 1,150 train, 287 test; 10 classes)
     """
-    own = _tensors(x, y)
-    order = philox.permutation(len(x), seed=seed) if indices is None else _declared(indices, split_declared_random, x)
-    if indices is not None and (unlabelled or isinstance(test, float)):
-        raise ValueError(f"indices name prior and bound alone; give unlabelled=0 (not {unlabelled}) and test as a pair")
+    examples = _hashed(x, y)
+    if indices is None:
+        order, declared_prior = philox.permutation(len(x), seed=seed), None
+    else:
+        order, declared_prior = _declared_order(indices, split_declared_random, x), len(indices[0])
+        if unlabelled or isinstance(test, float):
+            raise ValueError(
+                f"indices name prior and bound alone; give unlabelled=0 (not {unlabelled}) and test as a pair"
+            )
     if isinstance(test, tuple):
-        held = _tensors(*test, prefix="test_")
-        test_order = torch.arange(len(held.x))
+        test_examples = _hashed(*test, prefix="test_")
+        test_order = torch.arange(len(test_examples.x))
     else:
         if test is not None and not 0 < test < 1:
             raise ValueError(f"test is {test}, but a fraction lies strictly between 0 and 1; or give a pair (x, y)")
-        kept = len(order) - round((test or 0.0) * len(order))
-        held, test_order, order = own, order[kept:], order[:kept]
-    return _cut(
-        own,
+        end = len(order) - round((test or 0.0) * len(order))
+        test_examples, test_order, order = examples, order[end:], order[:end]
+    return cut(
+        examples,
         order,
-        held,
+        test_examples,
         test_order,
         prior_fraction=prior_fraction,
         seed=seed,
@@ -164,11 +231,11 @@ def split(
         standardise=standardise,
         dataset=dataset,
         classes=classes,
-        declared=None if indices is None else len(indices[0]),
+        declared_prior=declared_prior,
     )
 
 
-def _declared(indices: tuple[Tensor, Tensor], declared: bool, x: Tensor) -> Tensor:
+def _declared_order(indices: tuple[Tensor, Tensor], declared: bool, x: Tensor) -> Tensor:
     if not declared:
         raise ValueError("a bound needs a random split: if these indices are one, say split_declared_random=True")
     order = torch.cat([torch.as_tensor(part, dtype=torch.int64).reshape(-1) for part in indices])
@@ -180,55 +247,8 @@ def _declared(indices: tuple[Tensor, Tensor], declared: bool, x: Tensor) -> Tens
     return order
 
 
-def digits(*, prior_fraction: float = 0.5, seed: int = 0, unlabelled: int = 0) -> Split:
-    """The 1,797 8x8 digits that come with the package: 1,437 to train and 360 to test, the same 360 at every seed."""
-    content = resources.files("pacprune").joinpath("assets/digits.npz").read_bytes()
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        x, y = (torch.from_numpy(arrays[name]) for name in ("images", "labels"))
-    images = _Raw(x.unsqueeze(1) / 16.0, y, {"digits.npz": hashlib.sha256(content).hexdigest()})
-    fixed = philox.permutation(len(x), seed=_DIGITS_TEST_SEED)
-    test_order, pool = fixed[:_DIGITS_TEST_SIZE].sort().values, fixed[_DIGITS_TEST_SIZE:].sort().values
-    return _cut(
-        images,
-        pool[philox.permutation(len(pool), seed=seed)],
-        images,
-        test_order,
-        prior_fraction=prior_fraction,
-        seed=seed,
-        unlabelled=unlabelled,
-        dataset="digits",
-        classes=10,
-    )
-
-
-def mnist(*, prior_fraction: float = 0.5, seed: int = 0, unlabelled: int = 0, data_dir: Folder = None) -> Split:
-    """MNIST from its official idx files: 60,000 images of shape (1, 28, 28) to train, 10,000 to test."""
-    return _official("mnist", prior_fraction, seed, unlabelled, data_dir)
-
-
-def fashion_mnist(*, prior_fraction: float = 0.5, seed: int = 0, unlabelled: int = 0, data_dir: Folder = None) -> Split:
-    """Fashion-MNIST from its official idx files: 60,000 images of shape (1, 28, 28) to train, 10,000 to test."""
-    return _official("fashion-mnist", prior_fraction, seed, unlabelled, data_dir)
-
-
-def cifar10(*, prior_fraction: float = 0.5, seed: int = 0, unlabelled: int = 0, data_dir: Folder = None) -> Split:
-    """CIFAR-10 from its official binary files: 50,000 images of shape (3, 32, 32) to train, 10,000 to test."""
-    return _official("cifar10", prior_fraction, seed, unlabelled, data_dir)
-
-
-def load(
-    name: str, *, prior_fraction: float = 0.5, seed: int = 0, unlabelled: int = 0, data_dir: Folder = None
-) -> Split:
-    """A data set by its spelling: digits, mnist, fashion-mnist or cifar10."""
-    if name not in NAMES:
-        raise ValueError(f"unknown data set {name!r}; choose one of {', '.join(NAMES)}")
-    if name == "digits":
-        return digits(prior_fraction=prior_fraction, seed=seed, unlabelled=unlabelled)
-    return _official(name, prior_fraction, seed, unlabelled, data_dir)
-
-
 @dataclass(frozen=True, eq=False)
-class _Raw:
+class Examples:
     """Examples in their source's order, with the SHA-256 of each file (or tensor) that they came from."""
 
     x: Tensor
@@ -236,52 +256,15 @@ class _Raw:
     files: dict[str, str]
 
 
-def _tensors(x: Tensor, y: Tensor, prefix: str = "") -> _Raw:
+def _hashed(x: Tensor, y: Tensor, prefix: str = "") -> Examples:
     x, y = torch.as_tensor(x), torch.as_tensor(y)
-    return _Raw(x, y, {f"{prefix}x": _sha256(x), f"{prefix}y": _sha256(y)})
+    return Examples(x, y, {f"{prefix}x": _sha256(x), f"{prefix}y": _sha256(y)})
 
 
-def _official(name: str, prior_fraction: float, seed: int, unlabelled: int, data_dir: Folder) -> Split:
-    files = list(SOURCES[name].contents)
-    train_files = [file for file in files if file.startswith(("train", "data"))]
-    test_files = [file for file in files if file not in train_files]
-    train, test = (_parse({file: read(name, file, data_dir) for file in part}) for part in (train_files, test_files))
-    return _cut(
-        train,
-        philox.permutation(len(train.x), seed=seed),
-        test,
-        torch.arange(len(test.x)),
-        prior_fraction=prior_fraction,
-        seed=seed,
-        unlabelled=unlabelled,
-        dataset=name,
-        classes=10,
-    )
-
-
-def _parse(contents: dict[str, bytes]) -> _Raw:
-    """Images and labels from CIFAR-10's binary batches, or from one idx file each."""
-    if all(file.endswith(".bin") for file in contents):
-        # A record is one label byte, then 3 x 32 x 32 pixel bytes.
-        records = np.frombuffer(b"".join(contents.values()), np.uint8).reshape(-1, 3073)
-        x, y = records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
-    else:
-        images, y = map(_idx, contents.values())
-        x = images[:, None]
-    files = {file: hashlib.sha256(content).hexdigest() for file, content in contents.items()}
-    return _Raw(torch.from_numpy(x.copy()), torch.from_numpy(y.copy()), files)
-
-
-def _idx(content: bytes) -> np.ndarray:
-    """The idx format: byte 3 is the number of dimensions; the sizes follow as big-endian int32, then the bytes."""
-    sizes = np.frombuffer(content, ">i4", content[3], offset=4)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(sizes)
-
-
-def _cut(
-    raw: _Raw,
+def cut(
+    examples: Examples,
     order: Tensor,
-    test_raw: _Raw,
+    test_examples: Examples,
     test_order: Tensor,
     *,
     prior_fraction: float,
@@ -290,49 +273,59 @@ def _cut(
     dataset: str,
     classes: int | None,
     standardise: bool = True,
-    declared: int | None = None,
+    declared_prior: int | None = None,
 ) -> Split:
-    """Reads `order` as prior | bound | unlabelled. prior and bound are views of train: no example is stored twice."""
-    _check_shapes(raw, test_raw)
-    if declared is None and not 0 < prior_fraction < 1:
+    """Reads `order` as prior | bound | unlabelled. prior and bound are views of train: no example is stored twice.
+
+    `declared_prior` is the size of the prior part where the user brought the order.
+    """
+    _check_shapes(examples, test_examples)
+    if declared_prior is None and not 0 < prior_fraction < 1:
         raise ValueError(f"prior_fraction is {prior_fraction}; it must lie strictly between 0 and 1")
     n = len(order) - unlabelled
     k = round(prior_fraction * n) if unlabelled >= 0 else 0
-    k, prior_fraction = (k, prior_fraction) if declared is None else (declared, declared / n)
+    k, prior_fraction = (k, prior_fraction) if declared_prior is None else (declared_prior, declared_prior / n)
     if not 0 < k < n:
         raise ValueError(
             f"prior_fraction {prior_fraction} of {len(order)} examples less {unlabelled} unlabelled ones leaves a "
             f"prior part of {k} and a bound part of {max(n - k, 0)}; each needs at least one example"
         )
-    classes = _count_classes(raw.y, test_raw.y, classes)
-    (x, y), (test_x, test_y) = _take(raw, order), _take(test_raw, test_order)
-    before = torch.stack([_digests(raw.x[order]), _digests(x)], dim=1)
+    classes = _count_classes(examples.y, test_examples.y, classes)
+    (x, y), (test_x, test_y) = _take(examples, order), _take(test_examples, test_order)
+    hashes = torch.stack([example_hashes(examples.x[order]), example_hashes(x)], dim=1)
     mean, std = _standardise_(x, test_x, k) if standardise and x.is_floating_point() else ((), ())
-    source, test_source = (hashlib.sha256("".join(r.files.values()).encode()).hexdigest() for r in (raw, test_raw))
+    source, test_source = (_name_source(part) for part in (examples, test_examples))
     return Split(
-        prior=Part("prior", x[:k], y[:k], order[:k], source, before[:k]),
-        bound=Part("bound", x[k:n], y[k:n], order[k:n], source, before[k:n]),
-        train=Part("train", x[:n], y[:n], order[:n], source, before[:n]),
-        unlabelled=Part("unlabelled", x[n:], y[n:], order[n:], source, before[n:]),
+        prior=Part("prior", x[:k], y[:k], order[:k], source, hashes[:k]),
+        bound=Part("bound", x[k:n], y[k:n], order[k:n], source, hashes[k:n]),
+        train=Part("train", x[:n], y[:n], order[:n], source, hashes[:n]),
+        unlabelled=Part("unlabelled", x[n:], y[n:], order[n:], source, hashes[n:]),
         test=Part("test", test_x, test_y, test_order, test_source),
         dataset=dataset,
         seed=seed,
         prior_fraction=prior_fraction,
         mean=mean,
         std=std,
-        files=raw.files | test_raw.files,
+        files=examples.files | test_examples.files,
         classes=classes,
-        declared=declared is not None,
+        declared=declared_prior is not None,
     )
 
 
-def _check_shapes(raw: _Raw, test: _Raw) -> None:
-    for part in (raw, test):
+def _name_source(examples: Examples) -> str:
+    """SHA-256 of all files together: equal for examples of the same origin, in the same order."""
+    return hashlib.sha256("".join(examples.files.values()).encode()).hexdigest()
+
+
+def _check_shapes(train: Examples, test: Examples) -> None:
+    for part in (train, test):
         if len(part.x) != len(part.y):
             raise ValueError(f"x holds {len(part.x)} examples but y holds {len(part.y)}; give each example one y")
-    one, other = tuple(raw.x.shape[1:]), tuple(test.x.shape[1:])
-    if one != other:
-        raise ValueError(f"training examples have shape {one} but test examples {other}; give both the same shape")
+    shape, test_shape = tuple(train.x.shape[1:]), tuple(test.x.shape[1:])
+    if shape != test_shape:
+        raise ValueError(
+            f"training examples have shape {shape} but test examples {test_shape}; give both the same shape"
+        )
 
 
 def _count_classes(y: Tensor, test_y: Tensor, classes: int | None) -> int:
@@ -348,9 +341,9 @@ def _count_classes(y: Tensor, test_y: Tensor, classes: int | None) -> int:
     return classes
 
 
-def _take(raw: _Raw, order: Tensor) -> tuple[Tensor, Tensor]:
+def _take(examples: Examples, order: Tensor) -> tuple[Tensor, Tensor]:
     """A copy of the examples at `order`: float32 (or integer) x, int64 (or float32) y."""
-    x, y = raw.x[order], raw.y[order]
+    x, y = examples.x[order], examples.y[order]
     x = x.float().div_(255.0) if x.dtype == torch.uint8 else x.float() if x.is_floating_point() else x
     y = y.float() if y.is_floating_point() else y.long()
     for name, values in (("x", x), ("y", y)):
@@ -385,14 +378,3 @@ def _sha256(*tensors: Tensor) -> str:
     for values in tensors:
         digest.update(_bytes(values).data)
     return digest.hexdigest()
-
-
-def _digests(*tensors: Tensor) -> Tensor:
-    """One 64-bit blake2b per example, over its bytes in all the tensors."""
-    out = bytearray()
-    for example in zip(*map(_bytes, tensors), strict=True):
-        digest = hashlib.blake2b(digest_size=8)
-        for part in example:
-            digest.update(part)
-        out += digest.digest()
-    return torch.from_numpy(np.frombuffer(out, "<i8").copy())

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pacprune import models
-from pacprune.data import download
+from pacprune.data import datasets
 from pacprune.deploy import export
 from pacprune.files import write_atomically
 from pacprune.masking import weights
@@ -131,7 +131,7 @@ def rows(setting: Setting, job: Job) -> Table:
 
 def encoded(setting: Setting, job: Job) -> tuple[Tensor, int]:
     """The text as numbers of its characters, which are sorted, and how many different ones there are."""
-    content = babble(4000) if setting.text == "babble" else download.read(setting.text, "input.txt", job.data_dir)
+    content = babble(4000) if setting.text == "babble" else datasets.read(setting.text, "input.txt", job.data_dir)
     known, text = torch.unique(torch.frombuffer(bytearray(content), dtype=torch.uint8), return_inverse=True)
     return text, len(known)
 
