@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pacprune.data import batches
-from pacprune.masking import criteria, weights
-from pacprune.masking.criteria import NAMES, grasp, magnitude, random, score, snip, synflow
+from pacprune.masking import weights
+from pacprune.masking.criteria import CRITERIA, grasp, magnitude, random, score, snip, synflow
 
 
 class Attention(nn.Module):
@@ -95,7 +95,7 @@ def first_two(model: nn.Module) -> dict[str, Tensor]:
     return dict(list(weights.prunable(model).items())[:2])
 
 
-@pytest.mark.parametrize("criterion", NAMES)
+@pytest.mark.parametrize("criterion", CRITERIA)
 @pytest.mark.parametrize("case", [mlp, conv2d, conv1d, attention, recurrent], ids=lambda f: f.__name__)
 class TestContract:
     def test_one_finite_number_per_prunable_weight(self, case, criterion):
@@ -144,7 +144,10 @@ class TestContract:
 
 def test_an_unknown_criterion_is_refused():
     model, data = made(mlp)
-    with pytest.raises(ValueError, match="criterion 'magnitud' is unknown; use one of magnitude, snip"):
+    with pytest.raises(
+        ValueError,
+        match="criterion 'magnitud' is unknown; use one of magnitude, snip, grasp, synflow, random, or a function",
+    ):
         score("magnitud", model, data)
 
 
@@ -276,7 +279,7 @@ def test_a_loss_that_is_not_a_number_is_refused(criterion):
 
 
 @pytest.mark.parametrize("case", [mlp, attention], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("criterion", NAMES)
+@pytest.mark.parametrize("criterion", CRITERIA)
 def test_what_a_criterion_looks_at_is_noted_as_seen(case, criterion):
     model, data = made(case)
     score(criterion, model, data)
@@ -285,5 +288,45 @@ def test_what_a_criterion_looks_at_is_noted_as_seen(case, criterion):
     assert torch.equal(weights.seen(model), expected)
 
 
-def test_names_and_functions_agree():
-    assert all(callable(getattr(criteria, name)) for name in NAMES)
+def test_a_users_function_is_a_criterion():
+    model, data = made(mlp)
+    options = []
+
+    def mine(model, data, *, seed, prunable):
+        options.append((seed, prunable))
+        return {name: w * seed for name, w in prunable(model).items()}
+
+    scores = score(mine, model, data, seed=3, prunable=first_two)
+    assert options == [(3, first_two)]
+    assert all(torch.equal(scores[name], 3 * w) for name, w in first_two(model).items())
+    assert not any(s.requires_grad for s in scores.values())
+    assert torch.equal(weights.seen(model), torch.unique(batches.example_hashes(data)))
+    everything = score(lambda model, data, **options: options["prunable"](model), model, data)
+    assert list(everything) == list(weights.prunable(model))
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ({"0.weight": torch.ones(8, 6)}, r"returned 0\.weight, but the prunable weights are 0\.weight, 2\.weight; ret"),
+        (torch.ones(3), r"mine returned Tensor, but the prunable weights are"),
+        ({}, r"returned nothing, but"),
+        (
+            {"0.weight": torch.ones(8), "2.weight": torch.ones(3, 8)},
+            r"scores 0\.weight by \(8,\), but .* shape \(8, 6\)",
+        ),
+        ({"0.weight": 1.0, "2.weight": torch.ones(3, 8)}, r"scores 0\.weight by float, but"),
+        (
+            {"0.weight": torch.ones(8, 6), "2.weight": torch.full((3, 8), torch.nan)},
+            r"24 of the 24 weights of 2\.weight",
+        ),
+    ],
+)
+def test_scores_that_do_not_fit_are_refused(scores, message):
+    model, data = made(mlp)
+
+    def mine(model, data):
+        return scores
+
+    with pytest.raises(ValueError, match=message):
+        score(mine, model, data)

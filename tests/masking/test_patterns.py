@@ -29,7 +29,7 @@ METHODS = {
     "dpf": lambda *given, **how: pp.gmp(*given, every=1, feedback=True, **how),
     "imp": pp.imp,
 }
-CASES = [(name, {"criterion": one}) for name in ("osp", "pft", "pft-still") for one in criteria.NAMES]
+CASES = [(name, {"criterion": one}) for name in ("osp", "pft", "pft-still") for one in criteria.CRITERIA]
 CASES += [(name, {}) for name in ("gmp", "dpf", "imp")]
 
 

@@ -94,7 +94,7 @@ def test_exactly_k_weights_are_kept_in_equal_epochs(name: str, kind: str) -> Non
         assert pp.error(model, data) < 0.35
 
 
-@pytest.mark.parametrize("criterion", criteria.NAMES)
+@pytest.mark.parametrize("criterion", criteria.CRITERIA)
 def test_pft_without_noise_starts_from_every_criterion(criterion: str) -> None:
     for recipe in ("coupled", "paper"):
         found = pp.pft(net(), (X, Y), CONFIG, sparsity=0.85, criterion=criterion, recipe=recipe, noise=False)

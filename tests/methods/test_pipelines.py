@@ -57,7 +57,7 @@ def test_help_says_what_a_procedure_returns() -> None:
         assert inspect.signature(verb).return_annotation is kind
 
 
-@pytest.mark.parametrize("criterion", criteria.NAMES)
+@pytest.mark.parametrize("criterion", criteria.CRITERIA)
 @pytest.mark.parametrize("name", PROCEDURES)
 def test_exactly_k_weights_are_kept_and_the_plain_model_takes_them(name: str, criterion: str) -> None:
     model = net()

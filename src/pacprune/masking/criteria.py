@@ -1,6 +1,12 @@
-"""Criteria: each is a function that returns scores, one number per prunable weight, larger = keep."""
+"""Criteria: each is a function that returns scores, one number per prunable weight, larger = keep.
 
-from collections.abc import Iterator, Mapping
+A new criterion is a function `f(model, data) -> scores` and its row in `CRITERIA`. It may name any of the keywords
+`loss`, `seed` and `prunable`, which `score` then hands on.
+Whatever takes a criterion by name takes such a function too.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,55 +21,64 @@ from pacprune.distributed import ranks, sharded
 from pacprune.masking import weights
 from pacprune.types import Data, Loss
 
-NAMES = ("magnitude", "snip", "grasp", "synflow", "random")
+__all__ = ["CRITERIA", "EXAMPLES", "Criterion", "grasp", "magnitude", "random", "score", "snip", "synflow"]
+
+Criterion = Callable[..., Mapping[str, Tensor]]
+"""f(model, data) -> scores, with any of the keywords loss, seed and prunable."""
 EXAMPLES = 4096
-"""How many examples snip and grasp look at unless told otherwise."""
+"""How many examples snip and grasp look at, unless `examples` says otherwise."""
 
 
-def score(
-    criterion: str,
-    model: nn.Module,
-    data: Data,
-    *,
-    loss: Loss = F.cross_entropy,
-    seed: int = 0,
-    prunable: weights.Prunable = weights.prunable,
+# --- The criteria
+
+
+def magnitude(
+    model: nn.Module, data: Data | None = None, *, prunable: weights.Prunable = weights.prunable
 ) -> dict[str, Tensor]:
-    """The scores of a criterion by its name, for code that takes the name from a user."""
-    check(criterion, model)
-    if criterion == "magnitude":
-        return magnitude(model, prunable=prunable)
-    if criterion == "snip":
-        return snip(model, data, loss=loss, prunable=prunable)
-    if criterion == "grasp":
-        return grasp(model, data, loss=loss, prunable=prunable)
-    if criterion == "synflow":
-        return synflow(model, data, prunable=prunable)
-    return random(model, seed=seed, prunable=prunable)
+    """|w|, the size of a weight (Han et al. 2015).
 
+    Args:
+        model: A plain model, usually a trained one.
+        data: Not used; every criterion can be called with data.
+        prunable: Which weights are scored; by default all tensors of two or more dimensions.
 
-def check(criterion: str, model: nn.Module) -> None:
-    """Refuses a criterion that does not exist, or that this model cannot be scored by."""
-    if criterion not in NAMES:
-        raise ValueError(f"criterion {criterion!r} is unknown; use one of {', '.join(NAMES)}")
-    if criterion in ("grasp", "synflow") and sharded.ensure_resharded(model):
-        sharded.refuse(model.parameters(), f"the criterion {criterion}", "use magnitude, snip or random")
+    Returns:
+        Scores by parameter name, larger = keep.
 
-
-def magnitude(model: nn.Module, *, prunable: weights.Prunable = weights.prunable) -> dict[str, Tensor]:
-    """|w| (Han et al. 2015)."""
+    Example:
+        >>> scores = pp.scores.magnitude(model)
+        >>> torch.equal(scores["1.weight"], model[1].weight.abs())
+        True
+    """
     return {name: w.detach().abs() for name, w in prunable(model).items()}
 
 
-def random(model: nn.Module, *, seed: int = 0, prunable: weights.Prunable = weights.prunable) -> dict[str, Tensor]:
-    """One uniform number per weight, a function of (seed, index): the baseline that every criterion must beat."""
-    found, start = {}, 0
+def random(
+    model: nn.Module, data: Data | None = None, *, seed: int = 0, prunable: weights.Prunable = weights.prunable
+) -> dict[str, Tensor]:
+    """One uniform number per weight, a function of (seed, index): the baseline that every criterion must beat.
+
+    Args:
+        model: A plain model.
+        data: Not used; every criterion can be called with data.
+        seed: Another seed gives other scores.
+        prunable: Which weights are scored; by default all tensors of two or more dimensions.
+
+    Returns:
+        Scores in (0, 1) by parameter name, larger = keep.
+
+    Example:
+        >>> scores = pp.scores.random(model, seed=1)
+        >>> torch.equal(scores["1.weight"], pp.scores.random(model, seed=1)["1.weight"])
+        True
+    """
+    scores, start = {}, 0
     for name, w in prunable(model).items():
-        own, first = sharded.local(w.detach()), start + sharded.start(w)
-        word = philox.words(own.numel(), seed=seed, step=0, stream=philox.SCORE, offset=first, device=w.device)
-        found[name] = sharded.like(philox.uniform(word).reshape(own.shape), w)
+        rank_rows, offset = sharded.local(w.detach()), start + sharded.start(w)
+        word = philox.words(rank_rows.numel(), seed=seed, step=0, stream=philox.SCORE, offset=offset, device=w.device)
+        scores[name] = sharded.like(philox.uniform(word).reshape(rank_rows.shape), w)
         start += w.numel()
-    return found
+    return scores
 
 
 def snip(
@@ -74,10 +89,29 @@ def snip(
     examples: int = EXAMPLES,
     prunable: weights.Prunable = weights.prunable,
 ) -> dict[str, Tensor]:
-    """|w dL/dw|, the first-order change of the loss when w is removed (Lee et al. 2019)."""
+    """|w dL/dw|, the first-order change of the loss when w is removed (Lee et al. 2019).
+
+    Args:
+        model: A plain model; it is left as it is, but the data is noted as seen.
+        data: Labelled examples, such as `split.train`.
+        loss: (outputs, labels) -> the mean loss L of a batch.
+        examples: At most so many examples are used, from the first one on.
+        prunable: Which weights are scored; by default all tensors of two or more dimensions.
+
+    Returns:
+        Scores by parameter name, larger = keep.
+
+    Raises:
+        ValueError: If the loss is not finite on the data.
+
+    Example:
+        >>> scores = pp.scores.snip(model, split.train, examples=256)
+        >>> [tuple(s.shape) for s in scores.values()]
+        [(16, 64), (10, 16)]
+    """
     chosen = prunable(model)
-    cut = sharded.some(chosen.values())
-    gradient = (_shards_gradient if cut else _gradient)(model, chosen, data, loss, examples)
+    gradient_of = _shards_gradient if sharded.some(chosen.values()) else _gradient
+    gradient = gradient_of(model, chosen, data, loss, examples)
     return {name: (w.detach() * g).abs() for (name, w), g in zip(chosen.items(), gradient, strict=True)}
 
 
@@ -93,6 +127,24 @@ def grasp(
 
     Wang et al. 2020 prune the largest -w (H g); the sign here is turned so that larger = keep. H g is the gradient of
     g(w)'g with the second g held fixed.
+
+    Args:
+        model: A plain model; it is left as it is, but the data is noted as seen.
+        data: Labelled examples, such as `split.train`.
+        loss: (outputs, labels) -> the mean loss of a batch, of which g is the gradient and H the Hessian.
+        examples: At most so many examples are used, from the first one on.
+        prunable: Which weights are scored; by default all tensors of two or more dimensions.
+
+    Returns:
+        Scores of both signs by parameter name, larger = keep.
+
+    Raises:
+        ValueError: If the loss is not finite on the data, or the model is sharded.
+
+    Example:
+        >>> scores = pp.scores.grasp(model, split.train, examples=256)
+        >>> list(scores)
+        ['1.weight', '3.weight']
     """
     check("grasp", model)
     chosen = prunable(model)
@@ -104,8 +156,24 @@ def grasp(
 def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weights.prunable) -> dict[str, Tensor]:
     """|w dR/dw| with R = sum of the outputs of the network |w| on an input of ones (Tanaka et al. 2020), one round.
 
-    Only the shape of the first example is used (its values too when the input is integer tokens). In float64, where
-    products over deep networks do not overflow.
+    In float64, where products over deep networks do not overflow.
+
+    Args:
+        model: A plain model; it is left as it is.
+        data: Only the shape of the first example is used. Integer tokens are used as they are, and noted as seen.
+        prunable: Which weights are scored; by default all tensors of two or more dimensions.
+
+    Returns:
+        Scores in float64 by parameter name, larger = keep.
+
+    Raises:
+        ValueError: If the model is sharded.
+
+    Example:
+        >>> scores = pp.scores.synflow(model, split.train)
+        >>> first, last = (float(s.sum()) for s in scores.values())
+        >>> last > first  # only the flow through weights counts, and biases add to it on the way
+        True
     """
     check("synflow", model)
     device = device_of(model)
@@ -123,6 +191,111 @@ def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weight
         flow = flow[0] if isinstance(flow, tuple) else flow
         gradient = torch.autograd.grad(flow.sum(), leaves, materialize_grads=True)
     return {name: (leaf.detach() * g).abs() for name, leaf, g in zip(chosen, leaves, gradient, strict=True)}
+
+
+CRITERIA: dict[str, Criterion] = {
+    "magnitude": magnitude,
+    "snip": snip,
+    "grasp": grasp,
+    "synflow": synflow,
+    "random": random,
+}
+"""Every criterion by the name that commands and pipelines take."""
+_NEEDS_WHOLE_WEIGHTS = ("grasp", "synflow")
+
+
+# --- Criteria by name
+
+
+def score(
+    criterion: str | Criterion,
+    model: nn.Module,
+    data: Data,
+    *,
+    loss: Loss = F.cross_entropy,
+    seed: int = 0,
+    prunable: weights.Prunable = weights.prunable,
+) -> dict[str, Tensor]:
+    """The scores of a criterion, given by its name or as a function.
+
+    A function is called as f(model, data), with those of the keywords loss, seed and prunable that it names. All of
+    `data` is noted as seen by the model then, since nobody knows what the function looked at.
+
+    Args:
+        criterion: A key of `CRITERIA`, such as "magnitude", or a function f(model, data) -> scores.
+        model: A plain model.
+        data: Labelled examples, such as `split.train`.
+        loss: (outputs, labels) -> the mean loss of a batch.
+        seed: What "random" follows from.
+        prunable: Which weights are scored; by default all tensors of two or more dimensions.
+
+    Returns:
+        Scores by parameter name, larger = keep.
+
+    Raises:
+        ValueError: If the criterion is unknown, or a function's scores do not fit the weights.
+
+    Example:
+        >>> def by_column(model, data):  # what a large input multiplies is kept
+        ...     size = data.x.flatten(1).abs().mean(0)
+        ...     return {"1.weight": model[1].weight.detach().abs() * size, "3.weight": model[3].weight.detach().abs()}
+        >>> scores = pp.scores.score(by_column, model, split.train)
+        >>> list(scores) == list(pp.scores.score("snip", model, split.train))
+        True
+    """
+    check(criterion, model)
+    options = {"loss": loss, "seed": seed, "prunable": prunable}
+    if isinstance(criterion, str):
+        return dict(_called(CRITERIA[criterion], model, data, options))
+    scores = _called(criterion, model, data, options)
+    _check_scores(getattr(criterion, "__name__", repr(criterion)), scores, prunable(model))
+    weights.mark_seen(model, example_hashes(data))
+    return {name: scores[name].detach() for name in prunable(model)}
+
+
+def check(criterion: str | Criterion, model: nn.Module) -> None:
+    """Refuses a criterion that does not exist, or that this model cannot be scored by."""
+    if callable(criterion):
+        return
+    if criterion not in CRITERIA:
+        raise ValueError(
+            f"criterion {criterion!r} is unknown; use one of {', '.join(CRITERIA)}, or a function f(model, data)"
+        )
+    if criterion in _NEEDS_WHOLE_WEIGHTS and sharded.ensure_resharded(model):
+        sharded.refuse(model.parameters(), f"the criterion {criterion}", "use magnitude, snip or random")
+
+
+def _called(function: Criterion, model: nn.Module, data: Data, options: Mapping[str, object]) -> Mapping[str, Tensor]:
+    """The function of (model, data), with those options that it names."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return function(model, data, **{name: o for name, o in options.items() if takes_all or name in parameters})
+
+
+def _check_scores(name: str, scores: Mapping[str, Tensor], chosen: Mapping[str, Tensor]) -> None:
+    """Refuses what a user's criterion returns unless it is one number per chosen weight."""
+    if not isinstance(scores, Mapping) or set(scores) != set(chosen):
+        returned = ", ".join(map(str, scores)) if isinstance(scores, Mapping) else type(scores).__name__
+        raise ValueError(
+            f"the criterion {name} returned {returned or 'nothing'}, but the prunable weights are {', '.join(chosen)}; "
+            "return a dictionary with one tensor for each"
+        )
+    for key, weight in chosen.items():
+        if not isinstance(scores[key], Tensor) or scores[key].shape != weight.shape:
+            shape = tuple(scores[key].shape) if isinstance(scores[key], Tensor) else type(scores[key]).__name__
+            raise ValueError(
+                f"the criterion {name} scores {key} by {shape}, but its weights have shape {tuple(weight.shape)}; "
+                "return one number per weight"
+            )
+        bad = sharded.count(torch.isnan(scores[key]))
+        if bad:
+            raise ValueError(
+                f"the criterion {name} gives {bad} of the {weight.numel()} weights of {key} the score NaN; "
+                "give weights without a score -inf"
+            )
+
+
+# --- Gradients
 
 
 @contextmanager
@@ -187,30 +360,44 @@ def _shards_gradient(
 ) -> list[Tensor]:
     """`_gradient` of a sharded model, by its own backward pass: each rank takes its part of every batch."""
     seen, sums = 0, [torch.zeros_like(w) for w in chosen.values()]
-    device, buffers = device_of(model), [(b, b.clone()) for b in model.buffers()]
-    before = [(p, p.grad) for p in model.parameters()]
-    with torch.enable_grad(), isolated_rng(device, data, seed=0):
+    device = device_of(model)
+    with torch.enable_grad(), isolated_rng(device, data, seed=0), _gradients_and_buffers_kept(model):
         for x, y in batches(data, 256, device=device, limit=examples):
-            low, high = ranks.part(len(x))
-            if high - low < 1 or len(x) < 2 * ranks.world():  # too few to split: all do all of it
-                low, high = 0, len(x)
-            for p, _ in before:
-                p.grad = None
-            value = loss(model(x[low:high]), y[low:high]) * (high - low)
-            bad = ranks.sum_((~torch.isfinite(value.detach())).long())
-            if bad:
-                raise ValueError(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
-            value.backward()
-            # fully_shard takes the mean over ranks; of parts, the sum is meant.
-            times = 1 if high - low == len(x) else ranks.world()
-            for total, w in zip(sums, chosen.values(), strict=True):
-                if w.grad is not None:
-                    total += w.grad * times
+            _add_shards_gradient(sums, model, chosen, x, y, loss)
             seen += len(x)
+    weights.mark_seen(model, example_hashes(data))
+    return [s / seen for s in sums]
+
+
+@contextmanager
+def _gradients_and_buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Puts every .grad and every buffer back at the end."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    yield
     with torch.no_grad():
         for buffer, old in buffers:
             buffer.copy_(old)
-    for p, old in before:
+    for p, old in gradients:
         p.grad = old
-    weights.mark_seen(model, example_hashes(data))
-    return [s / seen for s in sums]
+
+
+def _add_shards_gradient(
+    sums: list[Tensor], model: nn.Module, chosen: Mapping[str, Tensor], x: Tensor, y: Tensor, loss: Loss
+) -> None:
+    """Adds the gradient of the loss, summed over the examples of a batch, to `sums`."""
+    low, high = ranks.part(len(x))
+    if high - low < 1 or len(x) < 2 * ranks.world():  # too few to split: all do all of it
+        low, high = 0, len(x)
+    for p in model.parameters():
+        p.grad = None
+    value = loss(model(x[low:high]), y[low:high]) * (high - low)
+    bad = ranks.sum_((~torch.isfinite(value.detach())).long())
+    if bad:
+        raise ValueError(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
+    value.backward()
+    # fully_shard takes the mean over ranks; of parts, the sum is meant.
+    times = 1 if high - low == len(x) else ranks.world()
+    for total, w in zip(sums, chosen.values(), strict=True):
+        if w.grad is not None:
+            total += w.grad * times

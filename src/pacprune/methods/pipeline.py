@@ -22,7 +22,7 @@ from pacprune.data.splits import Split, check_split
 from pacprune.distributed import sharded
 from pacprune.masking import criteria, masks, patterns, weights
 from pacprune.masking.attachment import attach, final_mask, harden, read, set_logits_
-from pacprune.masking.criteria import NAMES, magnitude, score
+from pacprune.masking.criteria import magnitude, score
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, log_scores, score_monotone
 from pacprune.training.budget import Budget, keep_means_
 from pacprune.training.checkpoint import kept
@@ -373,7 +373,7 @@ def split_epochs(config: Config, mask_share: float) -> tuple[Config, Config]:
 
 
 def check_request(
-    model: nn.Module, sparsity: float | None, criterion: str = NAMES[0], pattern: str | None = None
+    model: nn.Module, sparsity: float | None, criterion: str = "magnitude", pattern: str | None = None
 ) -> float:
     """Refuses before anything is trained what would be refused after it; returns the sparsity asked for."""
     plain = weights.prunable(model)

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from pacprune.masking.criteria import NAMES as CRITERIA
+from pacprune.masking.criteria import CRITERIA
 from pacprune.paper import comparison, frame
 from pacprune.paper.comparison import METHODS, Setting
 from pacprune.paper.frame import Drawn, Job
@@ -33,7 +33,7 @@ _COLOUR = replace(
     data="cifar10",
     model="resnet20",
     sparsities=(0.8, 0.9, 0.95, 0.98, 0.99),
-    criteria=CRITERIA,
+    criteria=tuple(CRITERIA),
     seeds=3,
     gated=((0.1, 100.0), (0.2, 100.0), (0.1, 500.0), (0.2, 500.0)),
     dense=Config(epochs=20, lr=0.1, schedule="cosine", warmup=0.05, augment=True, weight_decay=5e-4),

@@ -49,7 +49,7 @@ class Options:
     data_dir: str | None = _option(None, "Folder of the data files [$PACPRUNE_DATA, or a cache].", names_run=False)
 
 
-_CRITERION = f"What ranks the weights: {', '.join(criteria.NAMES)}."
+_CRITERION = f"What ranks the weights: {', '.join(criteria.CRITERIA)}."
 _GATE_LR = "Learning rate of the keep probabilities; 100 times --lr unless given{}."
 _MASK_SHARE = "Share of --epochs that trains the {}; the rest fine-tunes."
 _FLOOR = "Weights that every layer keeps at least."
