@@ -1,8 +1,6 @@
 """The training loop: groups, schedules, accumulation, early stop, budgets, determinism, and zeros that stay zero."""
 
 import copy
-import dataclasses
-import math
 
 import pytest
 import torch
@@ -14,7 +12,8 @@ import pacprune as pp
 from pacprune.masking import attachment, weights
 from pacprune.training import loop
 from pacprune.training.budget import CONTROLS
-from pacprune.training.config import GATE_STEPS, OPTIMIZERS
+from pacprune.training.optim import OPTIMIZERS
+from pacprune.types import History
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -43,72 +42,6 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
-
-
-# --- Config.
-
-
-def test_gates_learn_a_hundred_times_faster_unless_told_otherwise() -> None:
-    assert pp.Config(lr=0.02).gate_lr == pytest.approx(2.0)
-    assert pp.Config(lr=0.02, gate_lr=0.5).gate_lr == 0.5
-    assert pp.Config(lr=0.02, gate_lr=None).gate_lr is None
-    for steps, rate in ((1, 2.0), (GATE_STEPS, 2.0), (4 * GATE_STEPS, 0.5)):
-        assert pp.Config(lr=0.02).paced(steps).gate_lr == pytest.approx(rate)
-    for given in (2.0, None):  # 100 lr, too, when it was asked for
-        assert pp.Config(lr=0.02, gate_lr=given).paced(10 * GATE_STEPS).gate_lr == given
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"epochs": -1}, "epochs is -1"),
-        ({"epochs": 1.5}, r"epochs is 1\.5"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"accumulate": 0}, "accumulate is 0"),
-        ({"lr": -0.1}, r"lr is -0\.1"),
-        ({"lr": math.nan}, "lr is nan"),
-        ({"gate_lr": "fast"}, "gate_lr is 'fast'"),
-        ({"clip": math.inf}, "clip is inf"),
-        ({"epochs": "3"}, "epochs is '3'"),
-        ({"lr": "0.1"}, r"lr is '0\.1'"),
-        ({"lr": None}, "lr is None"),
-        ({"warmup": 5}, "warmup is 5"),
-        ({"span": (0.5, 0.2)}, r"span is \(0\.5, 0\.2\)"),
-        ({"span": 0.5}, r"span is 0\.5"),
-        ({"optimizer": "lion"}, "optimizer 'lion' is unknown; use one of sgd, adam, adamw"),
-        ({"schedule": "linear"}, "schedule 'linear' is unknown; use one of constant, cosine, step"),
-    ],
-)
-def test_a_config_says_what_is_wrong_with_it(wrong: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pp.Config(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("how", "values"),
-    [
-        ({}, (1, 1, 1, 1)),
-        ({"schedule": "cosine"}, (1, 0.5, (1 - math.sqrt(0.5)) / 2, 0)),
-        ({"schedule": "step"}, (1, 0.1, 0.01, 0.01)),
-        (
-            {"schedule": "cosine", "span": (0.5, 1.0)},
-            (0.5, (1 - math.sqrt(0.5)) / 2, (1 + math.cos(math.pi * 0.875)) / 2, 0),
-        ),
-        ({"schedule": "step", "span": (0.0, 0.5)}, (1, 1, 1, 0.1)),
-        ({"warmup": 0.75}, (0, 2 / 3, 1, 1)),
-    ],
-)
-def test_schedules(how: dict, values: tuple[float, ...]) -> None:
-    config = pp.Config(**how)
-    assert [config.factor(t) for t in (0, 0.5, 0.75, 1)] == pytest.approx(values, abs=1e-6)
-
-
-def test_two_stages_can_share_one_cosine(pair: Pair) -> None:
-    whole = pp.Config(epochs=4, lr=0.1, schedule="cosine", batch_size=70)
-    halves = [dataclasses.replace(whole, epochs=2, span=span) for span in ((0.0, 0.5), (0.5, 1.0))]
-    one = [row["lr"] for row in pp.fit(net(), pair, whole)]
-    model = net()
-    assert [row["lr"] for half in halves for row in pp.fit(model, pair, half)] == pytest.approx(one)
 
 
 # --- Parameter groups.
@@ -330,7 +263,7 @@ def test_a_run_follows_from_its_arguments_and_takes_no_randomness(form: str, kin
         "own generator": DataLoader(pairs, 16, shuffle=True, generator=g),
     }[form]
 
-    def run(seed: int) -> tuple[nn.Module, loop.History]:
+    def run(seed: int) -> tuple[nn.Module, History]:
         model = net(dropout=0.5) if kind == "dropout" else attached(std=0.1)
         return model, pp.fit(model, data, pp.Config(epochs=2, lr=0.1, batch_size=16), seed=seed)
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pacprune.training.config import OPTIMIZERS
-from pacprune.training.optim import Group, Optimizer
+from pacprune.training.optim import OPTIMIZERS, Group, Optimizer
 
 SHAPES = ((3, 4), (4,), (2, 3, 2), ())
 STEPS = 6

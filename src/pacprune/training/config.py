@@ -1,20 +1,63 @@
-"""The Config that describes how one stage of training is run."""
+"""The Config that describes how one stage of training is run, and the tables that its words come from."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
-SCHEDULES = ("constant", "cosine", "step")
-EXECUTIONS = ("eager", "graph", "compiled")
-MASKS = ("shared", "independent")
+from pacprune.training.optim import OPTIMIZERS
 
+Schedule = Callable[[float], float]
+"""The share of the schedule that is done, in [0, 1] -> what the learning rate is multiplied by."""
+
+
+def constant(share: float) -> float:
+    """1 from start to end."""
+    return 1.0
+
+
+def cosine(share: float) -> float:
+    """From 1 to 0 along half a cosine."""
+    return 0.5 * (1 + math.cos(math.pi * share))
+
+
+def step(share: float) -> float:
+    """0.1 from the half on, and 0.01 from three quarters on."""
+    return 1.0 if share < 0.5 else 0.1 if share < 0.75 else 0.01
+
+
+@dataclass(frozen=True)
+class Execution:
+    """By what means steps are taken: recorded as a CUDA graph, and through torch.compile."""
+
+    graph: bool = False
+    compiled: bool = False
+
+
+SCHEDULES: dict[str, Schedule] = {"constant": constant, "cosine": cosine, "step": step}
+"""Schedules of the learning rate, which `Config.schedule` names."""
+EXECUTIONS = {
+    "eager": Execution(),
+    "graph": Execution(graph=True),
+    "compiled": Execution(graph=True, compiled=True),
+}
+"""What `Config.execution` names."""
+MASKS = {"shared": False, "independent": True}
+"""What `Config.masks` names: whether every rank draws masks of its own."""
 
 GATE_RATIO = 100.0
-"""gate_lr / lr unless it is given."""
+"""gate_lr / lr unless a gate_lr is given."""
 GATE_STEPS = 3200
 """Just above the longest mask stage, 3,128 steps, that GATE_RATIO was chosen with; see `Config.paced`."""
+
+_COUNTS = {"epochs": 0, "batch_size": 1, "accumulate": 1, "samples": 0, "patience": 0}
+"""Fields that hold a whole number, and the least that it may be."""
+_NUMBERS = ("lr", "momentum", "weight_decay", "warmup", "gate_lr", "std_lr", "clip")
+_OPTIONAL = ("gate_lr", "std_lr", "clip")
+_PROBES = [k / 16 for k in range(17)]
+"""Where a schedule of the user's own is read to tell it from others."""
 
 
 class _Auto(float):
@@ -25,17 +68,40 @@ class _Auto(float):
 class Config:
     """How one stage is trained. Gates have their own learning rate, 100 * lr by default, and no weight decay.
 
-    gate_lr None freezes the gates; lr 0 freezes everything else. schedule "cosine" falls to 0, "step" is x0.1 at 50 %
-    and at 75 %; `warmup` is the share of steps with a linear rise; `span` is the part of the schedule that this stage
-    covers, so that two stages can share one cosine, and one order of the data. The gates' learning rate stays constant.
-    A batch of `batch_size` is split into `accumulate` micro-batches, each with its own draw. `samples` > 0 takes the
-    gates' gradient from Algorithm 1 with so many draws. With `patience` > 0, stops after so many epochs without a
-    better validation loss and goes back to the best one. `amp` computes in bfloat16, images channels-last. execution
-    "graph" records the whole step as a CUDA graph and replays it, which a network without Python-side state allows;
-    "compiled" hands the network to torch.compile first; on a CPU, and over several ranks, there are no graphs. Under
-    torchrun `batch_size` is that of all ranks together; with masks "shared" all draw the same and train what one
-    process would, with "independent" each draws its own, so that a step's gradient is a mean over as many draws as
-    there are ranks.
+    Args:
+        epochs: Passes over the data.
+        lr: Learning rate of the weights, such as 0.01; 0 freezes all but the gates.
+        gate_lr: Learning rate of the gates, which no schedule changes. "auto" is 100 * lr; None freezes them.
+        std_lr: Learning rate of the logarithms of a trained std; None is lr.
+        momentum: What SGD keeps of the last step; beta1 of Adam and AdamW.
+        weight_decay: L2 penalty of the weights (of AdamW: decoupled), such as 5e-4.
+        batch_size: Examples per step, over all ranks together.
+        optimizer: "sgd", "adam" or "adamw".
+        schedule: What lr follows: "constant", "cosine" (falls to 0), "step" (0.1 times at 50 % and again at 75 %), or a
+            function from the share that is done, in [0, 1], to a factor.
+        warmup: Share of the steps with a linear rise from 0, such as 0.05.
+        span: The part of the schedule that this stage covers. Two stages with (0, 0.5) and (0.5, 1) share one schedule
+            and one order of the data.
+        accumulate: Micro-batches that a batch is split into, each with its own draw of the masks.
+        amp: Whether to compute in bfloat16, with images channels-last.
+        augment: Whether images are cropped and flipped at random.
+        clip: The largest norm of a step's gradient, such as 1.0; None leaves it as it is.
+        samples: With more than 0, the gates' gradient is that of Algorithm 1 with so many draws.
+        patience: With more than 0, stops after so many epochs without a better validation loss, and goes back to the
+            best one.
+        execution: By what means steps are taken; up to rounding, the outcome is the same. "eager" is plain PyTorch.
+            "graph" records the whole step as a CUDA graph and replays it, which a network without Python-side state
+            allows. "compiled" hands the network to torch.compile first. On a CPU, and over several ranks, there are no
+            graphs.
+        masks: Under torchrun. With "shared" all ranks draw the same masks and train what one process would. With
+            "independent" each draws its own, so that a step's gradient is a mean over as many draws as there are ranks.
+
+    Example:
+        >>> config = pp.Config(epochs=5, lr=0.1, schedule="cosine")
+        >>> config.gate_lr
+        10.0
+        >>> pp.Config(schedule=lambda share: 1 - share).factor(0.25)
+        0.75
     """
 
     epochs: int = 10
@@ -46,7 +112,7 @@ class Config:
     weight_decay: float = 0.0
     batch_size: int = 128
     optimizer: str = "sgd"
-    schedule: str = "constant"
+    schedule: str | Schedule = "constant"
     warmup: float = 0.0
     span: tuple[float, float] = (0.0, 1.0)
     accumulate: int = 1
@@ -59,32 +125,26 @@ class Config:
     masks: str = "shared"
 
     def __post_init__(self) -> None:
-        automatic = self.gate_lr == "auto" or isinstance(self.gate_lr, _Auto)
-        for name, least in (("epochs", 0), ("batch_size", 1), ("accumulate", 1), ("samples", 0), ("patience", 0)):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float, np.integer)) and least <= value < math.inf and value == int(value)):
-                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
-            object.__setattr__(self, name, int(value))
-        for name in ("lr", "momentum", "weight_decay", "warmup", "gate_lr", "std_lr", "clip"):
-            value = getattr(self, name)
-            free = (name == "gate_lr" and automatic) or (value is None and name in ("gate_lr", "std_lr", "clip"))
-            if not (free or (isinstance(value, (int, float)) and 0 <= value < math.inf)):
-                raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
-        if automatic:
+        for name, least in _COUNTS.items():
+            object.__setattr__(self, name, _whole(name, getattr(self, name), least))
+        follows_lr = self.gate_lr == "auto" or isinstance(self.gate_lr, _Auto)
+        for name in _NUMBERS:
+            if not (follows_lr and name == "gate_lr"):
+                _check_number(name, getattr(self, name))
+        if follows_lr:
             object.__setattr__(self, "gate_lr", _Auto(GATE_RATIO * self.lr))
         if self.warmup > 1:
             raise ValueError(f"warmup is {self.warmup}; it is a share of the steps and must lie in [0, 1]")
-        match self.span:
-            case [int() | float() as start, int() | float() as end] if 0 <= start <= end <= 1:
-                object.__setattr__(self, "span", (start, end))
-            case _:
-                raise ValueError(f"span is {self.span!r}; it must be two numbers with 0 <= start <= end <= 1")
         if self.momentum >= 1:
             raise ValueError(f"momentum is {self.momentum}; it must be below 1, or steps would add up without end")
-        vocabularies = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "execution": EXECUTIONS, "masks": MASKS}
-        for name, known in vocabularies.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
+        object.__setattr__(self, "span", _ordered(self.span))
+        if callable(self.schedule):
+            _check_schedule(self.schedule)
+        else:
+            check_name("schedule", self.schedule, SCHEDULES)
+        check_name("optimizer", self.optimizer, OPTIMIZERS)
+        check_name("execution", self.execution, EXECUTIONS)
+        check_name("masks", self.masks, MASKS)
 
     @property
     def first_epoch(self) -> int:
@@ -104,9 +164,52 @@ class Config:
     def factor(self, progress: float) -> float:
         """What lr is multiplied by when a share `progress` of the stage is done."""
         rise = min(1.0, (progress + 1e-9) / self.warmup) if self.warmup else 1.0
-        place = self.span[0] + (self.span[1] - self.span[0]) * progress
-        if self.schedule == "cosine":
-            return rise * 0.5 * (1 + math.cos(math.pi * place))
-        if self.schedule == "step":
-            return rise * (1.0 if place < 0.5 else 0.1 if place < 0.75 else 0.01)
-        return rise
+        start, end = self.span
+        schedule = self.schedule if callable(self.schedule) else SCHEDULES[self.schedule]
+        return rise * schedule(start + (end - start) * progress)
+
+    def identity(self) -> dict[str, Any]:
+        """All that the outcome of training follows from, as JSON holds it; `execution` is no part of that."""
+        content = asdict(replace(self, execution="eager"))
+        if callable(self.schedule):  # a name does not tell two functions apart
+            content["schedule"] = [float(self.schedule(share)) for share in _PROBES]
+        return content
+
+
+def check_name(field: str, name: Any, table: Iterable[str]) -> None:
+    """Refuses a name that a table does not have."""
+    names = list(table)
+    if name not in names:
+        raise ValueError(f"{field} {name!r} is unknown; use one of {', '.join(names)}")
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    """A whole number as int, of whatever type it is."""
+    if isinstance(value, (int, float, np.integer)) and least <= value < math.inf and value == int(value):
+        return int(value)
+    raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+        raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
+
+
+def _ordered(span: Any) -> tuple[float, float]:
+    """The two ends of a span, in order and in [0, 1]."""
+    match span:
+        case [int() | float() as start, int() | float() as end] if 0 <= start <= end <= 1:
+            return start, end
+    raise ValueError(f"span is {span!r}; it must be two numbers with 0 <= start <= end <= 1")
+
+
+def _check_schedule(schedule: Schedule) -> None:
+    for share in _PROBES:
+        factor = schedule(share)
+        if not (isinstance(factor, (int, float)) and 0 <= factor < math.inf):
+            raise ValueError(
+                f"the schedule gives {factor!r} at the share {share}; it must give a number of at least 0 for every "
+                "share in [0, 1]"
+            )

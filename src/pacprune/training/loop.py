@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -261,8 +260,8 @@ def _identity(model: nn.Module, configs: Sequence[Config], run: Stage, seeds: Se
     ranks.barrier()
     content = {
         "stage": run.stage,
-        # By what means the steps are taken is no part of what is asked: a run may go on on another device.
-        "config": [asdict(replace(config, execution="eager")) for config in configs],
+        # Without the means of execution: a run may go on on another device.
+        "config": [config.identity() for config in configs],
         "seed": list(seeds),
         "model": _together(checkpoint.state(model)),
         "trainable": [n for n, p in model.named_parameters() if p.requires_grad],

@@ -2,17 +2,21 @@
 
 torch.optim takes one number for all of a parameter. Here the rates lie on the device, so that a captured step reads new
 ones at every replay, and a parameter with a leading model dimension takes K of them. The formulas are torch.optim's.
+
+A new optimiser is one class with the methods of `Rule` and one row of OPTIMIZERS.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from pacprune.distributed.sharded import local
+from pacprune.distributed import sharded
 
 BETA2, EPS = 0.999, 1e-8
+State = dict[str, Tensor]
+"""The running means of one parameter."""
 
 
 @dataclass
@@ -32,22 +36,141 @@ class Group:
         shape = (-1, *[1] * (p.ndim - 1)) if self.rate.ndim else ()
         return self.rate.reshape(shape), self._momentum.reshape(shape), self._decay.reshape(shape)
 
-    def settle(self) -> None:
-        """Puts the constants on the device of the rate: a captured step must not copy from the host."""
-        one = (lambda values: values) if self.rate.ndim else (lambda values: values[0])
-        self._momentum, self._decay = (self.rate.new_tensor(one(v)) for v in (self.momentum, self.weight_decay))
+    def place_constants(self) -> None:
+        """Puts momentum and decay on the device of the rate: a captured step must not copy from the host."""
+        per_member = self.rate.ndim > 0
+        self._momentum = self.rate.new_tensor(self.momentum if per_member else self.momentum[0])
+        self._decay = self.rate.new_tensor(self.weight_decay if per_member else self.weight_decay[0])
+
+
+class Rule(Protocol):
+    """The formulas of one optimiser."""
+
+    def new_state(self, p: Tensor, group: Group) -> State:
+        """The running means of a parameter before its first step."""
+        ...
+
+    def step_together(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
+        """Moves all parameters of a group that have one rate, in one launch."""
+        ...
+
+    def step_members(self, group: Group, p: Tensor, grad: Tensor, state: State) -> None:
+        """Moves one parameter, whose members have rates of their own."""
+        ...
+
+    def reach(self, rate: Tensor, momentum: Tensor, state: State) -> Tensor:
+        """How far a lasting unit of gradient moves a parameter per step."""
+        ...
+
+
+class SGD:
+    """buffer <- momentum * buffer + grad; p <- p - rate * buffer. Weight decay is part of the gradient."""
+
+    def new_state(self, p: Tensor, group: Group) -> State:
+        """A buffer, where there is momentum."""
+        return {"mean": torch.zeros_like(p)} if any(group.momentum) else {}
+
+    def step_together(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
+        """By the fused kernel that torch.optim's own `fused=True` calls."""
+        torch.ops.aten._fused_sgd_.tensor_lr(
+            params,
+            grads,
+            [state["mean"] for state in states if state],
+            weight_decay=group.weight_decay[0],
+            momentum=group.momentum[0],
+            lr=group.rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+    def step_members(self, group: Group, p: Tensor, grad: Tensor, state: State) -> None:
+        """The same formula, in plain torch."""
+        rate, momentum, decay = group.columns(p)
+        if any(group.weight_decay):
+            grad = grad + decay * p
+        if state and len(set(group.momentum)) == 1:  # one pass over memory less
+            grad = torch.add(grad, state["mean"], alpha=group.momentum[0], out=state["mean"])
+        elif state:
+            grad = state["mean"].mul_(momentum).add_(grad)
+        p.addcmul_(grad, -rate)
+
+    def reach(self, rate: Tensor, momentum: Tensor, state: State) -> Tensor:
+        """What momentum adds up to."""
+        return rate / (1 - momentum)
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam with beta1 = momentum. Weight decay is part of the gradient, or `decoupled` from it (AdamW)."""
+
+    decoupled: bool
+
+    def new_state(self, p: Tensor, group: Group) -> State:
+        """Means of the gradient and of its square, and the number of steps."""
+        return {
+            "mean": torch.zeros_like(p),
+            "square": torch.zeros_like(p),
+            "step": torch.zeros((), device=p.device),
+        }
+
+    def step_together(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
+        """By the fused kernels that torch.optim's own `fused=True` calls."""
+        steps = [state["step"] for state in states]
+        torch.ops.aten._foreach_add_(steps, 1)
+        kernels = torch.ops.aten._fused_adamw_ if self.decoupled else torch.ops.aten._fused_adam_
+        kernels.tensor_lr(
+            params,
+            grads,
+            [state["mean"] for state in states],
+            [state["square"] for state in states],
+            [],
+            steps,
+            lr=group.rate,
+            beta1=group.momentum[0],
+            beta2=BETA2,
+            weight_decay=group.weight_decay[0],
+            eps=EPS,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def step_members(self, group: Group, p: Tensor, grad: Tensor, state: State) -> None:
+        """The same formulas, in plain torch."""
+        rate, momentum, decay = group.columns(p)
+        if self.decoupled:
+            p.mul_(1 - rate * decay)
+        elif any(group.weight_decay):
+            grad = grad + decay * p
+        mean, square, step = state["mean"], state["square"], state["step"].add_(1)
+        mean.mul_(momentum).addcmul_(grad, 1 - momentum)
+        square.mul_(BETA2).addcmul_(grad, grad, value=1 - BETA2)
+        size = torch.sqrt(square / (1 - BETA2 ** step.double())).add_(EPS)
+        unbiased = (rate / (1 - momentum.double() ** step)).to(mean.dtype) * mean
+        p.sub_(unbiased / size)
+
+    def reach(self, rate: Tensor, momentum: Tensor, state: State) -> Tensor:
+        """A unit of gradient is divided by the size of what came before."""
+        return rate / (torch.sqrt(state["square"] / (1 - BETA2 ** state["step"].double())) + EPS)
+
+
+OPTIMIZERS: dict[str, Rule] = {"sgd": SGD(), "adam": Adam(decoupled=False), "adamw": Adam(decoupled=True)}
+"""What `Config.optimizer` names."""
 
 
 class Optimizer:
-    """One step of SGD with momentum, Adam or AdamW (`kind`) over several groups."""
+    """Moves the parameters of several groups by the formulas of one of OPTIMIZERS."""
 
-    def __init__(self, kind: str, groups: list[Group]) -> None:
-        self.kind, self.groups = kind, groups
+    def __init__(self, name: str, groups: list[Group]) -> None:
+        self.rule, self.groups = OPTIMIZERS[name], groups
         for group in groups:
-            group.settle()
-        self.state: dict[int, dict[str, Tensor]] = {}
+            group.place_constants()
+        self.state: dict[int, State] = {}
         """Running means by the parameter's number, made when it first has a gradient."""
-        self._number = {id(p): i for i, p in enumerate(p for group in groups for p in group.params)}
+        params = [p for group in groups for p in group.params]
+        self._number = {id(p): i for i, p in enumerate(params)}
+        self._sharded = sharded.some(params)
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -59,28 +182,29 @@ class Optimizer:
     def step(self) -> None:
         """Moves every parameter that has a gradient."""
         for group in self.groups:
+            if group.rate.ndim:
+                for p in group.params:
+                    if p.grad is not None:
+                        self.rule.step_members(group, p, p.grad, self._state(p, group))
+                continue
             buckets: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
             for p in group.params:
                 if p.grad is not None:
                     buckets.setdefault((p.device, p.dtype), []).append(p)
             for params in buckets.values():
-                states = [self._state(p, group) for p in params]
-                if group.rate.ndim == 0:
-                    self._together(group, params, states)
-                else:
-                    self._one_by_one(group, params, states)
+                grads = [p.grad for p in params if p.grad is not None]
+                self.rule.step_together(
+                    group, self._rows(params), self._rows(grads), [self._state(p, group) for p in params]
+                )
 
     def reach(self, p: nn.Parameter) -> Tensor:
         """How far a lasting unit of gradient moves this parameter per step: momentum adds up, Adam divides by scale.
 
         A proximal step beside the optimiser's own has to use it, or the two would not weigh their terms alike.
         """
-        group = next(g for g in self.groups if any(p is q for q in g.params))
+        group = next(group for group in self.groups if any(p is param for param in group.params))
         rate, momentum, _ = group.columns(p)
-        if self.kind == "sgd":
-            return rate / (1 - momentum)
-        state = self._state(p, group)
-        return rate / (torch.sqrt(state["square"] / (1 - BETA2 ** state["step"].double())) + EPS)
+        return self.rule.reach(rate, momentum, self._state(p, group))
 
     def state_dict(self) -> dict[str, Any]:
         """The running means, as clones."""
@@ -91,76 +215,12 @@ class Optimizer:
         params = [p for group in self.groups for p in group.params]
         self.state = {int(i): {k: t.to(params[int(i)].device) for k, t in s.items()} for i, s in content.items()}
 
-    def _state(self, p: nn.Parameter, group: Group) -> dict[str, Tensor]:
+    def _state(self, p: nn.Parameter, group: Group) -> State:
         number = self._number[id(p)]
         if number not in self.state:
-            zeros = torch.zeros_like(local(p))
-            made = {"mean": zeros} if self.kind != "sgd" or any(group.momentum) else {}
-            if self.kind != "sgd":
-                made |= {"square": zeros.clone(), "step": torch.zeros((), device=p.device)}
-            self.state[number] = made
+            self.state[number] = self.rule.new_state(self._rows([p])[0], group)
         return self.state[number]
 
-    def _together(self, group: Group, params: list[nn.Parameter], states: list[dict[str, Tensor]]) -> None:
-        """One launch for all parameters, by the fused kernels that torch.optim's own `fused=True` calls."""
-        grads, means = [local(p.grad) for p in params], [state["mean"] for state in states if state]  # type: ignore[arg-type]
-        params = [local(p) for p in params]  # type: ignore[misc]
-        momentum, decay = group.momentum[0], group.weight_decay[0]
-        if self.kind == "sgd":
-            torch.ops.aten._fused_sgd_.tensor_lr(
-                params,
-                grads,
-                means,
-                weight_decay=decay,
-                momentum=momentum,
-                lr=group.rate,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                is_first_step=False,
-            )
-            return
-        steps = [state["step"] for state in states]
-        torch.ops.aten._foreach_add_(steps, 1)
-        kernel = (
-            torch.ops.aten._fused_adam_.tensor_lr if self.kind == "adam" else torch.ops.aten._fused_adamw_.tensor_lr
-        )
-        kernel(
-            params,
-            grads,
-            means,
-            [state["square"] for state in states],
-            [],
-            steps,
-            lr=group.rate,
-            beta1=momentum,
-            beta2=BETA2,
-            weight_decay=decay,
-            eps=EPS,
-            amsgrad=False,
-            maximize=False,
-        )
-
-    def _one_by_one(self, group: Group, params: list[nn.Parameter], states: list[dict[str, Tensor]]) -> None:
-        """The same with rates that differ between the members of a population."""
-        for p, state in zip(params, states, strict=True):
-            rate, momentum, decay = group.columns(p)
-            grad = p.grad
-            assert grad is not None
-            if self.kind == "adamw":
-                p.mul_(1 - rate * decay)
-            elif any(group.weight_decay):
-                grad = grad + decay * p
-            if self.kind == "sgd":
-                if state and len(set(group.momentum)) == 1:  # one pass over memory less
-                    grad = torch.add(grad, state["mean"], alpha=group.momentum[0], out=state["mean"])
-                elif state:
-                    grad = state["mean"].mul_(momentum).add_(grad)
-                p.addcmul_(grad, -rate)
-                continue
-            mean, square, step = state["mean"], state["square"], state["step"].add_(1)
-            mean.mul_(momentum).addcmul_(grad, 1 - momentum)
-            square.mul_(BETA2).addcmul_(grad, grad, value=1 - BETA2)
-            size = torch.sqrt(square / (1 - BETA2 ** step.double())).add_(EPS)
-            unbiased = (rate / (1 - momentum.double() ** step)).to(mean.dtype) * mean
-            p.sub_(unbiased / size)
+    def _rows(self, tensors: list[Any]) -> list[Tensor]:
+        """What this rank holds of tensors that may be sharded."""
+        return [sharded.local(tensor) for tensor in tensors] if self._sharded else tensors

@@ -17,7 +17,7 @@ from pacprune.distributed import ranks, sharded
 from pacprune.masking import attachment, masks, weights
 from pacprune.training import budget, estimators
 from pacprune.training.budget import Budget
-from pacprune.training.config import Config
+from pacprune.training.config import EXECUTIONS, MASKS, Config
 from pacprune.training.optim import Group, Optimizer
 from pacprune.types import Data
 
@@ -90,7 +90,7 @@ class Step:
         self.start = [sharded.local(site.gate.detach()).clone() for site in self.sites] if fades else []
         self.cold = 2
         self.graph: torch.cuda.CUDAGraph | None = None
-        captured = self.config.execution != "eager" and device.type == "cuda" and ranks.world() == 1
+        captured = EXECUTIONS[self.config.execution].graph and device.type == "cuda" and ranks.world() == 1
         self.left = _WARM if captured else -1
         """Steps until the capture; below 0 there is none."""
         params = [p for group in run.groups for p in group.params]
@@ -266,7 +266,7 @@ class Step:
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
         """With independent masks, draws that no other rank makes, while this lasts."""
-        apart = ranks.rank() * (2**32 // ranks.world()) if self.config.masks == "independent" else 0
+        apart = ranks.rank() * (2**32 // ranks.world()) if MASKS[self.config.masks] else 0
         steps = [site.sampler.step for site in self.sites] if apart else []
         for step in steps:
             step.add_(apart)
