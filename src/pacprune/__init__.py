@@ -18,8 +18,13 @@ from pacprune.masking.attachment import attach, harden, read, resample_
 from pacprune.masking.masks import entropy, overlap, top_k
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
 from pacprune.masking.weights import apply_mask, prunable, sparsity
-from pacprune.methods.baselines import gmp, imp, l0
-from pacprune.methods.pipeline import Certified, Pruned, osp, pbp, pft, together
+from pacprune.methods.gradual import gmp
+from pacprune.methods.iterative import imp
+from pacprune.methods.l0 import l0
+from pacprune.methods.one_shot import osp
+from pacprune.methods.pbp import pbp
+from pacprune.methods.pft import pft
+from pacprune.methods.pipeline import Certified, Pruned, together
 from pacprune.theory import linear
 from pacprune.theory import linearised as wide
 from pacprune.training.budget import Budget

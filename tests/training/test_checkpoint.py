@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import pacprune as pp
 from pacprune.files import digest, write_atomically
 from pacprune.masking import attachment, weights
-from pacprune.methods import pipeline
+from pacprune.methods import pft as pft_module
 from pacprune.training import budget
 from pacprune.types import History
 
@@ -321,7 +321,7 @@ def test_what_is_trained_on_what_is_part_of_a_run(what: str, tmp_path: Path) -> 
 def test_masks_from_scores_that_do_not_repeat_to_the_bit_are_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = pipeline.score, []
+    real, calls = pft_module.score, []
 
     def score(*given: Any, **how: Any) -> dict[str, Tensor]:  # as on a GPU
         calls.append(1)
@@ -332,7 +332,7 @@ def test_masks_from_scores_that_do_not_repeat_to_the_bit_are_resumed(
             model, (X, Y), pp.Config(epochs=4, batch_size=CONFIG.batch_size), sparsity=0.5, criterion=criterion, **how
         )
 
-    monkeypatch.setattr(pipeline, "score", score)
+    monkeypatch.setattr(pft_module, "score", score)
     whole, resumed = net(), net()
     run(whole)
     calls.clear()

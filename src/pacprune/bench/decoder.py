@@ -10,7 +10,7 @@ import torch
 from pacprune import models
 from pacprune.bench.timing import Finding, Row, largest_that_fits, wait
 from pacprune.masking import attachment, spikeslab, weights
-from pacprune.methods.pipeline import COUPLING
+from pacprune.methods.pft import COUPLING
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.fit import fit

@@ -27,7 +27,7 @@ from pacprune.bench.timing import (
 )
 from pacprune.kernels import reference
 from pacprune.masking import attachment, criteria, masks, spikeslab, weights
-from pacprune.methods.pipeline import COUPLING
+from pacprune.methods.pft import COUPLING
 from pacprune.types import Loss
 
 SPARSITY = 0.9

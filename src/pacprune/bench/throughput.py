@@ -20,7 +20,7 @@ from pacprune.certification.certify import BATCH, certify
 from pacprune.data.splits import Part
 from pacprune.data.splits import split as cut
 from pacprune.masking import attachment, criteria, masks, patterns, spikeslab
-from pacprune.methods.pipeline import COUPLING
+from pacprune.methods.pft import COUPLING
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.evaluate import evaluating, mistakes

@@ -29,7 +29,10 @@ from pacprune.data.splits import Part, Split
 from pacprune.files import write_atomically
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab, draw
-from pacprune.methods.pipeline import Certified, osp, pbp, pft, together
+from pacprune.methods.one_shot import osp
+from pacprune.methods.pbp import pbp
+from pacprune.methods.pft import pft
+from pacprune.methods.pipeline import Certified, together
 from pacprune.paper.frame import Job
 from pacprune.runs import plots, store
 from pacprune.training.config import GATE_RATIO, Config

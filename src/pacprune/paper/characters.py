@@ -21,8 +21,10 @@ from pacprune.data import datasets
 from pacprune.deploy import export
 from pacprune.files import write_atomically
 from pacprune.masking import weights
-from pacprune.methods.baselines import gmp
-from pacprune.methods.pipeline import osp, pft, together
+from pacprune.methods.gradual import gmp
+from pacprune.methods.one_shot import osp
+from pacprune.methods.pft import pft
+from pacprune.methods.pipeline import together
 from pacprune.paper import frame
 from pacprune.paper.comparison import surviving
 from pacprune.paper.frame import Drawn, Job

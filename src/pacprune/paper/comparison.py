@@ -20,8 +20,12 @@ from pacprune import data, models, philox
 from pacprune.data.splits import Split
 from pacprune.files import write_atomically
 from pacprune.masking import weights
-from pacprune.methods.baselines import gmp, imp, l0
-from pacprune.methods.pipeline import Pruned, osp, pft, together
+from pacprune.methods.gradual import gmp
+from pacprune.methods.iterative import imp
+from pacprune.methods.l0 import l0
+from pacprune.methods.one_shot import osp
+from pacprune.methods.pft import pft
+from pacprune.methods.pipeline import Pruned, together
 from pacprune.paper.frame import Job
 from pacprune.runs import store
 from pacprune.training.config import GATE_RATIO, Config

@@ -21,7 +21,7 @@ from pacprune.data.splits import Part, Split
 from pacprune.files import write_atomically
 from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.spikeslab import block_isotropic
-from pacprune.methods.baselines import gmp
+from pacprune.methods.gradual import gmp
 from pacprune.methods.pipeline import together
 from pacprune.paper import frame
 from pacprune.paper.frame import Drawn, Job, on_device

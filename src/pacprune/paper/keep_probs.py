@@ -19,7 +19,8 @@ from pacprune import data, models
 from pacprune.masking import weights
 from pacprune.masking.attachment import attach, read
 from pacprune.masking.spikeslab import SpikeSlab, isotropic
-from pacprune.methods.pipeline import pbp, together
+from pacprune.methods.pbp import pbp
+from pacprune.methods.pipeline import together
 from pacprune.paper import frame, kl_weight
 from pacprune.paper.frame import Drawn, Job, on_device
 from pacprune.runs import plots

@@ -20,7 +20,8 @@ from pacprune.data.splits import Part, Split
 from pacprune.files import write_atomically
 from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, draw, kl
-from pacprune.methods.pipeline import pft, together
+from pacprune.methods.pft import pft
+from pacprune.methods.pipeline import together
 from pacprune.paper import frame
 from pacprune.paper.frame import Drawn, Job, on_device
 from pacprune.runs import plots

@@ -10,7 +10,8 @@ from typing import Any
 
 from pacprune import data
 from pacprune.masking import criteria, masks
-from pacprune.methods.pipeline import pft, together
+from pacprune.methods.pft import pft
+from pacprune.methods.pipeline import together
 from pacprune.paper import comparison, frame, pft_vs_osp
 from pacprune.paper.comparison import Setting
 from pacprune.paper.frame import Drawn, Job

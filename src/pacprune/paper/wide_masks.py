@@ -13,7 +13,7 @@ from pacprune.masking.attachment import attach, read
 from pacprune.masking.masks import Mask
 from pacprune.masking.spikeslab import isotropic, top_mask
 from pacprune.masking.weights import prunable
-from pacprune.methods.pipeline import pft
+from pacprune.methods.pft import pft
 from pacprune.paper.frame import Job, agreement, interval, lines
 from pacprune.runs.plots import BLUE, GREEN, GREY, ORANGE, title
 from pacprune.theory import linear, linearised

@@ -26,7 +26,12 @@ from pacprune.masking import criteria, weights
 from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.masks import top_k
 from pacprune.masking.spikeslab import block_isotropic
-from pacprune.methods import baselines, pipeline
+from pacprune.methods.gradual import gmp
+from pacprune.methods.iterative import imp
+from pacprune.methods.l0 import l0
+from pacprune.methods.one_shot import osp
+from pacprune.methods.pbp import pbp
+from pacprune.methods.pft import pft
 from pacprune.runs import options as opt
 from pacprune.runs import report, store
 from pacprune.runs.options import L0, Dpf, Gmp, Imp, Options, Osp, Pbp, Pft, Pruning
@@ -295,13 +300,13 @@ def posterior(options: Pbp) -> Config:
 def procedure(options: Options) -> Callable[..., Any]:
     """The pipeline of these options, with everything given but model, data, config, folder and progress."""
     verb, names, more = {
-        Osp: (pipeline.osp, ("criterion", "pattern", "scope", "min_per_layer"), {}),
-        Pft: (pipeline.pft, ("criterion", "pattern", "recipe", "mask_share", "eps", "noise", "min_per_layer"), {}),
-        Pbp: (pipeline.pbp, ("criterion", *_BOUND), {"name": options.model}),
-        Gmp: (baselines.gmp, ("pattern", "mask_share", "every", "min_per_layer"), {}),
-        Dpf: (baselines.gmp, ("pattern", "mask_share", "every", "min_per_layer"), {"feedback": True}),
-        Imp: (baselines.imp, ("pattern", "rounds", "min_per_layer"), {}),
-        L0: (baselines.l0, ("mask_share", "min_per_layer"), {}),
+        Osp: (osp, ("criterion", "pattern", "scope", "min_per_layer"), {}),
+        Pft: (pft, ("criterion", "pattern", "recipe", "mask_share", "eps", "noise", "min_per_layer"), {}),
+        Pbp: (pbp, ("criterion", *_BOUND), {"name": options.model}),
+        Gmp: (gmp, ("pattern", "mask_share", "every", "min_per_layer"), {}),
+        Dpf: (gmp, ("pattern", "mask_share", "every", "min_per_layer"), {"feedback": True}),
+        Imp: (imp, ("pattern", "rounds", "min_per_layer"), {}),
+        L0: (l0, ("mask_share", "min_per_layer"), {}),
     }[type(options)]
     if isinstance(options, Pbp):
         more = more | {"posterior": posterior(options)}

@@ -15,7 +15,7 @@ from torch import Tensor
 from pacprune import kernels
 from pacprune.deploy.export import extra
 from pacprune.kernels import Law
-from pacprune.methods.pipeline import COUPLING
+from pacprune.methods.pft import COUPLING
 from pacprune.runs import options as opt
 from pacprune.runs import plots, store
 from pacprune.runs.options import Pft

@@ -1,0 +1,99 @@
+"""Gradual magnitude pruning: the smallest weights go while the network trains (GMP), and may come back (DPF)."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pacprune.masking import masks, weights
+from pacprune.methods.pipeline import (
+    Pipeline,
+    Pruned,
+    check_request,
+    fine_tune,
+    magnitude_mask,
+    pipeline,
+    reachable_mask,
+    split_epochs,
+    stage_maker,
+)
+from pacprune.training.budget import Budget
+from pacprune.training.config import Config
+from pacprune.types import Data, Loss, Progress
+
+
+@pipeline
+def gmp(
+    model: nn.Module,
+    data: Data,
+    config: Config,
+    *,
+    sparsity: float | None = None,
+    pattern: str | None = None,
+    feedback: bool = False,
+    mask_share: float = 0.5,
+    every: int | None = None,
+    dense: Config | None = None,
+    min_per_layer: int = 0,
+    loss: Loss = F.cross_entropy,
+    prunable: weights.Prunable = weights.prunable,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Pipeline[Pruned]:
+    """Gradual magnitude pruning (Zhu & Gupta 2017), in place: [dense] -> prune while training -> sparse fine-tuning.
+
+    In the first `mask_share` of `config` the density falls as d(t) = 1 - s (1 - (1 - r)^3), r = min(1, t / 0.8). At
+    every new mask the largest weights stay and the others are zero for good. With `feedback` (DPF, Lin et al. 2020)
+    these are zero in the network alone: its gradient trains them on, and they can come back until the masks are final.
+
+    Args:
+        model: The network; it is pruned in place.
+        data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
+        config: The whole budget after dense training, on one learning-rate schedule.
+        sparsity: Fraction of the weights to prune, such as 0.9.
+        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it. The largest of
+            every group are the last to go.
+        feedback: Whether pruned weights are trained on and can come back: DPF.
+        mask_share: Share of the epochs that trains the masks; the rest fine-tunes.
+        every: Steps from one mask to the next. 16 unless given; with `feedback`, 1.
+        dense: How the network is trained before pruning; None prunes it as it is.
+        min_per_layer: Weights that every layer keeps at least.
+        loss: (outputs, labels) -> one number.
+        prunable: Which weights may be pruned: model -> {name: weight}.
+        seed: Seed of the data order.
+        folder: Where checkpoints are kept, so that a broken run goes on from them; None keeps none.
+        progress: Called after every step and every epoch.
+
+    Returns:
+        The pruned network, its mask and its history.
+
+    Raises:
+        ValueError: If neither a sparsity nor a pattern is given, or the two disagree.
+
+    Example:
+        >>> pruned = pp.gmp(model, (x, y), pp.Config(epochs=2), sparsity=0.9, feedback=True)
+        >>> sum(int(keep.sum()) for keep in pruned.mask.values())
+        118
+    """
+    sparsity = check_request(model, sparsity, pattern=pattern)
+    mask = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)
+    if pattern is not None:
+        sparsity = masks.sparsity(mask, total=weights.total(model))  # `prunable` may leave some of these out
+    budget = Budget(
+        sparsity,
+        control="feedback" if feedback else "magnitude",
+        schedule="cubic",
+        every=every,
+        min_per_layer=min_per_layer,
+        pattern=pattern,
+    )
+    mask_config, tune_config = split_epochs(config, mask_share)
+    stage = stage_maker(model, data, loss, seed, folder, progress)
+    history = (yield stage("dense", dense)) if dense else []
+    weights.apply_mask(model, {name: torch.ones_like(w, dtype=torch.bool) for name, w in prunable(model).items()})
+    history += yield stage("masks", mask_config, budget)
+    mask = reachable_mask(model, sparsity, prunable, min_per_layer, pattern)
+    weights.apply_mask(model, mask)
+    return Pruned(model, mask, history + (yield from fine_tune(model, data, tune_config, stage)), pattern)

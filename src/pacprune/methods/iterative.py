@@ -1,0 +1,91 @@
+"""Iterative magnitude pruning with learning-rate rewinding."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import nn
+
+from pacprune.masking import masks, weights
+from pacprune.methods.pipeline import (
+    Pipeline,
+    Pruned,
+    check_request,
+    magnitude_mask,
+    pipeline,
+    reachable_mask,
+    stage_maker,
+)
+from pacprune.training.config import Config
+from pacprune.training.evaluate import reestimate_batchnorm
+from pacprune.types import Data, Loss, Progress
+
+
+@pipeline
+def imp(
+    model: nn.Module,
+    data: Data,
+    config: Config,
+    *,
+    sparsity: float | None = None,
+    pattern: str | None = None,
+    rounds: int = 3,
+    dense: Config | None = None,
+    min_per_layer: int = 0,
+    loss: Loss = F.cross_entropy,
+    prunable: weights.Prunable = weights.prunable,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Pipeline[Pruned]:
+    """Iterative magnitude pruning with learning-rate rewinding (Renda et al. 2020), in place.
+
+    Round i of r keeps the largest weights at density (1 - sparsity)^(i / r). It trains these on with the whole
+    learning-rate schedule from its beginning.
+
+    Args:
+        model: The network; it is pruned in place.
+        data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
+        config: The whole budget after dense training; its schedule is that of every round.
+        sparsity: Fraction of the weights to prune, such as 0.9.
+        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it. The largest of
+            every group are the last to go.
+        rounds: Rounds into which the epochs are cut. Each has at least one epoch.
+        dense: How the network is trained before pruning; None prunes it as it is.
+        min_per_layer: Weights that every layer keeps at least.
+        loss: (outputs, labels) -> one number.
+        prunable: Which weights may be pruned: model -> {name: weight}.
+        seed: Seed of the data order.
+        folder: Where checkpoints are kept, so that a broken run goes on from them; None keeps none.
+        progress: Called after every step and every epoch.
+
+    Returns:
+        The pruned network, its mask and its history.
+
+    Raises:
+        ValueError: If there is no round, or neither a sparsity nor a pattern is given.
+
+    Example:
+        >>> pruned = pp.imp(model, (x, y), pp.Config(epochs=2), sparsity=0.9, rounds=2)
+        >>> [row["stage"] for row in pruned.history]
+        ['round 1', 'round 2']
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}; at least 1 round must prune to the sparsity")
+    sparsity = check_request(model, sparsity, pattern=pattern)
+    stage = stage_maker(model, data, loss, seed, folder, progress)
+    mask = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)
+    if pattern is not None:
+        sparsity = masks.sparsity(mask, total=weights.total(model))
+    history = (yield stage("dense", dense)) if dense else []
+    rounds = min(rounds, max(1, config.epochs))
+    for i in range(1, rounds + 1):
+        round_sparsity = sparsity if i == rounds else 1 - (1 - sparsity) ** (i / rounds)
+        mask = reachable_mask(model, round_sparsity, prunable, min_per_layer, pattern)
+        weights.apply_mask(model, mask)
+        epochs = i * config.epochs // rounds - (i - 1) * config.epochs // rounds
+        if epochs:
+            history += yield stage(f"round {i}", replace(config, epochs=epochs))
+        else:
+            reestimate_batchnorm(model, data)
+    return Pruned(model, mask, history, pattern)

@@ -1,0 +1,120 @@
+"""PAC-Bayes pruning: a random sparse network whose error on new data is bounded by a proof."""
+
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import nn
+
+from pacprune.certification.certify import certify, check_declared
+from pacprune.data.splits import Split, check_split
+from pacprune.distributed import sharded
+from pacprune.masking import masks
+from pacprune.masking.attachment import attach, read
+from pacprune.masking.criteria import score
+from pacprune.masking.spikeslab import block_isotropic
+from pacprune.methods.pipeline import Certified, Pipeline, Stage, check_request, pipeline, stage_maker
+from pacprune.training.budget import Budget, keep_means_
+from pacprune.training.config import Config
+from pacprune.training.evaluate import reestimate_batchnorm
+from pacprune.training.loop import check_rates
+from pacprune.types import Data, Progress
+
+
+@pipeline
+def pbp(
+    model: nn.Module,
+    split: Split,
+    config: Config,
+    *,
+    sparsity: float,
+    criterion: str = "magnitude",
+    posterior: Config | None = None,
+    dense: Config | None = None,
+    data: Data | None = None,
+    eps: float = 1e-4,
+    std: float = 2e-3,
+    train_std: bool = False,
+    delta: float = 0.05,
+    objective: str = "seeger",
+    family: str = "seeger",
+    expected_risk: float | None = None,
+    grid: int = 1,
+    method: str = "betting",
+    draws: int = 20_000,
+    tolerance: float | None = None,
+    name: str | None = None,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Pipeline[Certified]:
+    """PAC-Bayes pruning, in place: [dense] and `config` train the prior on S_P, `posterior` trains Q on the bound.
+
+    P is the block-isotropic spike and slab around the criterion's mask. It is trained with its mean keep_prob held at
+    1 - sparsity, and written down before split.bound is read. Where gate_lr is None the gates stay as they are, and the
+    weights outside the mask have mean 0. P is then a small cloud around a network that pft has pruned on split.prior.
+
+    Args:
+        model: The network; it becomes a sampler of Q in place.
+        split: The data: split.prior trains P, split.bound trains Q and is certified on.
+        config: How the prior is trained, after dense training.
+        sparsity: Fraction of the weights to prune, such as 0.9.
+        criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
+        posterior: How Q is trained on the bound; as `config` unless given.
+        dense: How the network is trained on split.prior before that; None takes it as it is.
+        data: An augmented form of split.prior that trains dense network and prior; split.prior unless given.
+        eps: Keep probability of the weights outside the prior's mask, at the start.
+        std: Standard deviation of a kept weight.
+        train_std: Whether the standard deviations of Q are trained.
+        delta: Probability with which the certificate may fail.
+        objective: Bound that trains the posterior. "seeger" or "paper".
+        family: Bound that the certificate claims. "seeger", "catoni" or "excess".
+        expected_risk: Risk that Catoni's constant is made for: a guess without the bound set.
+        grid: Priors, fixed in advance, of which this is one: each pays delta / grid.
+        method: How the risk of Q is bounded from drawn networks: "betting" or "chernoff".
+        draws: Most networks to draw in estimating the risk of Q, and of P.
+        tolerance: Stop drawing once the estimate costs the certificate at most this much.
+        name: The network's name in the certificate, such as "mlp".
+        seed: Seed of the data order and the draws.
+        folder: Where checkpoints and the prior are kept, so that a broken run goes on from them; None keeps none.
+        progress: Called after every step and every epoch.
+
+    Returns:
+        The attached network, P, Q and the certificate, which holds with probability 1 - delta.
+
+    Raises:
+        ValueError: If the split was trained on before, or the claim is not one that can be certified.
+
+    Example:
+        >>> certified = pp.pbp(model, split, pp.Config(epochs=1), sparsity=0.9, draws=20)
+        >>> certified.certificate.bound <= 1
+        True
+    """
+    check_request(model, sparsity, criterion)
+    sharded.refuse(model.parameters(), "a certificate", "use pp.pft")
+    check_declared(family, method, expected_risk)
+    check_split(split)
+    posterior = config if posterior is None else posterior
+    for stage_config in (config, posterior):
+        check_rates(stage_config)
+    stage = stage_maker(model, split.prior if data is None else data, F.cross_entropy, seed, folder, progress)
+    history = (yield stage("dense", dense)) if dense else []
+    mask = masks.top_k(score(criterion, model, split.prior, seed=seed), sparsity=sparsity)
+    attach(model, block_isotropic(model, mask, eps=eps, std=std), train_std=train_std, seed=seed)
+    history += yield stage("prior", config, _budget(config, sparsity))
+    fixed = mask if config.gate_lr is None else {}
+    keep_means_(model, fixed)
+    reestimate_batchnorm(model, split.prior)
+    prior = read(model)
+    options = {"stage": "posterior", "delta": delta, "objective": objective, "progress": progress}
+    place = None if folder is None else Path(folder)
+    history += yield Stage(model, split, posterior, seed, _budget(posterior, sparsity), prior, place, options)
+    keep_means_(model, fixed if posterior.gate_lr is None else {})
+    sampling = {"method": method, "draws": draws, "tolerance": tolerance, "progress": progress}
+    claim = {"family": family, "expected_risk": expected_risk, "grid": grid, "name": name}
+    certificate = certify(model, prior, split, delta=delta, **claim, **sampling)
+    return Certified(model, prior, read(model), certificate, history)
+
+
+def _budget(config: Config, sparsity: float) -> Budget | None:
+    """What holds the mean keep_prob; frozen gates need nothing."""
+    return None if config.gate_lr is None else Budget(sparsity)

@@ -1,0 +1,170 @@
+"""Probabilistic fine-tuning: weights and the probabilities to keep them are trained together."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pacprune import kernels
+from pacprune.data.batches import per_epoch
+from pacprune.masking import masks, weights
+from pacprune.masking.attachment import attach, final_mask, harden, set_logits_
+from pacprune.masking.criteria import score
+from pacprune.masking.spikeslab import block_isotropic, log_scores, score_monotone
+from pacprune.methods.pipeline import (
+    Pipeline,
+    Pruned,
+    check_request,
+    fine_tune,
+    magnitude_mask,
+    pipeline,
+    split_epochs,
+    stage_maker,
+)
+from pacprune.training.budget import Budget
+from pacprune.training.checkpoint import kept
+from pacprune.training.config import Config
+from pacprune.training.loop import check_rates
+from pacprune.types import Data, Loss, Progress
+
+COUPLING = 4.0
+"""How strongly a gate's logit follows log|w| in the default recipe."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a recipe begins with."""
+
+    scores: dict[str, Tensor]
+    sparsity: float
+    pattern: str | None
+    eps: float
+    fade: bool
+    estimator: str
+    seed: int
+
+
+def _attach_coupled(model: nn.Module, start: _Start) -> Budget:
+    """Gates tied to log|w|, whose mean keep_prob falls to 1 - sparsity while they harden; returns their budget."""
+    slab = score_monotone(model, start.scores, sparsity=start.sparsity)
+    mapping = start.pattern or "sigmoid"
+    attach(model, slab, mapping=mapping, coupling=COUPLING, estimator=start.estimator, seed=start.seed)
+    # keep_prob alone would not tell the smallest scores apart.
+    set_logits_(model, {name: COUPLING * s for name, s in log_scores(start.scores).items()})
+    control, schedule = ("none", "fixed") if start.pattern else ("shift", "cubic")
+    return Budget(start.sparsity, control=control, schedule=schedule, sharpen=4.0, fade=start.fade)
+
+
+def _attach_paper(model: nn.Module, start: _Start) -> None:
+    """The paper's start: block-isotropic around the criterion's mask, clamped probabilities, no budget."""
+    mask = masks.top_k(start.scores, sparsity=start.sparsity, total=weights.total(model))
+    slab = block_isotropic(model, mask, eps=start.eps)
+    attach(model, slab, mapping="clamp", estimator=start.estimator, seed=start.seed)
+
+
+RECIPES: dict[str, Callable[[nn.Module, _Start], Budget | None]] = {"coupled": _attach_coupled, "paper": _attach_paper}
+"""Name -> function that attaches the gates and returns the budget that they are held to."""
+
+
+@pipeline
+def pft(
+    model: nn.Module,
+    data: Data,
+    config: Config,
+    *,
+    sparsity: float | None = None,
+    pattern: str | None = None,
+    criterion: str = "magnitude",
+    recipe: str = "coupled",
+    mask_share: float = 0.5,
+    eps: float = 1e-4,
+    noise: bool = True,
+    dense: Config | None = None,
+    min_per_layer: int = 0,
+    loss: Loss = F.cross_entropy,
+    prunable: weights.Prunable = weights.prunable,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Pipeline[Pruned]:
+    """Probabilistic fine-tuning, in place: [dense] -> train weights and keep_prob -> top-k -> sparse fine-tuning.
+
+    The recipe "coupled" ties each gate to its weight's magnitude. It holds the mean keep_prob to a budget that falls to
+    1 - sparsity, and hardens the gates meanwhile. What another criterion than magnitude said at the start fades. The
+    recipe "paper" is the paper's: block-isotropic start with `eps`, clamped probabilities, no budget.
+
+    An untrained model gives PFT at initialisation. lr = 0 with mask_share = 1 and a gate_lr (20 for "coupled", 0.5 for
+    "paper") gives strong lottery tickets.
+
+    With a `pattern`, every group of 4 weights has one gate: a choice of so many out of 4, relaxed by Gumbel-softmax and
+    hardened like the others. The likeliest choice is kept. The pattern holds from the start, in place of the budget.
+
+    Args:
+        model: The network; it is pruned in place.
+        data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
+        config: The whole budget after dense training, on one learning-rate schedule; osp with the same config is the
+            fair comparison. A gate_lr that is not given is smaller where the mask stage is long (`Config.paced`).
+        sparsity: Fraction of the weights to prune, such as 0.9.
+        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
+        criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
+        recipe: coupled (keep probabilities follow the weights' sizes while their mean falls to 1 - sparsity) or paper.
+        mask_share: Share of the epochs that trains the keep probabilities; the rest fine-tunes.
+        eps: Keep probability, at the start, of the weights that `criterion` would prune; `recipe` "paper" only.
+        noise: Train with random masks; without, each weight is scaled by a smooth function of its keep probability.
+            That function is sigmoid(logit / beta), and shows what sampling is worth.
+        dense: How the network is trained before pruning; None prunes it as it is.
+        min_per_layer: Weights that every layer keeps at least.
+        loss: (outputs, labels) -> one number.
+        prunable: Which weights may be pruned: model -> {name: weight}.
+        seed: Seed of the data order, the masks' noise, and random scores.
+        folder: Where checkpoints are kept, so that a broken run goes on from them; None keeps none.
+        progress: Called after every step and every epoch.
+
+    Returns:
+        The pruned network, its mask and its history.
+
+    Raises:
+        ValueError: If the recipe is unknown, or a pattern is asked of a recipe that cannot learn it.
+
+    Example:
+        >>> pruned = pp.pft(model, (x, y), pp.Config(epochs=2), sparsity=0.9)
+        >>> pruned.sparsity
+        0.900...
+        >>> [row["stage"] for row in pruned.history]
+        ['masks', 'tune']
+    """
+    sparsity = check_request(model, sparsity, criterion, pattern)
+    _check_recipe(recipe, pattern, config)
+    check_rates(config)
+    mask_config, tune_config = split_epochs(config, mask_share)
+    stage = stage_maker(model, data, loss, seed, folder, progress)
+    largest = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)
+    if pattern is not None:  # of all D weights, some of which `prunable` may leave out
+        sparsity = masks.sparsity(largest, total=weights.total(model))
+    history = (yield stage("dense", dense)) if dense else []
+    scored = functools.partial(score, criterion, model, data, loss=loss, seed=seed, prunable=prunable)
+    scores = kept(folder, f"{criterion} {seed} {getattr(loss, '__qualname__', loss)}", model, data, scored)
+    if recipe == "coupled":
+        mask_config = mask_config.paced(mask_config.epochs * per_epoch(data, mask_config.batch_size))
+    estimator = kernels.SOFT if noise else kernels.NOISELESS
+    # Magnitude is what the coupling says for itself; another criterion's say has faded when the budget has fallen.
+    fade = criterion != "magnitude"
+    budget = RECIPES[recipe](model, _Start(scores, sparsity, pattern, eps, fade, estimator, seed))
+    history += yield stage("masks", mask_config, budget)
+    mask = final_mask(model, sparsity=sparsity, min_per_layer=min_per_layer)
+    harden(model, mask)
+    return Pruned(model, mask, history + (yield from fine_tune(model, data, tune_config, stage)), pattern)
+
+
+def _check_recipe(recipe: str, pattern: str | None, config: Config) -> None:
+    """Refuses a recipe that does not exist, or that cannot learn the pattern."""
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe {recipe!r} is unknown; use {' or '.join(map(repr, RECIPES))}")
+    if pattern is not None and (recipe == "paper" or config.samples):
+        raise ValueError(
+            f"the pattern {pattern} is learned by relaxed gates of the recipe 'coupled', not by recipe={recipe!r} with "
+            f"samples={config.samples}; use recipe='coupled' and samples=0"
+        )
