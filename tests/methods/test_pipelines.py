@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pacprune as pp
+from pacprune.certification.certificate import rounded_up
 from pacprune.masking import criteria, weights
 from pacprune.training import config as config_module
 
@@ -55,6 +56,30 @@ def test_help_says_what_a_procedure_returns() -> None:
     verbs = {pp.osp: pp.Pruned, pp.pft: pp.Pruned, pp.gmp: pp.Pruned, pp.imp: pp.Pruned, pp.l0: pp.Pruned}
     for verb, kind in (verbs | {pp.pbp: pp.Certified}).items():
         assert inspect.signature(verb).return_annotation is kind
+
+
+@pytest.mark.parametrize("name", PROCEDURES)
+def test_a_criterion_may_be_a_function(name: str, tmp_path: Path) -> None:
+    def largest(model: nn.Module, data: Any) -> dict[str, Tensor]:
+        return {key: w.detach().abs() for key, w in pp.prunable(model).items()}
+
+    by_name, by_function = net(), net()
+    for model, criterion in ((by_name, "snip"), (by_function, criteria.snip)):
+        PROCEDURES[name](model, (X, Y), CONFIG, sparsity=0.8, criterion=criterion)
+    assert all(torch.equal(a, b) for a, b in zip(by_name.parameters(), by_function.parameters(), strict=True))
+    assert kept(PROCEDURES[name](net(), (X, Y), CONFIG, sparsity=0.8, criterion=largest, folder=tmp_path).mask) == 36
+
+
+def test_a_result_says_in_one_line_what_it_is() -> None:
+    assert repr(pp.osp(net(), (X, Y), CONFIG, sparsity=0.8)).startswith(
+        "Pruned(Sequential, sparsity 0.8000, 36 of 180 weights kept, loss "
+    )
+    assert repr(pp.osp(net(), (X, Y), dataclasses.replace(CONFIG, epochs=0), sparsity=0.8)).endswith("weights kept)")
+    certified = pp.pbp(net(), SPLIT, CONFIG, sparsity=0.8, draws=20)
+    assert repr(certified) == (
+        f"Certified(Sequential, expected sparsity 0.8000, 36 of 180 weights kept, error at most "
+        f"{rounded_up(certified.certificate.bound)} at delta 0.05)"
+    )
 
 
 @pytest.mark.parametrize("criterion", criteria.CRITERIA)

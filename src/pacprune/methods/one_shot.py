@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pacprune.masking import masks, weights
-from pacprune.masking.criteria import score
+from pacprune.masking.criteria import Criterion, score
 from pacprune.methods.pipeline import Pipeline, Pruned, check_request, fine_tune, magnitude_mask, pipeline, stage_maker
 from pacprune.training.config import Config
 from pacprune.types import Data, Loss, Progress
@@ -20,7 +20,7 @@ def osp(
     *,
     sparsity: float | None = None,
     pattern: str | None = None,
-    criterion: str = "magnitude",
+    criterion: str | Criterion = "magnitude",
     dense: Config | None = None,
     scope: str = "global",
     min_per_layer: int = 0,

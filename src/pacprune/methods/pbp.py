@@ -10,7 +10,7 @@ from pacprune.data.splits import Split, check_split
 from pacprune.distributed import sharded
 from pacprune.masking import masks
 from pacprune.masking.attachment import attach, read
-from pacprune.masking.criteria import score
+from pacprune.masking.criteria import Criterion, score
 from pacprune.masking.spikeslab import block_isotropic
 from pacprune.methods.pipeline import Certified, Pipeline, Stage, check_request, pipeline, stage_maker
 from pacprune.training.budget import Budget, keep_means_
@@ -27,7 +27,7 @@ def pbp(
     config: Config,
     *,
     sparsity: float,
-    criterion: str = "magnitude",
+    criterion: str | Criterion = "magnitude",
     posterior: Config | None = None,
     dense: Config | None = None,
     data: Data | None = None,

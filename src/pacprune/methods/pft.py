@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from pacprune import kernels
 from pacprune.data.batches import per_epoch
 from pacprune.masking import masks, weights
 from pacprune.masking.attachment import attach, final_mask, harden, set_logits_
-from pacprune.masking.criteria import score
+from pacprune.masking.criteria import Criterion, magnitude, score
 from pacprune.masking.spikeslab import block_isotropic, log_scores, score_monotone
 from pacprune.methods.pipeline import (
     Pipeline,
@@ -77,7 +78,7 @@ def pft(
     *,
     sparsity: float | None = None,
     pattern: str | None = None,
-    criterion: str = "magnitude",
+    criterion: str | Criterion = "magnitude",
     recipe: str = "coupled",
     mask_share: float = 0.5,
     eps: float = 1e-4,
@@ -146,17 +147,22 @@ def pft(
         sparsity = masks.sparsity(largest, total=weights.total(model))
     history = (yield stage("dense", dense)) if dense else []
     scored = functools.partial(score, criterion, model, data, loss=loss, seed=seed, prunable=prunable)
-    scores = kept(folder, f"{criterion} {seed} {getattr(loss, '__qualname__', loss)}", model, data, scored)
+    scores = kept(folder, f"{_name(criterion)} {seed} {_name(loss)}", model, data, scored)
     if recipe == "coupled":
         mask_config = mask_config.paced(mask_config.epochs * per_epoch(data, mask_config.batch_size))
     estimator = kernels.SOFT if noise else kernels.NOISELESS
     # Magnitude is what the coupling says for itself; another criterion's say has faded when the budget has fallen.
-    fade = criterion != "magnitude"
+    fade = criterion not in ("magnitude", magnitude)
     budget = RECIPES[recipe](model, _Start(scores, sparsity, pattern, eps, fade, estimator, seed))
     history += yield stage("masks", mask_config, budget)
     mask = final_mask(model, sparsity=sparsity, min_per_layer=min_per_layer)
     harden(model, mask)
     return Pruned(model, mask, history + (yield from fine_tune(model, data, tune_config, stage)), pattern)
+
+
+def _name(named: Any) -> str:
+    """A name as it is, a function's name, which is the same in the next process."""
+    return str(getattr(named, "__qualname__", named))
 
 
 def _check_recipe(recipe: str, pattern: str | None, config: Config) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pacprune.certification.certificate import Certificate, rounded_up
 from pacprune.distributed import sharded
 from pacprune.masking import criteria, masks, patterns, weights
-from pacprune.masking.criteria import magnitude
+from pacprune.masking.criteria import Criterion, magnitude
 from pacprune.masking.spikeslab import SpikeSlab
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
@@ -247,7 +247,7 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
 def check_request(
     model: nn.Module,
     sparsity: float | None,
-    criterion: str = "magnitude",
+    criterion: str | Criterion = "magnitude",
     pattern: str | None = None,
 ) -> float:
     """Refuses before anything is trained what would be refused after it; returns the sparsity asked for."""
