@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 import pacprune as pp
 from pacprune.bounds import Ledger
-from pacprune.certification import audit, bounds_table, certify, drawn_networks
+from pacprune.certification import audit, bounds_table, certify, drawn_networks, rules
 from pacprune.certification.certificate import rounded_up
 from pacprune.data.splits import Split
 from pacprune.masking.spikeslab import draw, gates, log_ratio
 
 Record = dict[str, Any]
 Tensors = dict[str, dict[str, Tensor]]
-KEYS = {"seeger": "gibbs", "excess": "excess", "thresholded": "thresholded", "held_out": "one"}
 
 
 def forged(folder: Path, change: Callable[[Record, Tensors], None], cert: pp.Certificate | None = None) -> Path:
@@ -35,20 +34,20 @@ def forged(folder: Path, change: Callable[[Record, Tensors], None], cert: pp.Cer
 
 def consistent(record: Record, tensors: Tensors) -> None:
     """All that follows from the counts, n and the KL, computed anew, so that arithmetic alone finds nothing."""
-    ledgers = {
-        key: Ledger(**{k: v for k, v in record["bounds"][name]["ledger"].items() if k != "delta"})
-        for name, key in KEYS.items()
-    }
+    ledger = Ledger.from_dict(record["bounds"]["seeger"]["ledger"])
+    choice = {"grid": ledger.grid, "certified": ledger.certified}
     counted = {
         whose: drawn_networks.Counts(
             25, *(tensors["draws.safetensors"][f"{whose}/{w}"] for w in ("wrong", "plus", "minus"))
         )
         for whose in ("posterior", "prior")
     }
-    errors, n = record["reference"]["errors"], record["n"]
+    stated, reference_risk = record["monte_carlo"], record["reference"]["errors"] / record["n"]
     for whose, counts in counted.items():
-        record["monte_carlo"][whose] |= bounds_table.summarise(counts, errors, n, ledgers["gibbs"].monte_carlo_each)
-    record["bounds"] = bounds_table.all_bounds(record, ledgers, counted["posterior"])
+        stated[whose] = bounds_table.summarise(
+            counts, reference_risk, delta=ledger.monte_carlo_each, method="betting", seed=stated[whose]["seed"]
+        )
+    record["bounds"] = bounds_table.all_bounds(record, counted["posterior"], delta=ledger.delta, **choice)
     bound = record["claim"]["bound"] = record["bounds"]["seeger"]["bound"]
     record["statement"] = record["statement"].rsplit(" ", 1)[0] + f" {rounded_up(bound)}."
 
@@ -232,7 +231,7 @@ def test_the_wrong_data_is_refused(folder: Path) -> None:
 def reissued(split: Split, **fit: Any) -> pp.Certificate:
     """A certificate of a split as somebody made it, whatever certify says about it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certify, "refuse_split", lambda split: None)
+        patch.setattr(rules, "refuse_split", lambda split: None)
         model, prior = prior_of(split, **fit)
         pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
         return pp.certify(model, prior, split, **FAST)
@@ -312,7 +311,7 @@ def test_a_fished_network_is_refused(tmp_path: Path) -> None:
             "sparsity": zeros / record["total"],
         }
         tensors["single_draw.safetensors"].update(drawn)
-        tensors["draws.safetensors"].update({f"single_draw/{n}": certify.packed(m) for n, m in mask.items()})
+        tensors["draws.safetensors"].update({f"single_draw/{n}": certify.mask_bits(m) for n, m in mask.items()})
         consistent(record, tensors)
 
     place = forged(tmp_path, fish)

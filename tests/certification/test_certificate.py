@@ -19,7 +19,8 @@ from torch import nn
 import pacprune as pp
 from pacprune import bounds
 from pacprune.bounds import montecarlo
-from pacprune.certification import certificate, drawn_networks
+from pacprune.certification import certificate, decode, drawn_networks
+from pacprune.certification.bounds_table import BOUNDS
 from pacprune.masking import attachment
 from pacprune.masking.spikeslab import draw, gates, kl, log_ratio
 
@@ -72,7 +73,7 @@ def test_the_printed_certificate(story: SimpleNamespace) -> None:
     for words in (story.cert.statement, story.cert.winner, str(story.cert.ledger), f"KL {story.cert.kl:.3f} nats"):
         assert words in text
     for name, bound in story.cert.bounds.items():
-        assert re.search(re.escape(certificate.LABELS[name]) + r" +" + certificate.rounded_up(bound), text)
+        assert re.search(re.escape(BOUNDS[name].label) + r" +" + certificate.rounded_up(bound), text)
     assert text.count("->") == 1
     assert "certified" not in text  # once only
     sentence = re.fullmatch(
@@ -280,7 +281,7 @@ def test_saving_and_loading_keep_every_bit(tmp_path: Path) -> None:
     assert folder == tmp_path / "a" / "b"
     assert sorted(p.name for p in folder.iterdir()) == FILES
     first = {name: (folder / name).read_bytes() for name in FILES}
-    found = certificate.load(folder)
+    found = decode.load(folder)
     for file, tensors in cert.tensors.items():
         assert found.tensors[file].keys() == tensors.keys()
         for name, tensor in tensors.items():
@@ -310,25 +311,25 @@ def test_what_cannot_be_loaded_is_told_in_one_sentence(tmp_path: Path) -> None:
     folder = issued().cert.save(tmp_path / "good")
     path, record = folder / "certificate.json", json.loads((folder / "certificate.json").read_text())
     with pytest.raises(ValueError, match=r"other holds no certificate\.json; give the folder"):
-        certificate.load(tmp_path / "other")
+        decode.load(tmp_path / "other")
     for content in (path.read_bytes()[:500], b"\xff\xfe{}", b""):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"certificate\.json is not valid JSON .* ask the issuer"):
-            certificate.load(folder)
+            decode.load(folder)
     for wrong, found in (({"version": 2}, "version 2"), ({"format": "other"}, "'other' version 1")):
         path.write_text(json.dumps(record | wrong))
         with pytest.raises(ValueError, match=rf"{found}, but this is for 'pacprune certificate' version 1"):
-            certificate.load(folder)
+            decode.load(folder)
     path.write_text("[1]")
     with pytest.raises(ValueError, match="is list, but this is for"):
-        certificate.load(folder)
+        decode.load(folder)
     path.write_text(json.dumps(record))
     (folder / "draws.safetensors").write_bytes(b"\x80\x04junk")
     with pytest.raises(ValueError, match=r"draws\.safetensors cannot be read .* ask the issuer"):
-        certificate.load(folder)
+        decode.load(folder)
     (folder / "draws.safetensors").unlink()
     with pytest.raises(ValueError, match=r"draws\.safetensors is missing, though certificate\.json names it"):
-        certificate.load(folder)
+        decode.load(folder)
 
 
 def test_a_certificate_that_cannot_be_written_leaves_nothing_half(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from torch import nn
 
 import pacprune as pp
 from pacprune import bounds
-from pacprune.certification import certify
+from pacprune.certification import certify, rules
+from pacprune.certification.bounds_table import FAMILIES
 from pacprune.data.splits import Split
 from pacprune.masking import attachment, weights
-from pacprune.masking.spikeslab import SpikeSlab
+from pacprune.masking.spikeslab import SpikeSlab, draw, gates, log_ratio
 
 FAST: dict[str, Any] = {"draws": 300, "tolerance": 1}
 
@@ -66,7 +67,7 @@ def again(**changed: Any) -> pp.Certificate:
 # --- What one asks for.
 
 
-@pytest.mark.parametrize("family", certify.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_family_is_declared_beforehand(family: str) -> None:
     cert = again(family=family)
     assert cert.record["claim"] == {"family": family, "bound": cert.bounds[family]}
@@ -210,7 +211,7 @@ def test_honest_standardisation_of_awkward_columns_is_accepted() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         x = torch.randn(400, 4) * torch.tensor([1.0, 0.1, 0.0, 1e-3]) + torch.tensor([0.0, 5e3, 7.0, 300.0])
-    certify.refuse_split(pp.data.split(x, torch.arange(400) % 2))
+    rules.refuse_split(pp.data.split(x, torch.arange(400) % 2))
 
 
 def test_what_lies_outside_q_is_frozen() -> None:
@@ -351,6 +352,6 @@ def test_a_std_below_the_resolution_of_the_weights_has_no_density() -> None:
     split = digits()
     _, prior = prior_of(split)
     tiny = dataclasses.replace(prior, std={name: torch.tensor(1e-11) for name in prior.std})
-    drawn, mask = (f(tiny, seed=0, step=0) for f in (pp.spikeslab.draw, pp.spikeslab.gates))
+    drawn, mask = (f(tiny, seed=0, step=0) for f in (draw, gates))
     with pytest.raises(ValueError, match="stored in steps of"):
-        pp.spikeslab.log_ratio(tiny, tiny, drawn, mask)
+        log_ratio(tiny, tiny, drawn, mask)

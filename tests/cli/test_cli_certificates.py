@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from pacprune.bench import coverage
 from pacprune.bench.synthetic import STUDIES
-from pacprune.certification import audit, certificate
+from pacprune.certification import audit, decode
 from pacprune.cli import app
 from pacprune.runs import store
 
@@ -61,7 +61,7 @@ def folder(pbp: Path, tmp_path: Path) -> Path:
 
 def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
     """Changes the record and makes all digests fit again."""
-    found = certificate.load(folder)
+    found = decode.load(folder)
     record = json.loads(json.dumps(found.record))
     change(record)
     replace(found, record=record).save(folder)
@@ -151,7 +151,7 @@ def _tensors(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]
     """Changes the distributions; the hashes of the files are made to fit."""
 
     def damage(folder: Path) -> None:
-        found = certificate.load(folder)
+        found = decode.load(folder)
         own = {**found.tensors["distributions.safetensors"]}
         change(own)
         replace(found, tensors={**found.tensors, "distributions.safetensors": own}).save(folder)
@@ -310,7 +310,7 @@ def test_certify_checks_its_numbers(words: str, said: str, osp: Path) -> None:
 
 def test_family_and_grid_are_declared_beforehand(tmp_path: Path, pbp: Path) -> None:
     out = run(f"{PBP} --family excess --grid 4", tmp_path / "run")
-    found, usual = certificate.load(out / "certificate"), certificate.load(pbp / "certificate")
+    found, usual = decode.load(out / "certificate"), decode.load(pbp / "certificate")
     assert found.record["claim"]["family"] == "excess"
     assert found.ledger.grid == 4
     assert found.bound == found.bounds["excess"] > usual.bounds["excess"]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import pacprune as pp
 from pacprune import data
-from pacprune.certification import certificate
+from pacprune.certification import certificate, decode
 from pacprune.certification.verify import verify as arithmetic
 from pacprune.paper import certificate_grid, frame
 from pacprune.paper.certificate_grid import Cell, Grid, Motion, Setting, moved, read_grid
@@ -304,7 +304,7 @@ def test_frozen_gates_leave_two_keep_probabilities_and_zeros(proved: pp.Certifie
 
 def test_a_packed_certificate_is_small_and_the_same_to_the_bit(proved: pp.Certified, tmp_path: Path) -> None:
     full, packed = proved.certificate.save(tmp_path / "full"), proved.certificate.save(tmp_path / "packed", packed=True)
-    one, other = certificate.load(full), certificate.load(packed)
+    one, other = decode.load(full), decode.load(packed)
     assert one.tensors.keys() == other.tensors.keys()
     for file, tensors in one.tensors.items():
         assert tensors.keys() == other.tensors[file].keys()
@@ -327,7 +327,7 @@ def test_packing_loses_nothing(tensor: torch.Tensor, dtype: torch.dtype, tmp_pat
     sparse = torch.zeros(64, 9, dtype=dtype)
     sparse[3, 1:5] = 1
     (tmp_path / "x").write_bytes(certificate.pack({"f": {"given": given, "sparse": sparse, "again": sparse.clone()}}))
-    found = certificate.unpack(tmp_path / "x")["f"]
+    found = decode.unpack(tmp_path / "x")["f"]
     assert found["given"].shape == given.shape
     assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (found["given"], given)))
     assert torch.equal(found["sparse"], sparse)

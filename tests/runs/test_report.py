@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pacprune.certification.certificate import LABELS, Certificate, load, rounded_up
+from pacprune.certification.bounds_table import BOUNDS
+from pacprune.certification.certificate import Certificate, rounded_up
+from pacprune.certification.decode import load
 from pacprune.cli import app
 from pacprune.runs import report, store
 
@@ -86,12 +88,13 @@ def test_the_report_says_what_is_proved(page: str, certificate: Certificate) -> 
 
 def test_the_report_lists_every_bound_and_marks_the_claim(page: str, certificate: Certificate) -> None:
     (table,) = re.findall(r'<table id="bounds">(.*?)</table>', unescape(page), re.DOTALL)
-    assert table.count("<tr>") == 1 + len(certificate.bounds) == 1 + len(LABELS)
+    assert table.count("<tr>") == 1 + len(certificate.bounds) == 1 + len(BOUNDS)
     assert "What its delta of 0.1 pays for" in table
     for name, value in certificate.bounds.items():
-        assert LABELS[name] in table
+        assert BOUNDS[name].label in table
         assert f"<td>{rounded_up(value)}</td>" in table
-    claim = f"<strong>{LABELS['seeger']}</strong><small>the claim</small></th><td>{rounded_up(certificate.bound)}</td>"
+    label, bound = BOUNDS["seeger"].label, rounded_up(certificate.bound)
+    claim = f"<strong>{label}</strong><small>the claim</small></th><td>{bound}</td>"
     assert f"{claim}<td>0.08 PAC-Bayes + 0.02 Monte Carlo</td>" in table
     assert "they do not hold all at once" in page
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pacprune import data
-from pacprune.certification import certificate
+from pacprune.certification import decode
 from pacprune.paper import frame, pft_vs_osp
 from pacprune.runs import commands, store
 from pacprune.runs import options as opt
@@ -221,7 +221,7 @@ def test_a_run_broken_off_after_it_certified_counts_as_one(tmp_path: Path, monke
             run(options, tmp_path / "run")
     assert (tmp_path / "run" / store.CHECKPOINTS / "certify-calls.json").is_file()
     run(options, tmp_path / "run")
-    found = certificate.load(tmp_path / "run" / store.CERTIFICATE)
+    found = decode.load(tmp_path / "run" / store.CERTIFICATE)
     assert found.record["certify_calls"] == 1
     assert sorted(f.name for f in (tmp_path / "run" / store.CERTIFICATE).iterdir()) == sorted(
         ["certificate.json", *found.tensors]

@@ -17,6 +17,7 @@ from pacprune import models
 from pacprune.bench.timing import Finding, Row, Target, alternate, clocked, largest_that_fits, wait
 from pacprune.certification import drawn_networks
 from pacprune.certification.certify import BATCH, certify
+from pacprune.certification.record import MonteCarlo
 from pacprune.data.splits import Part
 from pacprune.data.splits import split as cut
 from pacprune.masking import attachment, criteria, masks, patterns, spikeslab
@@ -197,8 +198,8 @@ def certificate(device: torch.device, *, scale: str) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         fit_posterior(model, prior, split, Config(epochs=0), out=folder)
 
-        def issue() -> dict[str, Any]:
-            return certify(model, prior, split, tolerance=slack, draws=MOST).record["monte_carlo"]
+        def issue() -> MonteCarlo:
+            return certify(model, prior, split, tolerance=slack, draws=MOST).pac_bayes["monte_carlo"]
 
         record = issue()  # builds kernels and fills caches; a second time gives the same certificate
         seconds = clocked(issue, device) if device.type == "cuda" else 0.0

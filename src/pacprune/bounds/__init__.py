@@ -8,40 +8,8 @@ the true value. Risks are fractions in [0, 1]; logs are natural; delta is the pr
     0.209
 """
 
-from pacprune.bounds.risk import (
-    CATONI_GRID,
-    Ledger,
-    agreement,
-    catoni,
-    catoni_constant,
-    clopper_pearson,
-    complexity,
-    disintegrated,
-    excess_loss,
-    kl_bernoulli,
-    kl_inverse,
-    kl_inverse_lower,
-    paper,
-    seeger,
-    vote,
-    xi,
-)
+from pacprune.bounds import risk
+from pacprune.bounds.risk import *  # noqa: F403
 
-__all__ = [
-    "CATONI_GRID",
-    "Ledger",
-    "agreement",
-    "catoni",
-    "catoni_constant",
-    "clopper_pearson",
-    "complexity",
-    "disintegrated",
-    "excess_loss",
-    "kl_bernoulli",
-    "kl_inverse",
-    "kl_inverse_lower",
-    "paper",
-    "seeger",
-    "vote",
-    "xi",
-]
+__all__: list[str] = []
+__all__ += risk.__all__

@@ -5,10 +5,9 @@ the true value. Risks are fractions in [0, 1]; logs are natural; delta is the pr
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -23,6 +22,25 @@ from pacprune.bounds.numeric import (
     log_sum_exp,
     upper_end,
 )
+
+__all__ = [
+    "CATONI_GRID",
+    "Ledger",
+    "agreement",
+    "catoni",
+    "catoni_constant",
+    "clopper_pearson",
+    "complexity",
+    "disintegrated",
+    "excess_loss",
+    "kl_bernoulli",
+    "kl_inverse",
+    "kl_inverse_lower",
+    "paper",
+    "seeger",
+    "vote",
+    "xi",
+]
 
 CATONI_GRID = tuple(0.02 * 400.0 ** (j / 19) for j in range(20))
 """Constants c of `catoni`: 20 geometric values from .02 to 8, fixed so that no run can choose them by its data.
@@ -258,6 +276,25 @@ def _cap(bound: float) -> float:
 # --- The account of delta.
 
 
+class LedgerEntry(TypedDict):
+    """A ledger as JSON holds it: its fields, and delta, which is their sum."""
+
+    delta: float
+    """The probability with which the bound may fail."""
+    pac_bayes: float
+    """Share of the PAC-Bayes bound."""
+    monte_carlo: float
+    """Share of the Monte-Carlo step."""
+    reference: float
+    """Share of the reference network."""
+    unlabelled: float
+    """Share of the disagreements on unlabelled inputs."""
+    grid: int
+    """Priors, fixed in advance, among which this one was chosen."""
+    certified: int
+    """Certificates among which this one may be chosen."""
+
+
 @dataclass(frozen=True)
 class Ledger:
     """How delta is spent: delta = pac_bayes + monte_carlo + reference + unlabelled, by the union bound.
@@ -343,13 +380,28 @@ class Ledger:
         return self.delta / self.candidates
 
     @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> "Ledger":
+    def from_dict(cls, entry: LedgerEntry) -> "Ledger":
         """The ledger that `as_dict` wrote."""
-        return cls(**{key: value for key, value in entry.items() if key != "delta"})
+        return cls(
+            entry["pac_bayes"],
+            entry["monte_carlo"],
+            entry["reference"],
+            entry["unlabelled"],
+            entry["grid"],
+            entry["certified"],
+        )
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> LedgerEntry:
         """The fields and delta, ready for JSON."""
-        return {"delta": self.delta, **asdict(self)}
+        return {
+            "delta": self.delta,
+            "pac_bayes": self.pac_bayes,
+            "monte_carlo": self.monte_carlo,
+            "reference": self.reference,
+            "unlabelled": self.unlabelled,
+            "grid": self.grid,
+            "certified": self.certified,
+        }
 
     def __str__(self) -> str:
         names = {

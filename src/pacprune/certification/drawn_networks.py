@@ -38,6 +38,11 @@ class Counts:
     def __len__(self) -> int:
         return len(self.wrong)
 
+    @property
+    def risk(self) -> float:
+        """Mean error rate of the draws."""
+        return int(self.wrong.sum()) / (len(self) * self.batch)
+
 
 def outputs(plain: nn.Module, slab: SpikeSlab, x: Tensor, *, seed: int, steps: Tensor) -> Tensor:
     """Outputs of draw number steps[k] on its own inputs x[k], for all k in one call where vmap can."""

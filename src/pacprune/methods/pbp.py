@@ -5,7 +5,8 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import nn
 
-from pacprune.certification.certify import certify, check_declared
+from pacprune.certification.certify import certify
+from pacprune.certification.rules import check_declared
 from pacprune.data.splits import Split, check_split
 from pacprune.distributed import sharded
 from pacprune.masking import masks

@@ -292,7 +292,7 @@ def _dense(setting: Setting, split: Split, part: Part, job: Job) -> dict[int, nn
 
 
 def _row(setting: Setting, cell: Cell, found: Certified, split: Split, job: Job) -> dict[str, Any]:
-    certificate, record = found.certificate, found.certificate.record
+    certificate, record = found.certificate, found.certificate.pac_bayes
     plain = attachment.harden(copy.deepcopy(found.model))
     single = {name: certificate.tensors["single_draw.safetensors"][name] for name in found.prior.mean}
     folder = job.out / "certificates" / f"{setting.name}-{cell.sparsity:g}-{cell.alpha:g}-{cell.seed}"
@@ -329,7 +329,7 @@ def _row(setting: Setting, cell: Cell, found: Certified, split: Split, job: Job)
 
 def _unmoved(certificate: Certificate) -> float:
     """The certificate of Q = P by the bound of the claim."""
-    record, delta = certificate.record, certificate.ledger.pac_bayes_each
+    record, delta = certificate.pac_bayes, certificate.ledger.pac_bayes_each
     risk = record["monte_carlo"]["prior"]["risk_upper"]
     return bounds.catoni(risk, n=certificate.n, kl=0.0, delta=delta, c=record["catoni_c"])
 

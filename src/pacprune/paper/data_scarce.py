@@ -225,7 +225,7 @@ def certified(setting: Setting, split: Split, seed: int, job: Job) -> Iterator[d
         found = certify(
             net, prior, split, delta=setting.delta, grid=setting.grid, draws=setting.draws, tolerance=0.0, progress=told
         )
-        drawn, n, delta = found.record["monte_carlo"], found.n, found.ledger.pac_bayes_each
+        drawn, n, delta = found.pac_bayes["monte_carlo"], found.n, found.ledger.pac_bayes_each
         wrong = drawn_networks.errors(harden(copy.deepcopy(net)), drawn_networks.thresholded(prior), split.test)
         yield {
             "sparsity": sparsity,

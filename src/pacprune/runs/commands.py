@@ -17,8 +17,10 @@ from torch import nn
 
 from pacprune import __version__, data, models
 from pacprune.bounds import Ledger
-from pacprune.certification.certificate import RECORD, Certificate, load
-from pacprune.certification.certify import certify_held_out, check_declared
+from pacprune.certification.certificate import RECORD, Certificate
+from pacprune.certification.certify import certify_held_out
+from pacprune.certification.decode import load
+from pacprune.certification.rules import check_declared
 from pacprune.data.batches import example_hashes
 from pacprune.data.splits import Part, Split
 from pacprune.distributed import ranks

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pacprune import data, models
-from pacprune.certification.certify import FAMILIES
+from pacprune.certification.bounds_table import FAMILIES
 from pacprune.masking import criteria, patterns
 from pacprune.training.config import GATE_STEPS, SCHEDULES
 from pacprune.training.fit import OBJECTIVES

@@ -12,8 +12,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from pacprune import bounds
-from pacprune.certification import certificate
 from pacprune.certification.certificate import Certificate, rounded_up
+from pacprune.certification.decode import load as load_certificate
 from pacprune.files import write_atomically
 from pacprune.kernels.law import LOGIT_MAX
 from pacprune.runs import store
@@ -65,7 +65,7 @@ def draw(folder: Path, result: dict[str, Any], out: Path) -> list[Figure]:
 def proved(folder: Path) -> Certificate | None:
     """The certificate in a run folder, where there is one."""
     path = folder / store.CERTIFICATE
-    return certificate.load(path) if path.exists() else None
+    return load_certificate(path) if path.exists() else None
 
 
 def csv_of(rows: Table) -> bytes:

@@ -10,7 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from pacprune.bounds import Ledger
-from pacprune.certification.certificate import LABELS, RECORD, Certificate, rounded_up
+from pacprune.certification.bounds_table import BOUNDS
+from pacprune.certification.certificate import RECORD, Certificate, rounded_up
 from pacprune.files import write_atomically
 from pacprune.runs import options as opt
 from pacprune.runs import plots, store
@@ -140,10 +141,10 @@ def _certificate(c: Certificate, place: str) -> str:
 def _bounds(c: Certificate) -> str:
     """Which certificate wins, and the table of all of them."""
     rows = []
-    for name, label in LABELS.items():
+    for name, bound in BOUNDS.items():
         if name in c.bounds:
             claimed = name == c.record["claim"]["family"]
-            head = f"<strong>{label}</strong><small>the claim</small>" if claimed else label
+            head = f"<strong>{bound.label}</strong><small>the claim</small>" if claimed else bound.label
             spent = str(Ledger.from_dict(c.record["bounds"][name]["ledger"])).partition(" = ")[2]
             if name == "held_out":
                 spent = spent.replace("PAC-Bayes", "Clopper-Pearson")

@@ -1,0 +1,247 @@
+"""What certificate.json holds: every field, its type and what it is.
+
+A new field is one line here and one where it is filled, in certify.py; verify.py checks what can be recomputed.
+"""
+
+from typing import Literal, NotRequired, TypedDict
+
+from pacprune.bounds.risk import LedgerEntry
+
+FORMAT: Literal["pacprune certificate"] = "pacprune certificate"
+VERSION: Literal[1] = 1
+
+
+class Reference(TypedDict):
+    """The network that the draws are compared with: the thresholded prior, or the one network of a held-out record."""
+
+    errors: int
+    """Wrong answers on the bound set."""
+
+
+class Draws(TypedDict):
+    """The Monte-Carlo step of one distribution."""
+
+    draws: int
+    """How many networks were sampled."""
+    risk: float
+    """Mean error rate of the draws on their minibatches."""
+    risk_upper: float
+    """Upper bound on the Gibbs risk on the whole bound set, by the declared method."""
+    chernoff: float
+    """The same by Chernoff's bound, shown with every method."""
+    seed: int
+    """Follows from the hashes of P and Q and the purpose of the draws."""
+
+
+class MonteCarlo(TypedDict):
+    """How the Gibbs risks of Q and P were estimated."""
+
+    method: str
+    """A key of bounds_table.RISK_BOUNDS."""
+    tolerance: float
+    """Sampling stops when the Monte-Carlo slack is at most this."""
+    batch: int
+    """Bound examples per draw."""
+    posterior: Draws
+    """The draws of Q."""
+    prior: Draws
+    """The draws of P."""
+
+
+class SingleDraw(TypedDict):
+    """One network h ~ Q for deployment."""
+
+    seed: int
+    """h is draw number 0 of this seed."""
+    errors: int
+    """Wrong answers of h on the bound set."""
+    log_ratio: float
+    """log dQ/dP(h), rounded up."""
+    sparsity: float
+    """Counted share of zeros."""
+
+
+class Thresholded(TypedDict):
+    """The deterministic network behind Q, and how often it disagrees with draws of Q."""
+
+    seed: int
+    """Of the draws it is compared with."""
+    inputs: int
+    """Unlabelled inputs, one draw for each."""
+    disagreements: int
+    """Inputs on which its class is another than the draw's."""
+    errors: int
+    """Wrong answers on the bound set."""
+    sparsity: float
+    """Counted share of zeros."""
+
+
+class BoundEntry(TypedDict):
+    """One bound on the error rate on new data."""
+
+    bound: float
+    """The error rate is at most this."""
+    ledger: LedgerEntry
+    """How its delta is spent."""
+
+
+class Claim(TypedDict):
+    """The bound that was declared beforehand."""
+
+    family: str
+    """Its key in `bounds`."""
+    bound: float
+    """Its value."""
+
+
+class Source(TypedDict):
+    """Where the data came from."""
+
+    dataset: str
+    """A name of pp.data, or "own"."""
+    files: dict[str, str]
+    """SHA-256 of the content of each source file or tensor."""
+    classes: int
+    """Number of classes."""
+
+
+class SplitRecord(TypedDict):
+    """How the data was cut; the dictionaries have one entry for each of prior, bound and unlabelled."""
+
+    seed: int
+    """Of the permutation that cut it."""
+    prior_fraction: float
+    """Share of the training examples in the prior part."""
+    sizes: dict[str, int]
+    """Number of examples."""
+    declared: bool
+    """Whether the issuer brought the index lists and declared them random."""
+    duplicates: int
+    """Bound examples that also occur in the prior part, to the byte."""
+    parts: dict[str, str]
+    """SHA-256 of x, y and index."""
+    indices: dict[str, str]
+    """SHA-256 of the index list."""
+
+
+class Standardisation(TypedDict):
+    """Constants per channel or feature, from the prior part; empty when there was no standardisation."""
+
+    mean: list[float]
+    """What is subtracted."""
+    std: list[float]
+    """What is divided by."""
+
+
+class Evaluation(TypedDict):
+    """How every error was counted."""
+
+    mode: str
+    """Mode of the network."""
+    dtype: str
+    """Type of weights and inputs."""
+    autocast: bool
+    """Whether torch could lower the precision."""
+    tf32: bool
+    """Whether a GPU could lower the precision of products."""
+    augmentation: bool
+    """Whether inputs were changed at random."""
+
+
+class Software(TypedDict):
+    """What issued the certificate."""
+
+    pacprune: str
+    """Version."""
+    torch: str
+    """Version."""
+
+
+class Subject(TypedDict):
+    """The fields that stand at the head of both kinds."""
+
+    format: str
+    """Always FORMAT."""
+    version: int
+    """Always VERSION."""
+    model: str | None
+    """Which of pacprune's models it is, for those who recount; None for any other."""
+    n: int
+    """Number of bound examples."""
+    sparsity: float
+    """Expected sparsity of Q, or counted sparsity of a deterministic network."""
+    total: int
+    """Number of prunable weights."""
+    reference: Reference
+    """The reference network."""
+    examples_seen: int
+    """How many example hashes the prior, or the network, has noted as seen."""
+
+
+class Conclusion(TypedDict):
+    """What follows."""
+
+    bounds: dict[str, BoundEntry]
+    """Every bound by its key in bounds_table.BOUNDS; each is valid by itself, not all at once."""
+    claim: Claim
+    """The declared one."""
+    statement: str
+    """What is proved, in one sentence."""
+
+
+class Provenance(TypedDict):
+    """What it rests on."""
+
+    data: Source
+    """Where the data came from."""
+    split: SplitRecord
+    """How it was cut."""
+    standardisation: Standardisation
+    """How it was standardised."""
+    evaluation: Evaluation
+    """How errors were counted."""
+    hashes: dict[str, str]
+    """SHA-256 of prior, posterior and rest, or of the model."""
+    assumptions: list[str]
+    """What no arithmetic can show."""
+    software: Software
+    """What issued it."""
+    files: NotRequired[dict[str, str]]
+    """SHA-256 of the files beside certificate.json; added by `Certificate.save`."""
+    digest: NotRequired[str]
+    """SHA-256 of the record without this field; added by `Certificate.save`."""
+
+
+class Evidence(Subject):
+    """What the bounds of a random network follow from."""
+
+    kind: Literal["pac-bayes"]
+    """Tells the two kinds of record apart."""
+    kl: float
+    """KL(Q||P) in nats, rounded up."""
+    kl_per_tensor: dict[str, float]
+    """Its terms, each rounded up."""
+    monte_carlo: MonteCarlo
+    """The estimated risks of Q and P."""
+    catoni_c: float | None
+    """Catoni's constant if it was fixed beforehand; None for the best of the grid."""
+    single_draw: SingleDraw
+    """One drawn network."""
+    thresholded: Thresholded
+    """The deterministic network behind Q."""
+    certify_calls: int
+    """How often this prior was certified against on these examples."""
+
+
+class PacBayesRecord(Evidence, Conclusion, Provenance):
+    """The record of a random network Q, certified against a prior P."""
+
+
+class HeldOutRecord(Subject, Conclusion, Provenance):
+    """The record of a deterministic network that never saw the bound set."""
+
+    kind: Literal["held-out"]
+    """Tells the two kinds of record apart."""
+
+
+Record = PacBayesRecord | HeldOutRecord
