@@ -70,7 +70,7 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
 def test_only_core_dependencies_are_imported(source: Path) -> None:
     allowed = {"pacprune", "torch", "numpy", "safetensors"}
     if source.parent.name in ("cli", "paper", "bench", "runs"):
-        allowed |= {"typer", "rich", "matplotlib"}
+        allowed |= {"typer", "rich", "matplotlib", "filelock"}
     if source.name in (
         "triton_sampler.py",
         "grouped.py",

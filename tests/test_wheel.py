@@ -51,7 +51,7 @@ def test_the_metadata_names_licence_and_dependencies(unpacked: Path) -> None:
     (info,) = unpacked.glob("*.dist-info")
     metadata = Parser().parsestr((info / "METADATA").read_text())
     core = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
-    assert core == {"torch>=2.10", "numpy", "safetensors", "typer", "rich"}
+    assert core == {"torch>=2.10", "numpy", "safetensors", "filelock>=3.30", "typer", "rich"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert (info / "licenses" / "LICENSE").is_file()
 

@@ -1,4 +1,7 @@
-"""Sweeps on a real Ray cluster of two nodes: whatever is killed, every run is finished, once, and as without Ray."""
+"""Sweeps on a real Ray cluster of two nodes: whatever is killed, every run is finished, once, and as without Ray.
+
+Nothing here depends on being quick: a run that is to be killed waits until it is.
+"""
 
 import os
 import signal
@@ -18,66 +21,109 @@ from ray.cluster_utils import Cluster
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 FILES = ("model.safetensors", "metrics.jsonl", "config.toml")
-SLOW = 400
-"""Epochs of dense training on a small part of the digits: some seconds, in which something can be killed."""
+EPOCHS, HELD = 12, 6
+"""Dense epochs of a run, and the epoch in which a run waits for as long as the test holds it."""
+LIMIT = 600.0
+"""Seconds after which nothing is expected to happen any more."""
 DRIVER = """
-import sys
+import sys, time
 from pathlib import Path
-from pacprune.runs import cluster, sweep
+from pacprune.runs import cluster, locks, sweep
+
+file, out, held = map(Path, sys.argv[1:4])
+
+def task(folder, command, entry, last=HELD):
+    watch = locks.watch
+
+    def holding(notes):
+        progress = watch(notes)
+
+        def update(stage, done, total, row):
+            progress(stage, done, total, row)
+            while stage == "dense" and row.get("epoch", 0) >= last and (held / entry.name).exists():
+                time.sleep(0.05)
+
+        return update
+
+    locks.INTERVAL, locks.watch = 0.0, holding
+    try:
+        return original(folder, command, entry)
+    finally:
+        locks.watch = watch
+
+original, cluster._task = cluster._task, task
 try:
-    found = sweep.run(Path(sys.argv[1]), out=Path(sys.argv[2]), work=cluster.on(sys.argv[3]))
+    status = sweep.run(file, out=out, work=cluster.work_at(sys.argv[4]))
 except ValueError as failure:
     sys.exit(str(failure))
-sys.exit(found["finished"] != len(found["runs"]))
-"""
+sys.exit(status["finished"] != len(status["runs"]))
+""".replace("HELD", str(HELD))
+"""A sweep whose runs note every step, and wait in the middle for as long as there is a file by their name."""
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
     """Two nodes with one CPU each; a dead one is noticed after a second instead of half a minute."""
     quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 5}
-    made = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "_system_config": quick})
-    made.add_node(**NODE)
-    yield made
-    made.shutdown()
+    ray_cluster = Cluster(
+        initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "_system_config": quick}
+    )
+    ray_cluster.add_node(**NODE)
+    yield ray_cluster
+    ray_cluster.shutdown()
 
 
 @pytest.fixture
 def driver(nodes: Any, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """Starts `pacprune sweep` on the cluster, as a process that can be killed."""
-    started = []
+    drivers = []
 
     def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", DRIVER, tmp_path / "mine.toml", tmp_path / "out", nodes.address]
-        with (tmp_path / f"driver-{len(started)}.txt").open("wb") as said:
-            started.append(subprocess.Popen(command, stderr=said, stdout=said))
-        return started[-1]
+        paths = [tmp_path / name for name in ("mine.toml", "out", "held")]
+        with (tmp_path / f"driver-{len(drivers)}.txt").open("wb") as output:
+            command = [sys.executable, "-c", DRIVER, *paths, nodes.address]
+            drivers.append(subprocess.Popen(command, stderr=output, stdout=output))
+        return drivers[-1]
 
     yield start
-    for one in started:
-        one.kill()
-        one.wait()
+    for process in drivers:
+        process.kill()
+        process.wait()
+
+
+def hold(tmp_path: Path, entries: list[sweep.Entry]) -> None:
+    """From now on these runs stop in the middle, and wait."""
+    (tmp_path / "held").mkdir(exist_ok=True)
+    for entry in entries:
+        (tmp_path / "held" / entry.name).touch()
+
+
+def release(tmp_path: Path) -> None:
+    """Lets all runs go on."""
+    for path in (tmp_path / "held").iterdir():
+        path.unlink()
 
 
 def asked(tmp_path: Path, seeds: int, more: str = "") -> list[sweep.Entry]:
-    fixed = f'command = "osp"\nprior_fraction = 0.1\ntrain_on = "prior"\nepochs = 1\ndense_epochs = {SLOW}\n'
+    fixed = f'command = "osp"\nprior_fraction = 0.1\ntrain_on = "prior"\nepochs = 1\ndense_epochs = {EPOCHS}\n'
     (tmp_path / "mine.toml").write_text(f"{fixed}[grid]\nseed = {list(range(seeds))}\n{more}")
     return sweep.read(tmp_path / "mine.toml").entries
 
 
-def until(happened: Callable[[], Any], seconds: float = 180) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := happened()):
-        assert time.monotonic() < end, "it did not happen in time"
+def until(happened: Callable[[], Any]) -> Any:
+    """What `happened` returns once it is true; the limit is there for what would never happen."""
+    end = time.monotonic() + LIMIT
+    while not (value := happened()):
+        assert time.monotonic() < end, "it did not happen"
         time.sleep(0.05)
-    return found
+    return value
 
 
-def running(out: Path, entries: list[sweep.Entry], under: Callable[[int], bool] = lambda _: True) -> sweep.Entry | None:
-    """A run that has some epochs behind it, on a worker that is one of those asked for."""
+def stopped(out: Path, entries: list[sweep.Entry], under: Callable[[int], bool] = lambda _: True) -> sweep.Entry | None:
+    """A run that waits in the middle, on a worker that `under` accepts."""
     for entry in entries:
-        now = locks.state(out, entry.name)
-        if now["state"] == "running" and now.get("epoch", 0) > 5 and under(worker(out, entry)):
+        state = locks.state(out, entry.name)
+        if state["state"] == "running" and state.get("epoch", 0) >= HELD and under(worker(out, entry)):
             return entry
     return None
 
@@ -92,14 +138,14 @@ def parent(pid: int) -> int:
 
 
 def begun(out: Path, entry: sweep.Entry) -> list[int]:
-    """The first epoch that is told after every beginning of a run."""
-    found: list[int] = []
+    """The first epoch that is noted after every beginning of a run."""
+    epochs: list[int] = []
     fresh = False
     for line in locks.lines(out, entry.name):
         if line["event"] == "running" and fresh:
-            found.append(line["epoch"])
+            epochs.append(line["epoch"])
         fresh = line["event"] == "begun"
-    return found
+    return epochs
 
 
 @pytest.fixture(scope="module")
@@ -123,55 +169,65 @@ def assert_as_without_ray(out: Path, entries: list[sweep.Entry], alone: Path) ->
 
 def test_a_driver_and_a_worker_that_are_killed_lose_nothing(driver: Any, alone: Path, tmp_path: Path) -> None:
     out, entries = tmp_path / "out", asked(tmp_path, 3)
+    done, hit, last = entries
+    hold(tmp_path, [hit, last])
     first = driver()
-    done = until(lambda: next((entry for entry in entries if (out / entry.name / "result.json").exists()), None))
-    stored = (out / done.name / "result.json").stat().st_mtime_ns
-    until(lambda: running(out, entries))
-    first.send_signal(signal.SIGKILL)
+    until((out / done.name / "result.json").exists)
+    written = (out / done.name / "result.json").stat().st_mtime_ns
+    until(lambda: stopped(out, [hit]) and stopped(out, [last]))
+    first.kill()
     first.wait()
+    until(lambda: all(locks.state(out, entry.name)["state"] == "waiting" for entry in (hit, last)))  # Ray ends workers
     second = driver()
-    hit = until(lambda: running(out, entries, lambda pid: parent(pid) > 1))
+    until(lambda: stopped(out, [hit]))
     os.kill(worker(out, hit), signal.SIGKILL)
-    assert second.wait(180) == 0, (tmp_path / "driver-1.txt").read_text()
-    assert (out / done.name / "result.json").stat().st_mtime_ns == stored
+    release(tmp_path)
+    assert second.wait(LIMIT) == 0, (tmp_path / "driver-1.txt").read_text()
+    assert (out / done.name / "result.json").stat().st_mtime_ns == written
     assert len(begun(out, done)) == 1
-    assert len(begun(out, hit)) > 1
-    assert all(epoch > 5 for epoch in begun(out, hit)[1:])  # it went on from a checkpoint
+    assert len(begun(out, hit)) == 3
+    assert len(begun(out, last)) == 2
+    assert min(begun(out, hit)[1:] + begun(out, last)[1:]) >= HELD  # they went on from a checkpoint
     assert_as_without_ray(out, entries, alone)
 
 
 def test_a_run_whose_workers_die_too_often_has_failed(driver: Any, tmp_path: Path) -> None:
     out, entries = tmp_path / "out", asked(tmp_path, 1, "[ray]\nmax_retries = 0\n")
-    started = driver()
-    until(lambda: running(out, entries))
+    hold(tmp_path, entries)
+    process = driver()
+    until(lambda: stopped(out, entries))
     os.kill(worker(out, entries[0]), signal.SIGKILL)
-    assert started.wait(180) == 1
-    found = sweep.status(out)
-    assert found["failed"] == 1
-    assert found["runs"][0]["reason"].startswith("its workers died 1 times (WorkerCrashedError); see the logs of Ray")
+    assert process.wait(LIMIT) == 1
+    status = sweep.status(out)
+    assert status["failed"] == 1
+    assert status["runs"][0]["reason"].startswith("its workers died 1 times (WorkerCrashedError); see the logs of Ray")
 
 
 def test_what_a_worker_refuses_is_told_and_nothing_is_written(driver: Any, tmp_path: Path) -> None:
     asked(tmp_path, 1, "sparsity = [0.9, 1.5]\n")
-    assert driver().wait(180) == 1
-    said = (tmp_path / "driver-0.txt").read_text().splitlines()[-1]
-    assert said.startswith("sparsity 1.5 is outside [0, 1)")
+    assert driver().wait(LIMIT) == 1
+    message = (tmp_path / "driver-0.txt").read_text().splitlines()[-1]
+    assert message.startswith("sparsity 1.5 is outside [0, 1)")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_node_that_is_killed_loses_nothing(nodes: Any, driver: Any, alone: Path, tmp_path: Path) -> None:
     out, entries = tmp_path / "out", asked(tmp_path, 3)
     (node,) = (node for node in nodes.list_all_nodes() if node is not nodes.head_node)
-    (raylet,) = (made.process.pid for made in node.all_processes["raylet"])
-    started = driver()
-    hit = until(lambda: running(out, entries, lambda pid: parent(pid) == raylet))
+    (raylet,) = (process_info.process.pid for process_info in node.all_processes["raylet"])
+    hold(tmp_path, entries)
+    process = driver()
+    hit = until(lambda: stopped(out, entries, lambda pid: parent(pid) == raylet))
     lost = worker(out, hit)
     nodes.remove_node(node, allow_graceful=False)
-    assert started.wait(180) == 0, (tmp_path / "driver-0.txt").read_text()
-    assert not Path(f"/proc/{lost}").exists()
+    nodes.add_node(**NODE)  # as many as the other tests expect
+    until(lambda: not Path(f"/proc/{lost}").exists())
+    release(tmp_path)
+    assert process.wait(LIMIT) == 0, (tmp_path / "driver-0.txt").read_text()
     first, *later = begun(out, hit)
+    assert first == 0
     assert later
-    assert min(later) > 5 > first
+    assert min(later) >= HELD
     assert_as_without_ray(out, entries, alone)
 
 
@@ -179,5 +235,5 @@ def test_a_cluster_that_is_not_there_is_refused(tmp_path: Path) -> None:
     asked(tmp_path, 1)
     for address in ("127.0.0.1:9", "nowhere.invalid:6379"):
         with pytest.raises(ValueError, match=f"no Ray cluster answers at {address}"):
-            sweep.run(tmp_path / "mine.toml", out=tmp_path / "out", work=cluster.on(address))
+            sweep.run(tmp_path / "mine.toml", out=tmp_path / "out", work=cluster.work_at(address))
     assert not (tmp_path / "out").exists()

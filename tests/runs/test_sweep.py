@@ -275,18 +275,18 @@ def test_where_a_run_is_computed_can_be_given_with_the_call() -> None:
 
 
 def test_a_claim_dies_with_its_holder() -> None:
-    code = "import sys, time; from pathlib import Path; from pacprune.runs import locks\n" + (
-        "with locks.claimed(Path('out'), 'one') as note:\n"
-        "    locks.begin(note); note('running', stage='dense', done=3, total=9, epoch=1); time.sleep(60)"
+    code = "import sys; from pathlib import Path; from pacprune.runs import locks\n" + (
+        "with locks.exclusive(Path('out'), 'one') as note:\n"
+        "    locks.begin(note); note('running', stage='dense', done=3, total=9, epoch=1); sys.stdin.read()"
     )
-    with subprocess.Popen([sys.executable, "-c", code], env=os.environ) as holder:
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ, stdin=subprocess.PIPE) as holder:
         while len(locks.lines(Path("out"), "one")) < 2:
             time.sleep(0.05)
         found = locks.state(Path("out"), "one")
         assert (found["state"], found["stage"], found["epoch"]) == ("running", "dense", 1)
         holder.kill()
     assert locks.state(Path("out"), "one") == {"state": "waiting", "stage": "dense", "epoch": 1, "done": 3, "total": 9}
-    with locks.claimed(Path("out"), "one"):
+    with locks.exclusive(Path("out"), "one"):
         assert locks.state(Path("out"), "one")["state"] == "running"
 
 
@@ -300,13 +300,23 @@ def test_two_sweeps_at_once_do_every_run_once() -> None:
         assert len(events(Path("runs/mine"), entry.name, "begun")) == 1
 
 
+def test_many_may_look_at_once() -> None:
+    with locks.exclusive(Path("out"), "one") as note:
+        locks.begin(note)
+    code = "from pathlib import Path; from pacprune.runs import locks\n" + (
+        "assert {locks.state(Path('out'), 'one')['state'] for _ in range(1000)} == {'waiting'}"
+    )
+    watchers = [subprocess.Popen([sys.executable, "-c", code], env=os.environ) for _ in range(2)]
+    assert [watcher.wait() for watcher in watchers] == [0, 0]
+
+
 def test_a_file_system_without_locks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with pytest.raises(ValueError, match=r"out lies on a file system without locks .No locks available"):
-        locks.claimed(Path("out"), "one").__enter__()
+        locks.exclusive(Path("out"), "one").__enter__()
 
 
 def test_the_table_tells_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,12 +324,12 @@ def test_the_table_tells_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [entry.name for entry in asked.entries]
     store.finish(Path("out") / names[0], {"test_error": 0.125})
     for name, event in (names[1], "failed"), (names[2], "running"), (names[3], "running"):
-        with locks.claimed(Path("out"), name) as note:
+        with locks.exclusive(Path("out"), name) as note:
             locks.begin(note)
             note(event, reason="no luck", stage="dense", done=3, total=9, epoch=1)
     shown = io.StringIO()
     monkeypatch.setattr(locks, "Console", partial(Console, file=shown, force_terminal=True, width=160))
-    with locks.claimed(Path("out"), names[2]), locks.live(partial(sweep.looked_at, Path("out"), asked)):
+    with locks.exclusive(Path("out"), names[2]), locks.live(partial(sweep.looked_at, Path("out"), asked)):
         pass
     found = {name: next(line for line in shown.getvalue().splitlines() if name in line) for name in names}
     for name, words in zip(
@@ -390,11 +400,11 @@ def test_a_cluster_that_does_not_answer_is_refused() -> None:
 def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"ray cannot be imported .*; pip install \"pacprune\[sweep\]\""):
-        sweep.run(file(TWO), work=cluster.on("auto"))
+        sweep.run(file(TWO), work=cluster.work_at("auto"))
     assert not Path("runs").exists()
 
 
 def test_ray_gives_out_the_gpus() -> None:
     path = file('device = "cuda:1"\n', TWO)
     with pytest.raises(ValueError, match="device is 'cuda:1', but Ray gives every run a GPU of its own; use cuda"):
-        sweep.run(path, work=cluster.on("auto"))
+        sweep.run(path, work=cluster.work_at("auto"))

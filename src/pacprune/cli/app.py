@@ -408,7 +408,7 @@ def sweep(
         elif folder is not None:
             raise ValueError(f"there is a second argument, {folder}, after {what}; give the runs' folder as --out")
         else:
-            found = sweeps.run(Path(what), out=out, device=device, work=None if ray is None else cluster.on(ray))
+            found = sweeps.run(Path(what), out=out, device=device, work=None if ray is None else cluster.work_at(ray))
         show(found, json, locks.table(found), f"Runs: {found['folder']}")
     if found["failed"]:
         raise typer.Exit(1)

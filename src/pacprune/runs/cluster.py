@@ -24,28 +24,28 @@ TIMEOUT = 5.0
 """Seconds that a head node has to accept a connection."""
 
 
-def on(address: str) -> Work:
+def work_at(address: str) -> Work:
     """How to run a sweep on the Ray cluster at `address`: HOST:PORT, or auto for the one of this machine."""
     return partial(_run, address)
 
 
-def _run(address: str, asked: Sweep, folder: Path, waiting: list[Entry]) -> None:
+def _run(address: str, plan: Sweep, folder: Path, waiting: list[Entry]) -> None:
     """Hands every run to Ray and waits; Ray starts those again whose worker or node dies, elsewhere if need be.
 
-    Whether a run is finished, and how far it is, the shared folder tells: a driver that is killed can be started again.
+    The shared folder says whether a run is finished, and how far it is: a killed driver can be started again.
     """
     waiting, folder = [_anywhere(entry) for entry in waiting], folder.absolute()
     with _connected(address) as ray:
-        _check_resources(ray, asked.resources)
-        set_aside = {"num_cpus": asked.resources.num_cpus, "num_gpus": asked.resources.num_gpus}
-        _rehearse(ray, set_aside, [_anywhere(Entry("", options, {})).options for options in asked.rehearsed])
-        sweep.begin(asked, folder)
-        task = ray.remote(**set_aside, max_retries=asked.resources.max_retries)(_task)
-        pending = {task.remote(folder, asked.command, entry): entry for entry in waiting}
-        with locks.live(partial(sweep.looked_at, folder, asked)):
+        _check_resources(ray, plan.resources)
+        set_aside = {"num_cpus": plan.resources.num_cpus, "num_gpus": plan.resources.num_gpus}
+        _rehearse(ray, set_aside, [_anywhere(Entry("", options, {})).options for options in plan.rehearsed])
+        sweep.begin(plan, folder)
+        task = ray.remote(**set_aside, max_retries=plan.resources.max_retries)(_task)
+        pending = {task.remote(folder, plan.command, entry): entry for entry in waiting}
+        with locks.live(partial(sweep.looked_at, folder, plan)):
             while pending:
                 done, _ = ray.wait(list(pending), num_returns=1)
-                _settle(ray, done[0], folder, pending.pop(done[0]), asked.resources)
+                _settle(ray, done[0], folder, pending.pop(done[0]), plan.resources)
 
 
 def _task(folder: Path, command: str, entry: Entry) -> str:
@@ -58,7 +58,7 @@ def _settle(ray: Any, done: Any, folder: Path, entry: Entry, resources: Resource
     """Looks at the run of a task that ended: what went wrong outside the run goes into its log, too."""
     try:
         host = ray.get(done)
-        if locks.state(folder, entry.name)["state"] in ("finished", "failed"):
+        if locks.is_over(folder, entry.name):
             return
         reason = f"{host} has done this run, but not in {folder} as it is here; give --out a folder that they share"
     except ray.exceptions.RayError as failure:
@@ -66,14 +66,14 @@ def _settle(ray: Any, done: Any, folder: Path, entry: Entry, resources: Resource
         reason = f"its workers died {resources.max_retries + 1} times ({name}); see the logs of Ray for the reason"
         if isinstance(failure, ray.exceptions.RayTaskError):
             reason = f"its worker could not run it ({_last_line(failure)}); see the logs of Ray"
-    with locks.claimed(folder, entry.name) as note:
+    with locks.exclusive(folder, entry.name) as note:
         note("failed", reason=reason)
 
 
-def _rehearse(ray: Any, set_aside: dict[str, float], some: list[Any]) -> None:
+def _rehearse(ray: Any, set_aside: dict[str, float], options: list[Any]) -> None:
     """The rehearsal on a worker: this machine may have neither the data nor the device."""
     try:
-        ray.get(ray.remote(**set_aside)(sweep.rehearse).remote(some))
+        ray.get(ray.remote(**set_aside)(sweep.rehearse).remote(options))
     except ray.exceptions.RayTaskError as failure:
         if isinstance(failure.cause, ValueError):
             raise ValueError(str(failure.cause)) from None
@@ -121,15 +121,15 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuses an address where no cluster answers: `ray.init` would try for minutes, and warn every second of them."""
+    """Refuses an address where no cluster answers: `ray.init` would try for minutes, and warn every second."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         raise ValueError(f"--ray is {address!r}; give auto, or HOST:PORT of the cluster's head node")
     reason = "something else than Ray listens there"
-    ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    health_check = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
         socket.create_connection((host, int(port)), timeout=TIMEOUT).close()
-        if subprocess.run(ask, capture_output=True, timeout=3 * TIMEOUT).returncode == 0:
+        if subprocess.run(health_check, capture_output=True, timeout=3 * TIMEOUT).returncode == 0:
             return
     except subprocess.TimeoutExpired:
         pass

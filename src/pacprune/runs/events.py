@@ -37,7 +37,7 @@ def write(folder: Path, *, out: Path | None = None) -> Path:
         raise ValueError(f"{place} already holds {len(list(place.iterdir()))} files; give another --out, or delete it")
     with _writer(place) as writer:
         finished = (folder / "result.json").exists()
-        for row in store.metrics(folder) if finished else _going(folder):
+        for row in store.metrics(folder) if finished else _rows_so_far(folder):
             _scalars(writer, "/".join(row[key] for key in ("method", "stage") if key in row), row)
         for path in _checkpoints(folder):
             _gates(writer, path.stem, path, _options(command, options, path))
@@ -76,19 +76,19 @@ def _writer(place: Path) -> Iterator[Any]:
     extra("tensorboard", "track")
     from torch.utils.tensorboard import SummaryWriter
 
-    class Late:
-        made: SummaryWriter | None = None
+    class LazyWriter:
+        writer: SummaryWriter | None = None
 
         def __getattr__(self, name: str) -> Any:
-            self.made = self.made or SummaryWriter(str(place))
-            return getattr(self.made, name)
+            self.writer = self.writer or SummaryWriter(str(place))
+            return getattr(self.writer, name)
 
-    late = Late()
+    lazy = LazyWriter()
     try:
-        yield late
+        yield lazy
     finally:
-        if late.made is not None:
-            late.made.close()
+        if lazy.writer is not None:
+            lazy.writer.close()
 
 
 def _scalars(writer: Any, tag: str, row: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def _scalars(writer: Any, tag: str, row: dict[str, Any]) -> None:
             writer.add_scalar(f"{tag}/{key}", value, row["epoch"])
 
 
-def _going(folder: Path) -> Iterator[dict[str, Any]]:
+def _rows_so_far(folder: Path) -> Iterator[dict[str, Any]]:
     """The rows that the checkpoints of an unfinished run hold."""
     for path in _checkpoints(folder):
         where = path.parent.relative_to(folder / store.CHECKPOINTS)
@@ -127,19 +127,19 @@ def _gates(writer: Any, tag: str, path: Path, options: Any) -> None:
     coupled = isinstance(options, Pft) and options.recipe == "coupled"
     clamped = isinstance(options, Pft) and not coupled
     law = Law(kernels.CLAMP if clamped else kernels.SIGMOID, COUPLING if coupled else 0.0)
-    found: dict[str, Tensor] = {}
+    keep_probs: dict[str, Tensor] = {}
     for name in [name.removesuffix(".original1") for name in state if name.endswith(".original1")]:
         mean, gate, shift, sharpness = (
             state[f"{name}.{part}"] for part in ("original0", "original1", "0.shift", "0.sharpness")
         )
-        found[name.replace("parametrizations.", "")] = kernels.probability(law, mean, gate, shift, sharpness)
-    _histograms(writer, tag, found, content["epoch"])
+        keep_probs[name.replace("parametrizations.", "")] = kernels.probability(law, mean, gate, shift, sharpness)
+    _histograms(writer, tag, keep_probs, content["epoch"])
 
 
-def _histograms(writer: Any, tag: str, found: dict[str, Tensor], step: int) -> None:
-    if found:
-        every = {"all": torch.cat([p.reshape(-1) for p in found.values()]), **found}
-        for name, probabilities in every.items():
+def _histograms(writer: Any, tag: str, keep_probs: dict[str, Tensor], step: int) -> None:
+    if keep_probs:
+        with_all = {"all": torch.cat([p.reshape(-1) for p in keep_probs.values()]), **keep_probs}
+        for name, probabilities in with_all.items():
             writer.add_histogram(f"{tag}/keep_prob/{name}", probabilities.float().numpy(), step, bins=_EDGES)
 
 
@@ -149,8 +149,8 @@ def _outcome(writer: Any, folder: Path) -> None:
     tensors = proved.tensors.get("distributions.safetensors", {}) if proved else {}
     for part in ("prior", "posterior"):
         head = f"{part}/keep_prob/"
-        found = {name.removeprefix(head): t for name, t in tensors.items() if name.startswith(head)}
-        _histograms(writer, f"certificate/{part}", found, 0)
+        keep_probs = {name.removeprefix(head): t for name, t in tensors.items() if name.startswith(head)}
+        _histograms(writer, f"certificate/{part}", keep_probs, 0)
     for row in store.result(folder)["rows"]:
         for key, value in row.items():
             if isinstance(value, int | float):

@@ -35,14 +35,14 @@ def claim(folder: Path, command: str, options: Any) -> dict[str, Any] | None:
         return None
     if not (folder / "config.toml").is_file():
         raise ValueError(f"{folder} is not empty and holds no config.toml, so it is not a run; choose another --out")
-    of, own = recorded(folder)
-    if of != command:
-        raise ValueError(f"{folder} holds a run of {of!r}, this is {command!r}; choose another --out")
-    asked, found = opt.identity(options), opt.identity(own)
-    for name in asked:
-        if asked[name] != found[name]:
+    recorded_command, recorded_options = recorded(folder)
+    if recorded_command != command:
+        raise ValueError(f"{folder} holds a run of {recorded_command!r}, this is {command!r}; choose another --out")
+    there, here = opt.identity(recorded_options), opt.identity(options)
+    for name in here:
+        if here[name] != there[name]:
             raise ValueError(
-                f"{folder} belongs to another run: {name} is {found[name]!r} there and {asked[name]!r} here; "
+                f"{folder} belongs to another run: {name} is {there[name]!r} there and {here[name]!r} here; "
                 "choose another --out"
             )
     return result(folder) if (folder / "result.json").exists() else None
@@ -55,9 +55,9 @@ def begin(folder: Path, command: str, options: Any) -> Path:
     return folder
 
 
-def finish(folder: Path, found: dict[str, Any]) -> None:
+def finish(folder: Path, result: dict[str, Any]) -> None:
     """Writes result.json, which marks the run as finished, and drops the checkpoints."""
-    write_atomically(folder / "result.json", (json.dumps(found, indent=2) + "\n").encode())
+    write_atomically(folder / "result.json", (json.dumps(result, indent=2) + "\n").encode())
     drop_checkpoints(folder)
 
 
@@ -81,8 +81,8 @@ def recorded(folder: Path) -> tuple[str, Any]:
     path = folder / "config.toml"
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.toml, so it is not a run folder; name one, such as runs/demo")
-    command, given = opt.from_toml(path)
-    return command, opt.COMMANDS[command](**given)
+    command, values = opt.from_toml(path)
+    return command, opt.COMMANDS[command](**values)
 
 
 def result(folder: Path) -> dict[str, Any]:

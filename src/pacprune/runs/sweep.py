@@ -195,7 +195,7 @@ def rehearse(some: Sequence[Options]) -> None:
 
 def alone(folder: Path, command: str, entry: Entry) -> None:
     """One run by itself, as its command would do it, unless it is finished; a failure goes into its log."""
-    with locks.claimed(folder, entry.name) as note:
+    with locks.exclusive(folder, entry.name) as note:
         try:
             if store.claim(folder / entry.name, command, entry.options) is None:
                 locks.begin(note)
@@ -250,7 +250,7 @@ def _population(folder: Path, command: str, members: list[Entry]) -> None:
     scratch, failed = _scratch(folder, members), False
     with ExitStack() as stack:
         # In the order of their names, so that two processes never wait for each other.
-        notes = {name: stack.enter_context(locks.claimed(folder, name)) for name in sorted(e.name for e in members)}
+        notes = {name: stack.enter_context(locks.exclusive(folder, name)) for name in sorted(e.name for e in members)}
         missing = [entry for entry in members if store.claim(folder / entry.name, command, entry.options) is None]
         try:
             if missing:
