@@ -24,6 +24,7 @@ from pacprune.kernels import (
     Law,
     SampleInputs,
     cpp,
+    dispatch,
     reference,
 )
 
@@ -104,7 +105,7 @@ def test_draws_and_gradients_are_those_of_the_reference(device: str, law: Law) -
         drawn = kernels.draw(parts, own)
         assert len({w.untyped_storage().data_ptr() for w in drawn}) <= 2  # one buffer; on a GPU one per alignment
         for part, found in zip(parts, drawn, strict=True):
-            wanted = reference.draw(part, own)
+            wanted = reference.draw([part], own)[0]
             same = (found == 0) == (wanted == 0)
             flipped, total = flipped + int((~same).sum()), total + same.numel()
             close(torch.where(same, found, 0), torch.where(same, wanted, 0), scale=1.0)
@@ -150,7 +151,7 @@ def test_a_million_hard_gates_are_the_references(device: str) -> None:
     for law in (Law(mode=HARD), Law(coupling=4.0, mode=HARD)):
         mean = torch.randn(n, generator=generator).to(device)
         part = SampleInputs(mean, gate, None, *counters, 1)
-        differ = int(((kernels.draw([part], law)[0] != 0) != (reference.draw(part, law) != 0)).sum())
+        differ = int(((kernels.draw([part], law)[0] != 0) != (reference.draw([part], law)[0] != 0)).sum())
         assert differ <= (10 if law.coupling else 0)
 
 
@@ -245,11 +246,11 @@ def test_the_number_of_threads_changes_nothing() -> None:
 def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[pytest.MonkeyPatch]:
     """No library is loaded or in the cache, before and after."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernels._found.cache_clear()
+    dispatch._loaded.cache_clear()
     cpp.library.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    kernels._found.cache_clear()
+    dispatch._loaded.cache_clear()
     cpp.library.cache_clear()
 
 
@@ -259,7 +260,7 @@ def test_without_a_compiler_the_reference_serves_in_silence(forgotten: pytest.Mo
     assert kernels.backend("cpu") == "reference"
     assert "no C++ compiler" in kernels.status("cpu")
     part = SampleInputs(torch.ones(5), torch.zeros(5), None, torch.tensor(1), torch.tensor(1), 0)
-    assert torch.equal(kernels.draw([part], Law())[0], reference.draw(part, Law()))
+    assert torch.equal(kernels.draw([part], Law())[0], reference.draw([part], Law())[0])
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/c++", "false"])
@@ -275,7 +276,7 @@ def test_a_broken_compiler_gives_one_sentence_and_the_reference(forgotten: pytes
 
 @pytest.mark.skipif(kernels.backend("cpu") != "cpu", reason="no C++ compiler")
 def test_a_library_that_draws_something_else_is_refused(forgotten: pytest.MonkeyPatch) -> None:
-    forgotten.setattr(reference, "draw", lambda part, law: torch.zeros(301))
+    forgotten.setattr(reference, "draw", lambda all_inputs, law: [torch.zeros(301)])
     with pytest.warns(UserWarning, match="draws other weights"):
         assert kernels.backend("cpu") == "reference"
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pacprune as pp
-from pacprune import philox
+from pacprune import kernels, philox
 from pacprune.masking import attachment
 from pacprune.masking.spikeslab import SpikeSlab
 from pacprune.training import estimators
@@ -196,7 +196,7 @@ def test_algorithm1_with_frozen_gates_trains_the_weights_alone():
 # --- Relaxations
 
 
-@pytest.mark.parametrize("estimator", attachment.ESTIMATORS)
+@pytest.mark.parametrize("estimator", kernels.ESTIMATORS)
 def test_relaxed_gradients_point_the_way_of_the_exact_one(estimator):
     model = regression(4, [0.3, 0.8, 0.5, 0.6])
     (site,) = attachment.sites(model)

@@ -121,7 +121,7 @@ def _slower(n: int, device: torch.device, scale: str) -> Iterator[Finding]:
     mean, gate = (t.clone().requires_grad_() for t in (part.mean, part.gate))
 
     def plain() -> None:
-        reference.draw(part, law)
+        reference.draw([part], law)
         reference.gradients(part, law, out, (True, True, False))
 
     things = {

@@ -1,7 +1,7 @@
 """The sampler in C++: sampler.cpp, built at its first use by the compiler that is found, and kept in the user's cache.
 
-Hard gates are the reference's to the bit, but for the coupling's logarithm, which may differ in its last place and with
-it about one gate in a million; relaxed gates and normals agree to some units in the last place.
+Hard gates are the reference's to the bit. The one exception is the coupling's logarithm, which may differ in its last
+place, and with it about one gate in a million. Relaxed gates and normals agree to some units in the last place.
 """
 
 import ctypes
@@ -21,27 +21,13 @@ import torch
 from torch import Tensor
 
 from pacprune.kernels import reference
-from pacprune.kernels.law import (
-    CLAMP,
-    GIVEN,
-    HARD,
-    NOISELESS,
-    SIGMOID,
-    SOFT,
-    STRAIGHT_THROUGH,
-    STRETCHED,
-    Law,
-    SampleInputs,
-    layout,
-    shape,
-)
+from pacprune.kernels.law import HARD, MAPPINGS, MODES, Law, Layout, SampleInputs, layout, layouts
 
 NAME = "cpu"
 _SOURCE = Path(__file__).with_name("sampler.cpp")
 # Contraction would round differently in a vector and in its remainder; the other two let loops be vectorised.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off")
 _FLAGS += ("-fno-math-errno", "-fno-trapping-math")
-_MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS)
 _ALIGNED = 64
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -80,13 +66,13 @@ class _Job(ctypes.Structure):
 
 def _compiler() -> list[str]:
     """The C++ compiler's command: $CXX, or the first of the usual names."""
-    asked = os.environ.get("CXX")
-    if asked:
-        return shlex.split(asked)
+    setting = os.environ.get("CXX")
+    if setting:
+        return shlex.split(setting)
     for name in ("c++", "g++", "clang++"):
-        found = shutil.which(name)
-        if found:
-            return [found]
+        path = shutil.which(name)
+        if path:
+            return [path]
     raise NoCompiler("there is no C++ compiler here; install g++ or clang++, or set CXX, for much faster kernels")
 
 
@@ -106,19 +92,19 @@ def _build(compiler: list[str], folder: Path) -> Path:
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        built = Path(own) / "cpu.so"
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        built = Path(scratch) / "cpu.so"
         for threads in (["-fopenmp"], []):  # some compilers come without OpenMP
             command = [*compiler, *_FLAGS, *threads, "-o", str(built), str(_SOURCE)]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+                process = subprocess.run(command, capture_output=True, text=True, timeout=300)
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise OSError(f"the C++ compiler {shlex.join(compiler)} could not be run ({error}); set CXX") from error
-            if done.returncode == 0:
+            if process.returncode == 0:
                 built.replace(target)  # at once: nobody can load a half
                 return target
-    said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-    raise OSError(f"the C++ compiler {shlex.join(compiler)} failed and said {said[0]!r}; set CXX to another one")
+    complaint = (process.stderr or process.stdout).strip().splitlines() or ["nothing"]
+    raise OSError(f"the C++ compiler {shlex.join(compiler)} failed and said {complaint[0]!r}; set CXX to another one")
 
 
 @functools.cache
@@ -134,84 +120,87 @@ def library() -> Library:
     for function in (code.pacprune_draw, code.pacprune_gradients):
         function.argtypes = [ctypes.POINTER(_Job), _INT64, ctypes.POINTER(_Law), ctypes.c_int]
         function.restype = None
-    found = Library(code, shlex.join(compiler))
-    _check(found)
-    return found
+    built = Library(code, shlex.join(compiler))
+    _check(built)
+    return built
 
 
-def _check(found: Library) -> None:
+def _check(built: Library) -> None:
     """Refuses a library whose draws are not the reference's."""
     ramp = torch.linspace(-3, 3, 301)
-    part = SampleInputs(ramp, ramp.flip(0), None, torch.tensor(1), torch.tensor(2), 3)
+    inputs = SampleInputs(ramp, ramp.flip(0), None, torch.tensor(1), torch.tensor(2), 3)
     law = Law(mode=HARD)
-    if not torch.equal(_draw(found, [part], law)[0], reference.draw(part, law)):
-        raise OSError(f"what {found.compiler} built draws other weights than plain torch; set CXX to another compiler")
+    if not torch.equal(_draw(built, [inputs], law)[0], reference.draw([inputs], law)[0]):
+        raise OSError(f"what {built.compiler} built draws other weights than plain torch; set CXX to another compiler")
 
 
 def _law(law: Law) -> _Law:
-    return _Law(_MAPPINGS.index(law.mapping), _MODES.index(law.mode), law.log_std, law.coupling, law.beta)
+    mapping, mode = MAPPINGS[law.mapping].number, MODES[law.mode].number
+    return _Law(mapping, mode, law.log_std, law.coupling, law.beta)
 
 
-def _job(part: SampleInputs, kept: list[Tensor], *, draw_dtype: torch.dtype) -> _Job:
-    """A part's addresses and sizes; copies of tensors that are not contiguous go to `kept`."""
-    rows, std = layout(part)
+def _job(inputs: SampleInputs, rows: Layout, alive: list[Tensor], *, draw_dtype: torch.dtype) -> _Job:
+    """One tensor's addresses and sizes; copies of tensors that are not contiguous go to `alive`."""
 
     def address(tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
-        kept.append(tensor.contiguous())
-        return kept[-1].data_ptr()
+        alive.append(tensor.contiguous())
+        return alive[-1].data_ptr()
 
-    counters = (part.seed, part.step, part.shift, part.sharpness)
+    counters = (inputs.seed, inputs.step, inputs.shift, inputs.sharpness)
     return _Job(
-        *(address(t) for t in (part.mean, part.gate, std, *counters)),
+        *(address(t) for t in (inputs.mean, inputs.gate, rows.std, *counters)),
         *(None,) * 4,
-        *(rows.k, rows.n, part.offset, rows.row, rows.std_row, rows.std_column),
+        *(rows.k, rows.n, inputs.offset, rows.row, rows.std_row, rows.std_column),
         *(int(t is not None and t.ndim > 0) for t in counters),
-        part.mean.dtype == torch.bfloat16,
+        inputs.mean.dtype == torch.bfloat16,
         draw_dtype == torch.bfloat16,
     )
 
 
-def draw(parts: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """`kernels.draw`."""
-    return _draw(library(), parts, law)
+    return _draw(library(), all_inputs, law)
 
 
-def _draw(found: Library, parts: Sequence[SampleInputs], law: Law) -> list[Tensor]:
-    kept, results = [], flat(parts)
-    jobs = (_Job * len(parts))(*[_job(p, kept, draw_dtype=w.dtype) for p, w in zip(parts, results, strict=True)])
+def _draw(built: Library, all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+    rows, alive = layouts(all_inputs), []
+    results = _room(all_inputs, rows)
+    jobs = (_Job * len(rows))(
+        *[_job(i, r, alive, draw_dtype=w.dtype) for i, r, w in zip(all_inputs, rows, results, strict=True)]
+    )
     for job, result in zip(jobs, results, strict=True):
         job.out = result.data_ptr()
-    found.code.pacprune_draw(jobs, len(parts), _law(law), torch.get_num_threads())
+    built.code.pacprune_draw(jobs, len(jobs), _law(law), torch.get_num_threads())
     return results
 
 
-def flat(parts: Sequence[SampleInputs]) -> list[Tensor]:
-    """Room for the draws of all parts in one buffer."""
-    types = [part.dtype or part.mean.dtype for part in parts]
-    shapes = [shape(part) for part in parts]
-    if len(parts) == 1:
-        return [torch.empty(shapes[0], dtype=types[0], device=parts[0].mean.device)]
-    sizes = [s.numel() * t.itemsize for s, t in zip(shapes, types, strict=True)]
+def _room(all_inputs: Sequence[SampleInputs], rows: Sequence[Layout]) -> list[Tensor]:
+    """Room for the draws of all tensors in one buffer."""
+    types = [inputs.dtype or inputs.mean.dtype for inputs in all_inputs]
+    device = all_inputs[0].mean.device
+    if len(rows) == 1:
+        return [torch.empty(rows[0].shape, dtype=types[0], device=device)]
+    sizes = [r.shape.numel() * t.itemsize for r, t in zip(rows, types, strict=True)]
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
         end += -(-size // _ALIGNED) * _ALIGNED
-    memory = torch.empty(end, dtype=torch.uint8, device=parts[0].mean.device)
-    room = zip(starts, sizes, types, shapes, strict=True)
-    return [memory[start : start + size].view(kind).view(form) for start, size, kind, form in room]
+    memory = torch.empty(end, dtype=torch.uint8, device=device)
+    places = zip(starts, sizes, types, rows, strict=True)
+    return [memory[start : start + size].view(kind).view(r.shape) for start, size, kind, r in places]
 
 
-def gradients(part: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> reference.Gradients:
+def gradients(inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> reference.Gradients:
     """`kernels.gradients`."""
-    kept = [out.contiguous()]
-    job = _job(part, kept, draw_dtype=out.dtype)
-    job.given = kept[0].data_ptr()
-    to_mean = torch.empty(part.mean.shape, dtype=part.mean.dtype) if needs[0] else None
-    to_gate = torch.empty(part.gate.shape) if needs[1] else None
-    to_std = torch.empty(part.mean.shape) if needs[2] and part.std is not None else None
+    alive = [out.contiguous()]
+    job = _job(inputs, layout(inputs), alive, draw_dtype=out.dtype)
+    job.given = alive[0].data_ptr()
+    to_mean = torch.empty(inputs.mean.shape, dtype=inputs.mean.dtype) if needs[0] else None
+    to_gate = torch.empty(inputs.gate.shape) if needs[1] else None
+    to_std = torch.empty(inputs.mean.shape) if needs[2] and inputs.std is not None else None
     for name, tensor in (("out", to_mean), ("to_gate", to_gate), ("to_std", to_std)):
         setattr(job, name, None if tensor is None else tensor.data_ptr())
     library().code.pacprune_gradients(ctypes.byref(job), 1, _law(law), torch.get_num_threads())
-    return to_mean, to_gate, None if to_std is None else reference.summed(to_std, part)
+    return to_mean, to_gate, None if to_std is None else reference.summed(to_std, inputs)

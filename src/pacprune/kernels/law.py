@@ -1,5 +1,10 @@
-"""What a draw is made of: the law shared by all tensors, and one tensor's inputs; K models or K draws at once."""
+"""What a draw is made of: the law that all tensors share, and the inputs of one tensor; K models or K draws at once.
 
+A new gate estimator is four places: its row in `MODES`, its function in reference.py's `GATES`, and its branch in
+sampler.cpp and in triton_sampler.py, both by the row's number. `attach`, its errors and the tests read the table.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,23 +23,64 @@ GAMMA, ZETA = -0.1, 1.1
 """The interval that the hard-concrete gate is stretched to before it is clamped (Louizos et al. 2018)."""
 
 
+class Mode(NamedTuple):
+    """How a logit and the weight's uniform number u become the gate that multiplies the slab.
+
+    Args:
+        number: What sampler.cpp and triton_sampler.py call it.
+        gate: The formula.
+        is_binary: Whether the gate is 0 or 1.
+        trains_gates: Whether it has a gradient in the logit, so that `attach` takes it as an estimator.
+    """
+
+    number: int
+    gate: str
+    is_binary: bool = False
+    trains_gates: bool = True
+
+
+MODES = {
+    SOFT: Mode(0, "s = sigmoid((logit + logit u) / beta)"),
+    STRAIGHT_THROUGH: Mode(1, "1[u > 1 - keep_prob], with the gradient of s", is_binary=True),
+    HARD: Mode(2, "1[u > 1 - keep_prob]", is_binary=True, trains_gates=False),
+    # log alpha of Louizos et al. 2018 is logit - beta log(-ZETA / GAMMA) here: the gate is above 0 exactly where the
+    # hard gate is open, with probability keep_prob.
+    STRETCHED: Mode(3, "clamp(GAMMA + (ZETA - GAMMA) sigmoid((logit + logit u) / beta - log(-ZETA / GAMMA)), 0, 1)"),
+    NOISELESS: Mode(4, "sigmoid(logit / beta): s at u = 1/2, the same in every draw"),
+}
+ESTIMATORS = {name: mode for name, mode in MODES.items() if mode.trains_gates}
+"""The modes that gates can be trained in."""
+
+
+class GateMapping(NamedTuple):
+    """How the gate parameter becomes keep_prob.
+
+    Args:
+        number: What sampler.cpp and triton_sampler.py call it.
+        keep_prob: The formula.
+    """
+
+    number: int
+    keep_prob: str
+
+
+MAPPINGS = {
+    SIGMOID: GateMapping(0, "sigmoid(sharpness * (gate + coupling * log(|mean| + 1e-8) - shift)), logit in [-14, 14]"),
+    CLAMP: GateMapping(1, "the gate itself, clamped to [ETA, 1 - ETA]"),
+    GIVEN: GateMapping(2, "the gate itself, which is `quantised` already; hard gates alone"),
+}
+
+
 @dataclass(frozen=True)
 class Law:
     """How a gate becomes a weight, the same for every tensor of a model.
 
-    mapping "sigmoid": logit = sharpness * (gate + coupling * log(|mean| + 1e-8) - shift), held to [-14, 14];
-    "clamp": keep_prob = gate held to [ETA, 1 - ETA]; "given": the gate is a `quantised` keep_prob and the mode is hard.
-    With u the weight's uniform number, the gate that multiplies the slab is, by mode,
-
-        concrete          s = sigmoid((logit + logit u) / beta)
-        straight-through  1[u > 1 - keep_prob], with the gradient of s
-        hard              1[u > 1 - keep_prob]
-        hard-concrete     clamp(GAMMA + (ZETA - GAMMA) sigmoid((logit + logit u) / beta - log(-ZETA / GAMMA)), 0, 1)
-        deterministic     sigmoid(logit / beta): s at u = 1/2, the same in every draw
-
-    The hard-concrete gate of Louizos et al. 2018 has log alpha = logit - beta log(-ZETA / GAMMA) here, so that it is
-    above 0 exactly where the hard gate is open, with probability keep_prob. With `log_std`, std is given by its
-    logarithm.
+    Args:
+        mapping: A key of `MAPPINGS`: how the gate parameter becomes keep_prob.
+        coupling: The factor of log(|mean| + 1e-8) in the logit; 0 leaves it out.
+        mode: A key of `MODES`: how keep_prob becomes the gate that multiplies the slab.
+        beta: The temperature of relaxed gates.
+        log_std: Whether std is given by its logarithm.
     """
 
     mapping: str = SIGMOID
@@ -45,11 +91,22 @@ class Law:
 
 
 class SampleInputs(NamedTuple):
-    """One tensor's inputs; its weights have the indices offset, offset + 1, ... of the noise.
+    """What one tensor is drawn from; its weights have the indices offset, offset + 1, ... of the noise.
 
-    seed, step, shift and sharpness are tensors without dimensions, or of shape [K] for K members, each drawn as if it
-    were alone: then mean, gate and std have a leading K, or, when `shared`, serve all K draws. std is None, one number,
-    one per member, or one per weight. `dtype` is the draw's, when it is not mean's.
+    seed, step, shift and sharpness are tensors without dimensions, or of shape [K] for K members. Each member is drawn
+    as if it were alone: then mean, gate and std have a leading K, or, when `shared`, serve all K draws.
+
+    Args:
+        mean: The slab's mean.
+        gate: The parameter behind keep_prob, of mean's shape.
+        std: The slab's width: None, one number, one per member, or one per weight.
+        seed: With `step`, what the noise follows from.
+        step: The number of the draw.
+        offset: The index of the first weight in the noise.
+        shift: What the sigmoid mapping subtracts from the logit; None for 0.
+        sharpness: What the sigmoid mapping multiplies the logit by; None for 1.
+        dtype: The draw's type; None for mean's.
+        shared: Whether all K draws are made from one mean, gate and std.
     """
 
     mean: Tensor
@@ -64,49 +121,70 @@ class SampleInputs(NamedTuple):
     shared: bool = False
 
 
-def members(part: SampleInputs) -> int | None:
+def members(inputs: SampleInputs) -> int | None:
     """K, or None for a single draw."""
-    found = {t.shape[0] for t in (part.seed, part.step, part.shift, part.sharpness) if t is not None and t.ndim}
-    if len(found) > 1:
-        raise ValueError(f"seed, step, shift and sharpness belong to {sorted(found)} members; give one number or K")
-    k = next(iter(found), None)
-    if k is not None and not part.shared and part.mean.shape[:1] != (k,):
+    counters = (inputs.seed, inputs.step, inputs.shift, inputs.sharpness)
+    sizes = {t.shape[0] for t in counters if t is not None and t.ndim}
+    if len(sizes) > 1:
+        raise ValueError(f"seed, step, shift and sharpness belong to {sorted(sizes)} members; give one number or K")
+    k = next(iter(sizes), None)
+    mean = inputs.mean
+    if k is not None and not inputs.shared and mean.shape[:1] != (k,):
         raise ValueError(
-            f"{k} members need means of shape [{k}, ...], not {list(part.mean.shape)}; stack them, or say shared=True"
+            f"{k} members need means of shape [{k}, ...], not {list(mean.shape)}; stack them, or say shared=True"
         )
     return k
 
 
-def shape(part: SampleInputs) -> torch.Size:
+def shape(inputs: SampleInputs) -> torch.Size:
     """The shape of the draw."""
-    k = members(part)
-    return torch.Size((k, *part.mean.shape)) if part.shared and k is not None else part.mean.shape
+    k = members(inputs)
+    return torch.Size((k, *inputs.mean.shape)) if inputs.shared and k is not None else inputs.mean.shape
 
 
 class Layout(NamedTuple):
-    """A part as K rows of n weights: how far a row lies from the next in mean and gate, and in std (rows, columns)."""
+    """One tensor's inputs as K rows of n weights in memory.
 
+    Args:
+        shape: The draw's shape.
+        k: The number of rows.
+        n: The weights of a row.
+        row: How far a row of mean and gate lies from the next; 0 where rows share them.
+        std: The std as contiguous numbers, or None.
+        std_row: How far a row of std lies from the next.
+        std_column: How far a number of std lies from the next; 0 where a row has one.
+    """
+
+    shape: torch.Size
     k: int
     n: int
     row: int
+    std: Tensor | None
     std_row: int
     std_column: int
 
 
-def layout(part: SampleInputs) -> tuple[Layout, Tensor | None]:
-    """The rows of a part, and std as numbers in that layout."""
-    k = members(part)
-    rows, stacked = k or 1, k is not None and not part.shared
-    n = part.mean.numel() // rows if stacked else part.mean.numel()
+def layout(inputs: SampleInputs) -> Layout:
+    """The rows of one tensor's inputs."""
+    k = members(inputs)
+    rows, stacked = k or 1, k is not None and not inputs.shared
+    n = inputs.mean.numel() // rows if stacked else inputs.mean.numel()
     row = n if stacked else 0
-    std = part.std
+    std, std_row, std_column = inputs.std, row, 1
     if std is None or std.numel() == 1:
-        return Layout(rows, n, row, 0, 0), std
-    if std.numel() == part.mean.numel():
-        return Layout(rows, n, row, row, 1), std.contiguous()
-    if stacked and std.numel() == rows:
-        return Layout(rows, n, row, 1, 0), std.contiguous()
-    return Layout(rows, n, row, row, 1), std.expand(part.mean.shape).contiguous()
+        std_row, std_column = 0, 0
+    elif std.numel() == inputs.mean.numel():
+        std = std.contiguous()
+    elif stacked and std.numel() == rows:
+        std, std_row, std_column = std.contiguous(), 1, 0
+    else:
+        std = std.expand(inputs.mean.shape).contiguous()
+    return Layout(shape(inputs), rows, n, row, std, std_row, std_column)
+
+
+def layouts(all_inputs: Sequence[SampleInputs]) -> list[Layout]:
+    """The rows of several tensors' inputs."""
+    return [layout(inputs) for inputs in all_inputs]
 
 
 def bounded(logit: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The sampler in plain torch: the truth that the faster backends are held to, and what every transform can trace."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from pacprune.kernels.law import (
     GAMMA,
     GIVEN,
     HARD,
+    MODES,
     NOISELESS,
+    SOFT,
     STRAIGHT_THROUGH,
     STRETCHED,
     ZETA,
@@ -24,7 +27,9 @@ from pacprune.kernels.law import (
     shape,
 )
 
+NAME = "reference"
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""In mean, gate and std; None where it is not needed."""
 
 
 def keep_prob(logit: Tensor) -> Tensor:
@@ -61,13 +66,13 @@ def logit(law: Law, mean: Tensor, gate: Tensor, shift: Tensor | None, sharpness:
     if law.mapping == CLAMP:
         p = gate.clamp(ETA, 1 - ETA)
         return torch.log(p) - torch.log1p(-p)
-    found = raw(law, mean, gate)
+    free = raw(law, mean, gate)
     if shift is not None:
-        found = found - _rows(shift, found)
+        free = free - _rows(shift, free)
     if sharpness is not None:
-        found = _rows(sharpness, found) * found
+        free = _rows(sharpness, free) * free
     # The value is bounded, the gradient is not: a gate beyond the edge can still be pulled back.
-    return bounded(found).detach() + (found - found.detach())
+    return bounded(free).detach() + (free - free.detach())
 
 
 def probability(law: Law, mean: Tensor, gate: Tensor, shift: Tensor | None, sharpness: Tensor | None) -> Tensor:
@@ -79,108 +84,169 @@ def probability(law: Law, mean: Tensor, gate: Tensor, shift: Tensor | None, shar
     return keep_prob(logit(law, mean, gate, shift, sharpness))
 
 
-def _noise(part: SampleInputs) -> dict[str, Any]:
-    """Where philox finds the numbers of this part: one row per member when there are several."""
-    seed, step, k = part.seed, part.step, members(part)
+# --- Gates
+
+
+def _noise(inputs: SampleInputs) -> dict[str, Any]:
+    """Where philox finds the numbers of this tensor: one row per member when there are several."""
+    seed, step, k = inputs.seed, inputs.step, members(inputs)
     if k is not None:
         seed, step = seed.reshape(-1, 1).expand(k, 1), step.reshape(-1, 1).expand(k, 1)
-    return {"seed": seed, "step": step, "offset": part.offset, "device": part.mean.device}
+    return {"seed": seed, "step": step, "offset": inputs.offset, "device": inputs.mean.device}
 
 
-def _size(part: SampleInputs) -> int:
+def _size(inputs: SampleInputs) -> int:
     """Weights of one member."""
-    return part.mean.numel() // (members(part) or 1) if not part.shared else part.mean.numel()
+    return inputs.mean.numel() // (members(inputs) or 1) if not inputs.shared else inputs.mean.numel()
 
 
-def _inputs(part: SampleInputs) -> tuple[Tensor, Tensor]:
-    """mean and gate, ready to be broadcast over the members that share them."""
-    if part.shared and members(part) is not None:
-        return part.mean.unsqueeze(0), part.gate.unsqueeze(0)
-    return part.mean, part.gate
+def _words(inputs: SampleInputs) -> Tensor:
+    """The random word behind each gate."""
+    return philox.words(_size(inputs), stream=philox.GATE, **_noise(inputs)).reshape(shape(inputs))
 
 
-def _gates(part: SampleInputs, law: Law) -> tuple[Tensor, Tensor]:
-    """(gate used for the weight, the logit of the relaxed gate that its gradient goes through)."""
-    mean, gate = _inputs(part)
-    given = (law, mean, gate, part.shift, part.sharpness)
-    if law.mode == NOISELESS:
-        x = (logit(*given).detach() / law.beta).expand(shape(part))
-        return torch.sigmoid(x), x
-    word = philox.words(_size(part), stream=philox.GATE, **_noise(part)).reshape(shape(part))
-    if law.mode == HARD:
-        hard = _opened(probability(*given), word).to(torch.float32)
-        return hard, hard
+def _mean_and_gate(inputs: SampleInputs) -> tuple[Tensor, Tensor]:
+    """Both ready to be broadcast over the members that share them."""
+    if inputs.shared and members(inputs) is not None:
+        return inputs.mean.unsqueeze(0), inputs.gate.unsqueeze(0)
+    return inputs.mean, inputs.gate
+
+
+def _logit(inputs: SampleInputs, law: Law) -> Tensor:
+    return logit(law, *_mean_and_gate(inputs), inputs.shift, inputs.sharpness).detach()
+
+
+def _relaxed_logit(inputs: SampleInputs, law: Law, word: Tensor) -> Tensor:
+    """(logit + logit u) / beta."""
     u = philox.uniform(word)
-    x = (logit(*given).detach() + (torch.log(u) - torch.log1p(-u))) / law.beta
-    if law.mode == STRETCHED:
-        x = x - math.log(-ZETA / GAMMA)
-        return (GAMMA + (ZETA - GAMMA) * torch.sigmoid(x)).clamp(0, 1), x
-    if law.mode == STRAIGHT_THROUGH:
-        return _opened(probability(*given), word).to(torch.float32), x
-    return torch.sigmoid(x), x
+    return (_logit(inputs, law) + (torch.log(u) - torch.log1p(-u))) / law.beta
 
 
-def _wide(part: SampleInputs) -> Tensor:
-    """What the part gives as std, laid along the members."""
-    assert part.std is not None
-    return _rows(part.std, part.mean) if members(part) is not None and not part.shared else part.std
+def _binary(inputs: SampleInputs, law: Law, word: Tensor) -> Tensor:
+    """1[u > 1 - keep_prob]."""
+    p = probability(law, *_mean_and_gate(inputs), inputs.shift, inputs.sharpness)
+    return _opened(p, word).to(torch.float32)
 
 
-def _std(part: SampleInputs, law: Law) -> Tensor:
-    return torch.exp(_wide(part)) if law.log_std else _wide(part)
+class _Gate(NamedTuple):
+    """A gate, and what its gradient goes through."""
+
+    value: Tensor
+    relaxed_logit: Tensor | None
+    """x of the relaxed gate sigmoid(x) whose slope is used; None for a gate without a gradient."""
+    unclamped: Tensor | None = None
+    """Where a stretched gate lies inside (0, 1), and has a gradient; None for a gate that is not stretched."""
 
 
-def summed(each: Tensor, part: SampleInputs) -> Tensor:
+def _concrete(inputs: SampleInputs, law: Law) -> _Gate:
+    x = _relaxed_logit(inputs, law, _words(inputs))
+    return _Gate(torch.sigmoid(x), x)
+
+
+def _straight_through(inputs: SampleInputs, law: Law) -> _Gate:
+    word = _words(inputs)
+    return _Gate(_binary(inputs, law, word), _relaxed_logit(inputs, law, word))
+
+
+def _hard(inputs: SampleInputs, law: Law) -> _Gate:
+    return _Gate(_binary(inputs, law, _words(inputs)), None)
+
+
+def _hard_concrete(inputs: SampleInputs, law: Law) -> _Gate:
+    x = _relaxed_logit(inputs, law, _words(inputs)) - math.log(-ZETA / GAMMA)
+    value = (GAMMA + (ZETA - GAMMA) * torch.sigmoid(x)).clamp(0, 1)
+    return _Gate(value, x, (value > 0) & (value < 1))
+
+
+def _noiseless(inputs: SampleInputs, law: Law) -> _Gate:
+    x = (_logit(inputs, law) / law.beta).expand(shape(inputs))
+    return _Gate(torch.sigmoid(x), x)
+
+
+GATES: dict[str, Callable[[SampleInputs, Law], _Gate]] = {
+    SOFT: _concrete,
+    STRAIGHT_THROUGH: _straight_through,
+    HARD: _hard,
+    STRETCHED: _hard_concrete,
+    NOISELESS: _noiseless,
+}
+"""The gate of every mode."""
+
+
+# --- Slabs
+
+
+def _laid_std(inputs: SampleInputs) -> Tensor:
+    """std, or its logarithm, laid along the members."""
+    assert inputs.std is not None
+    return _rows(inputs.std, inputs.mean) if members(inputs) is not None and not inputs.shared else inputs.std
+
+
+def _std(inputs: SampleInputs, law: Law) -> Tensor:
+    return torch.exp(_laid_std(inputs)) if law.log_std else _laid_std(inputs)
+
+
+def summed(per_weight: Tensor, inputs: SampleInputs) -> Tensor:
     """Gradients of one std per weight, summed where weights share their std."""
-    assert part.std is not None
-    return each.sum_to_size(_wide(part).shape).reshape(part.std.shape)
+    assert inputs.std is not None
+    return per_weight.sum_to_size(_laid_std(inputs).shape).reshape(inputs.std.shape)
 
 
-def _normals(part: SampleInputs) -> Tensor:
-    return philox.normal(_size(part), stream=philox.SLAB, **_noise(part)).reshape(shape(part))
+def _normals(inputs: SampleInputs) -> Tensor:
+    return philox.normal(_size(inputs), stream=philox.SLAB, **_noise(inputs)).reshape(shape(inputs))
 
 
-def draw(part: SampleInputs, law: Law) -> Tensor:
-    """w = gate * (mean + std * z)."""
-    gate, _ = _gates(part, law)
-    mean, _ = _inputs(part)
-    slab = mean if part.std is None else mean.float() + _std(part, law) * _normals(part)
-    drawn = torch.where(gate > 0, slab, 0.0) if law.mode in (HARD, STRAIGHT_THROUGH) else gate * slab
-    return drawn.to(part.dtype or part.mean.dtype)
+# --- Draws
 
 
-def gradients(part: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
+def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+    """w = gate * (mean + std * z) of every tensor."""
+    return [_drawn(inputs, law) for inputs in all_inputs]
+
+
+def _drawn(inputs: SampleInputs, law: Law) -> Tensor:
+    gate = GATES[law.mode](inputs, law).value
+    mean, _ = _mean_and_gate(inputs)
+    slab = mean if inputs.std is None else mean.float() + _std(inputs, law) * _normals(inputs)
+    drawn = torch.where(gate > 0, slab, 0.0) if MODES[law.mode].is_binary else gate * slab
+    return drawn.to(inputs.dtype or inputs.mean.dtype)
+
+
+def gradients(inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
     """d/dmean = gate; d/dgate = slab * soft (1 - soft) / beta * dlogit/dgate; d/dstd = gate * z; None if not needed.
 
-    In straight-through mode the gate is hard in d/dmean and d/dstd, soft in d/dgate; in hard mode d/dgate is zero, and
-    in hard-concrete mode wherever the gate is clamped, and elsewhere ZETA - GAMMA times as much.
+    `out` is the gradient in the draw. In straight-through mode the gate is hard in d/dmean and d/dstd, soft in d/dgate.
+    In hard mode d/dgate is zero. In hard-concrete mode it is zero wherever the gate is clamped, and elsewhere
+    ZETA - GAMMA times as much.
     """
-    given = out.float()
-    gate, x = _gates(part, law)
-    to_mean = (given * gate).to(part.mean.dtype) if needs[0] else None
-    slab, to_std = part.mean.float(), None
-    if part.std is not None:
-        z, std = _normals(part), _std(part, law)
+    to_draw = out.float()
+    gate = GATES[law.mode](inputs, law)
+    to_mean = (to_draw * gate.value).to(inputs.mean.dtype) if needs[0] else None
+    slab, to_std = inputs.mean.float(), None
+    if inputs.std is not None:
+        z, std = _normals(inputs), _std(inputs, law)
         slab = slab + std * z
         if needs[2]:
-            to_std = summed(given * gate * z * (std if law.log_std else 1.0), part)
-    if not needs[1]:
-        return to_mean, None, to_std
-    if law.mode == HARD:
-        return to_mean, torch.zeros_like(part.gate), to_std
+            to_std = summed(to_draw * gate.value * z * (std if law.log_std else 1.0), inputs)
+    return to_mean, _to_gate(inputs, law, to_draw * slab, gate) if needs[1] else None, to_std
+
+
+def _to_gate(inputs: SampleInputs, law: Law, to_value: Tensor, gate: _Gate) -> Tensor:
+    """The gradient in the gate parameter, from that in the gate's value."""
+    x = gate.relaxed_logit
+    if x is None:
+        return torch.zeros_like(inputs.gate)
     # Not 1 - soft: by subtraction no digits would be left where the slope of a clamped gate is large.
-    to_gate = given * slab * torch.sigmoid(x) * torch.sigmoid(-x) / law.beta * _slope(part, law)
-    if law.mode == STRETCHED:
-        to_gate = torch.where((gate > 0) & (gate < 1), (ZETA - GAMMA) * to_gate, 0.0)
-    return to_mean, to_gate, to_std
+    to_gate = to_value * torch.sigmoid(x) * torch.sigmoid(-x) / law.beta * _slope(inputs, law)
+    return to_gate if gate.unclamped is None else torch.where(gate.unclamped, (ZETA - GAMMA) * to_gate, 0.0)
 
 
-def _slope(part: SampleInputs, law: Law) -> Tensor | float:
+def _slope(inputs: SampleInputs, law: Law) -> Tensor | float:
     """dlogit/dgate: sharpness, or 1 / (p (1 - p)) inside the clamp and 0 outside."""
     if law.mapping == CLAMP:
-        p = part.gate.clamp(ETA, 1 - ETA)
-        return torch.where(p == part.gate, 1 / (p * (1 - p)), 0.0)
-    return 1.0 if part.sharpness is None else _rows(part.sharpness, part.gate)
+        p = inputs.gate.clamp(ETA, 1 - ETA)
+        return torch.where(p == inputs.gate, 1 / (p * (1 - p)), 0.0)
+    return 1.0 if inputs.sharpness is None else _rows(inputs.sharpness, inputs.gate)
 
 
 class _Sample(torch.autograd.Function):
@@ -201,7 +267,7 @@ class _Sample(torch.autograd.Function):
         dtype: torch.dtype | None,
         law: Law,
     ) -> Tensor:
-        return draw(SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype), law)
+        return _drawn(SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype), law)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -211,11 +277,11 @@ class _Sample(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *out: Tensor) -> tuple[Tensor | None, ...]:
         mean, gate, std, seed, step, shift, sharpness = ctx.saved_tensors
-        part = SampleInputs(mean, gate, std, seed, step, ctx.offset, shift, sharpness, ctx.dtype)
-        return *gradients(part, ctx.law, out[0], ctx.needs_input_grad[:3]), *[None] * 7
+        inputs = SampleInputs(mean, gate, std, seed, step, ctx.offset, shift, sharpness, ctx.dtype)
+        return *gradients(inputs, ctx.law, out[0], ctx.needs_input_grad[:3]), *[None] * 7
 
 
-def sample(part: SampleInputs, law: Law) -> Tensor:
+def sample(inputs: SampleInputs, law: Law) -> Tensor:
     """The differentiable draw that torch.func can transform."""
-    mean, gate, std, seed, step, offset, shift, sharpness, dtype, _ = part
+    mean, gate, std, seed, step, offset, shift, sharpness, dtype, _ = inputs
     return _Sample.apply(mean, gate, std, seed, step, shift, sharpness, offset, dtype, law)

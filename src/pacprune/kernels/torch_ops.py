@@ -1,12 +1,55 @@
-"""The sampler as operators pacprune::sample and pacprune::sample_gradient, which torch.compile calls as they are."""
+"""The draw as an operation that torch differentiates: in eager mode, under torch.compile and under torch.func.
+
+Under torch.compile it is the operators pacprune::sample and pacprune::sample_gradient, called as they are.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pacprune import kernels
+from pacprune.kernels import dispatch, reference
 from pacprune.kernels.law import Law, SampleInputs
+
+
+def sample(inputs: SampleInputs, law: Law, drawn: Tensor | None = None) -> Tensor:
+    """One draw, differentiable in mean, gate and std; `drawn` is its value where that is known already."""
+    if inputs.shared:
+        raise ValueError("draws that share their mean have no gradient; use `draw`, or stack the means")
+    mean, gate, std, seed, step, offset, shift, sharpness, dtype, _ = inputs
+    if torch.compiler.is_compiling():
+        static = (offset, dtype, law.mapping, law.coupling, law.mode, law.beta, law.log_std)
+        return torch.ops.pacprune.sample(mean, gate, std, seed, step, shift, sharpness, *static)
+    if torch._C._are_functorch_transforms_active():
+        return reference.sample(inputs, law)
+    return _EagerSample.apply(mean, gate, std, inputs, law, () if drawn is None else (drawn,))
+
+
+class _EagerSample(torch.autograd.Function):
+    """The differentiable draw in eager mode: saves its inputs alone; forward may be handed what is drawn already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mean: Tensor,
+        gate: Tensor,
+        std: Tensor | None,
+        inputs: SampleInputs,
+        law: Law,
+        drawn: tuple[Tensor, ...],
+    ) -> Tensor:
+        ctx.save_for_backward(mean, gate, std, inputs.seed, inputs.step, inputs.shift, inputs.sharpness)
+        ctx.offset, ctx.dtype, ctx.law = inputs.offset, inputs.dtype, law
+        # A new tensor over the same memory: autograd marks what it returns, and the slice serves more than one read.
+        return drawn[0].detach() if drawn else dispatch.draw([inputs], law)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *out: Tensor) -> tuple[Tensor | None, ...]:
+        mean, gate, std, seed, step, shift, sharpness = ctx.saved_tensors
+        inputs = SampleInputs(mean, gate, std, seed, step, ctx.offset, shift, sharpness, ctx.dtype)
+        # Plain torch where a gradient of this gradient is wanted.
+        differentiate = reference.gradients if torch.is_grad_enabled() else dispatch.gradients
+        return *differentiate(inputs, ctx.law, out[0], ctx.needs_input_grad[:3]), None, None, None
 
 
 @torch.library.custom_op("pacprune::sample", mutates_args=())
@@ -26,8 +69,8 @@ def _sample(
     beta: float,
     log_std: bool,
 ) -> Tensor:
-    part = SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype)
-    return kernels.draw([part], Law(mapping, coupling, mode, beta, log_std))[0]
+    inputs = SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype)
+    return dispatch.draw([inputs], Law(mapping, coupling, mode, beta, log_std))[0]
 
 
 @_sample.register_fake
@@ -54,10 +97,10 @@ def _sample_gradient(
     log_std: bool,
     needs: list[bool],
 ) -> list[Tensor]:
-    part = SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype)
+    inputs = SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype)
     law = Law(mapping, coupling, mode, beta, log_std)
-    found = kernels.gradients(part, law, out, (needs[0], needs[1], needs[2]))
-    return [gradient for gradient in found if gradient is not None]
+    gradients = dispatch.gradients(inputs, law, out, (needs[0], needs[1], needs[2]))
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 @_sample_gradient.register_fake
@@ -71,10 +114,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
-    mean, gate, std, *rest = ctx.saved_tensors
+    mean, gate, std, *counters = ctx.saved_tensors
     needs = [need and t is not None for need, t in zip(ctx.needs_input_grad, (mean, gate, std), strict=False)]
-    found = iter(torch.ops.pacprune.sample_gradient(out, mean, gate, std, *rest, *ctx.static, needs))
-    return *[next(found) if need else None for need in needs], *[None] * 11
+    gradients = iter(torch.ops.pacprune.sample_gradient(out, mean, gate, std, *counters, *ctx.static, needs))
+    return *[next(gradients) if need else None for need in needs], *[None] * 11
 
 
 _sample.register_autograd(_backward, setup_context=_save)

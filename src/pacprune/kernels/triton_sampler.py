@@ -17,20 +17,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from pacprune.kernels import reference
-from pacprune.kernels.law import (
-    CLAMP,
-    GIVEN,
-    HARD,
-    NOISELESS,
-    SIGMOID,
-    SOFT,
-    STRAIGHT_THROUGH,
-    STRETCHED,
-    Law,
-    SampleInputs,
-    layout,
-    shape,
-)
+from pacprune.kernels.law import MAPPINGS, MODES, Law, SampleInputs, layout
 
 NAME = "triton"
 VERSION = triton.__version__
@@ -39,7 +26,6 @@ BLOCK = 2048
 WARPS, FEWER_WARPS = 8, 4
 """Of a program that draws without std, and of one with more to hold in its registers."""
 
-_MAPPINGS, _MODES = (SIGMOID, CLAMP, GIVEN), (SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS)
 _FIELDS = tl.constexpr(20)
 _LOW, _HIGH = tl.constexpr(1e-5), tl.constexpr(1 - 1e-5)
 _TWO32 = tl.constexpr(2.0**32)
@@ -249,29 +235,31 @@ def _sampler(
 
 
 class _Ready(NamedTuple):
-    """A part whose tensors are contiguous, with what decides which kernel takes it."""
+    """One tensor's inputs, contiguous, with what decides which kernel takes them."""
 
-    part: SampleInputs
+    inputs: SampleInputs
     std: Tensor | None
     numbers: tuple[int, ...]
+    """Addresses and sizes: all that the table needs."""
+    shape: torch.Size
     k: int
     n: int
     kind: tuple[int, bool, bool]
     """(0 without std, 1 with one per row, 2 with one per weight; bfloat16 means; aligned to four weights)."""
 
 
-def _ready(part: SampleInputs) -> _Ready:
-    part = part._replace(mean=part.mean.contiguous(), gate=part.gate.contiguous())
-    rows, std = layout(part)
-    shift = _constant(0.0, part.mean.device) if part.shift is None else part.shift
-    sharpness = _constant(1.0, part.mean.device) if part.sharpness is None else part.sharpness
-    counters = (part.seed, part.step, shift, sharpness)
-    pointers = [t.data_ptr() for t in (part.mean, part.gate)] + [0 if std is None else std.data_ptr()]
-    aligned = part.offset % 4 == 0 and rows.n % 4 == 0 and all(p % 16 == 0 for p in pointers)
+def _ready(inputs: SampleInputs) -> _Ready:
+    inputs = inputs._replace(mean=inputs.mean.contiguous(), gate=inputs.gate.contiguous())
+    rows, device = layout(inputs), inputs.mean.device
+    shift = _constant(0.0, device) if inputs.shift is None else inputs.shift
+    sharpness = _constant(1.0, device) if inputs.sharpness is None else inputs.sharpness
+    counters = (inputs.seed, inputs.step, shift, sharpness)
+    pointers = [t.data_ptr() for t in (inputs.mean, inputs.gate)] + [0 if rows.std is None else rows.std.data_ptr()]
+    aligned = inputs.offset % 4 == 0 and rows.n % 4 == 0 and all(p % 16 == 0 for p in pointers)
     steps = [int(t.ndim > 0) for t in counters]
-    numbers = (*pointers, *(t.data_ptr() for t in counters), rows.n, part.offset, rows.row, rows.std_row, *steps)
-    kind = (0 if std is None else 1 + rows.std_column, part.mean.dtype == torch.bfloat16, aligned)
-    return _Ready(part, std, numbers, rows.k, rows.n, kind)
+    numbers = (*pointers, *(t.data_ptr() for t in counters), rows.n, inputs.offset, rows.row, rows.std_row, *steps)
+    kind = (0 if rows.std is None else 1 + rows.std_column, inputs.mean.dtype == torch.bfloat16, aligned)
+    return _Ready(inputs, rows.std, numbers, rows.shape, rows.k, rows.n, kind)
 
 
 _CONSTANTS: dict[tuple[float, torch.device], Tensor] = {}
@@ -281,52 +269,66 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return _CONSTANTS.setdefault((value, device), torch.tensor(value, device=device))
 
 
-def _table(found: Sequence[_Ready], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(addresses and sizes of all parts, the part of each program), on the device; kept, and never freed under a graph.
+def _table(tensors: Sequence[_Ready], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(addresses and sizes of all tensors, the tensor of each program), on the device.
 
-    Columns: mean, gate, std, seed, step, shift, sharpness, start in the output, first program, programs per row, n,
-    offset, then what one row more adds: to mean and gate, to std, unused, to seed, step, shift, sharpness.
+    It is kept, and never freed under a graph. Columns: mean, gate, std, seed, step, shift, sharpness, start in the
+    output, first program, programs per row, n, offset, then what one row more adds: to mean and gate, to std, unused,
+    to seed, step, shift, sharpness.
     """
-    device = found[0].part.mean.device
-    key = (device.index, *(n for one, s in zip(found, starts, strict=True) for n in (one.k, s, *one.numbers)))
+    device = tensors[0].inputs.mean.device
+    key = (device.index, *(n for ready, s in zip(tensors, starts, strict=True) for n in (ready.k, s, *ready.numbers)))
     capturing = torch.cuda.is_current_stream_capturing()
     if key not in _TABLES:
         if capturing:
             raise RuntimeError("these weights were never drawn before the CUDA graph; run one step before capturing it")
-        rows, programs = [], [0]
-        for one, start in zip(found, starts, strict=True):
-            *pointers, n, offset, row, std_row, s0, s1, s2, s3 = one.numbers
-            per_row = max(1, -(-(n + offset % 4) // BLOCK))
-            rows.append([*pointers, start, programs[-1], per_row, n, offset, row, std_row, 0, s0, s1, s2, s3, 0])
-            programs.append(programs[-1] + per_row * one.k)
-        made = torch.tensor(rows, dtype=torch.int64, device=device)
-        part = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(programs).diff())
-        _TABLES[key] = made, part.to(device)
+        _TABLES[key] = _new_table(tensors, starts, device)
         if len(_TABLES) > _KEPT:
             _TABLES.popitem(last=False)
     _TABLES.move_to_end(key)
-    if capturing and not any(_TABLES[key][0] is kept for kept, _ in _CAPTURED):
+    if capturing and not any(_TABLES[key][0] is table for table, _ in _CAPTURED):
         _CAPTURED.append(_TABLES[key])
     return _TABLES[key]
 
 
-def _launch(found: Sequence[_Ready], starts: Sequence[int], law: Law, out: Tensor, back: dict[str, Any] | None) -> None:
-    table, programs = _table(found, starts)
-    std, bf16, aligned = found[0].kind
-    given, to_mean, to_gate, to_std = (None,) * 4 if back is None else back.values()
+def _new_table(tensors: Sequence[_Ready], starts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    rows, programs = [], [0]
+    for ready, start in zip(tensors, starts, strict=True):
+        *pointers, n, offset, row, std_row, s0, s1, s2, s3 = ready.numbers
+        per_row = max(1, -(-(n + offset % 4) // BLOCK))
+        rows.append([*pointers, start, programs[-1], per_row, n, offset, row, std_row, 0, s0, s1, s2, s3, 0])
+        programs.append(programs[-1] + per_row * ready.k)
+    table = torch.tensor(rows, dtype=torch.int64, device=device)
+    tensor_of_program = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(programs).diff())
+    return table, tensor_of_program.to(device)
+
+
+class _Back(NamedTuple):
+    """The gradient in the draw, and room for those that are needed."""
+
+    to_draw: Tensor
+    to_mean: Tensor | None
+    to_gate: Tensor | None
+    to_std: Tensor | None
+
+
+def _launch(tensors: Sequence[_Ready], starts: Sequence[int], law: Law, out: Tensor, back: _Back | None) -> None:
+    table, programs = _table(tensors, starts)
+    std, bf16, aligned = tensors[0].kind
+    to_draw, to_mean, to_gate, to_std = (None,) * 4 if back is None else back
     kernel: Any = _sampler
     with torch.cuda.device(out.device):
         kernel[(programs.numel(),)](
             table,
             programs,
             out,
-            out if given is None else given,
+            out if to_draw is None else to_draw,
             out if to_gate is None else to_gate,
             out if to_std is None else to_std,
             float(law.coupling),
             1.0 / law.beta,
-            MAPPING=_MAPPINGS.index(law.mapping),
-            MODE=_MODES.index(law.mode),
+            MAPPING=MAPPINGS[law.mapping].number,
+            MODE=MODES[law.mode].number,
             STD=std,
             LOG_STD=law.log_std,
             COUPLED=law.coupling != 0,
@@ -341,34 +343,34 @@ def _launch(found: Sequence[_Ready], starts: Sequence[int], law: Law, out: Tenso
         )
 
 
-def draw(parts: Sequence[SampleInputs], law: Law) -> list[Tensor]:
-    """`kernels.draw`: one launch for all parts that agree in type, kind of std and alignment, which is mostly all."""
+def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+    """`kernels.draw`: one launch for all tensors that agree in type, kind of std and alignment, which is mostly all."""
     groups: dict[Any, list[tuple[int, _Ready]]] = {}
-    for index, part in enumerate(parts):
-        one = _ready(part)
-        groups.setdefault((one.kind, part.dtype or part.mean.dtype), []).append((index, one))
-    results: list[Tensor] = [parts[0].mean] * len(parts)
-    for (_, dtype), members in groups.items():
-        found, starts, end = [one for _, one in members], [], 0
-        for one in found:
+    for index, inputs in enumerate(all_inputs):
+        ready = _ready(inputs)
+        groups.setdefault((ready.kind, inputs.dtype or inputs.mean.dtype), []).append((index, ready))
+    results: list[Tensor] = [all_inputs[0].mean] * len(all_inputs)
+    for (_, dtype), group in groups.items():
+        tensors, starts, end = [ready for _, ready in group], [], 0
+        for ready in tensors:
             starts.append(end)
-            end += -(-one.k * one.n // 32) * 32
-        out = torch.empty(end, dtype=dtype, device=parts[0].mean.device)
+            end += -(-ready.k * ready.n // 32) * 32
+        out = torch.empty(end, dtype=dtype, device=all_inputs[0].mean.device)
         if end:
-            _launch(found, starts, law, out, None)
-        for (index, one), start in zip(members, starts, strict=True):
-            results[index] = out[start : start + one.k * one.n].view(shape(parts[index]))
+            _launch(tensors, starts, law, out, None)
+        for (index, ready), start in zip(group, starts, strict=True):
+            results[index] = out[start : start + ready.k * ready.n].view(ready.shape)
     return results
 
 
-def gradients(part: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> reference.Gradients:
+def gradients(inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> reference.Gradients:
     """`kernels.gradients`."""
-    given = out.contiguous()
-    mean, gate = part.mean, part.gate
+    to_draw = out.contiguous()
+    mean, gate = inputs.mean, inputs.gate
     to_mean = torch.empty(mean.shape, dtype=mean.dtype, device=mean.device) if needs[0] else None
     to_gate = torch.empty(gate.shape, device=mean.device) if needs[1] else None
-    to_std = torch.empty(mean.shape, device=mean.device) if needs[2] and part.std is not None else None
-    back = {"given": given, "to_mean": to_mean, "to_gate": to_gate, "to_std": to_std}
+    to_std = torch.empty(mean.shape, device=mean.device) if needs[2] and inputs.std is not None else None
+    back = _Back(to_draw, to_mean, to_gate, to_std)
     if mean.numel():
-        _launch([_ready(part)], [0], law, given if to_mean is None else to_mean, back)
-    return to_mean, to_gate, None if to_std is None else reference.summed(to_std, part)
+        _launch([_ready(inputs)], [0], law, to_draw if to_mean is None else to_mean, back)
+    return to_mean, to_gate, None if to_std is None else reference.summed(to_std, inputs)

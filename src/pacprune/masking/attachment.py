@@ -20,7 +20,6 @@ from pacprune.masking.spikeslab import ETA, SpikeSlab, check_fits, top_mask
 
 MAPPINGS = (kernels.SIGMOID, kernels.CLAMP, *patterns.PATTERNS)
 _ORDER, _DRAWING = "_pacprune_parameter_order", "_pacprune_drawing"
-ESTIMATORS = (kernels.SOFT, kernels.STRAIGHT_THROUGH, kernels.STRETCHED, kernels.NOISELESS)
 
 
 class AttachedWeight:
@@ -131,8 +130,8 @@ def attach(
     """
     if mapping not in MAPPINGS:
         raise ValueError(f"mapping {mapping!r} is unknown; use one of {', '.join(MAPPINGS)}")
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"estimator {estimator!r} is unknown; use one of {', '.join(ESTIMATORS)}")
+    if estimator not in kernels.ESTIMATORS:
+        raise ValueError(f"estimator {estimator!r} is unknown; use one of {', '.join(kernels.ESTIMATORS)}")
     if mapping == "clamp" and coupling:
         raise ValueError(
             f"coupling {coupling} needs the sigmoid mapping; with clamp, keep_prob is the parameter itself"

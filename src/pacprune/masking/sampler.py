@@ -92,8 +92,8 @@ class Pool:
                     self._drawn[sampler] = None
                 self._holds = False
 
-    def read(self, sampler: "Sampler", part: SampleInputs, law: Law) -> Tensor:
-        """The present draw of this sampler's weight."""
+    def read(self, sampler: "Sampler", part: SampleInputs, law: Law) -> Tensor | None:
+        """The present draw of this sampler's weight; None where it must be drawn by itself, in plain torch."""
         drawn = self._drawn.get(sampler)
         if drawn is not None and drawn.fresh(part, law):
             return drawn.value
@@ -101,19 +101,23 @@ class Pool:
         with self._lock:
             return self._draw(sampler, part, law)
 
-    def _draw(self, sampler: "Sampler", part: SampleInputs, law: Law) -> Tensor:
+    def _draw(self, sampler: "Sampler", part: SampleInputs, law: Law) -> Tensor | None:
+        if kernels.fast_backend(part) is None:
+            return None
         changed = {sampler: part}
         for other in list(self._drawn):
             theirs = None if other is sampler else other.part()
             if theirs is None or theirs.mean.device != part.mean.device or other.law(theirs) != law:
                 continue
-            if kernels.fast(theirs) and not self._fresh(other, theirs, law):
+            if not self._fresh(other, theirs, law):
                 changed[other] = theirs
         for other in changed:
             self._drawn[other] = None  # gives the old memory back before the new is asked for
-        values = kernels.draw(list(changed.values()), law)
+        values = kernels.draw_fast(list(changed.values()), law)
         self._holds = True
         for (other, theirs), value in zip(changed.items(), values, strict=True):
+            if value is None:
+                continue
             memory = tuple(t.detach() for t in theirs[:3] if t is not None)
             self._drawn[other] = _Drawn(value, law, theirs, _steps[0], _stamp(theirs, value), memory)
         return values[0]
@@ -285,7 +289,9 @@ class Sampler(nn.Module):
             return self._masked(mean, gate)
         part = self._part(mean, gate, log_std)
         law = self.law(part)
-        if torch.compiler.is_compiling() or not kernels.fast(part):
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # a tracer sees every draw
+            return kernels.sample(part, law)
+        if torch._C._are_functorch_transforms_active():
             return kernels.sample(part, law)
         where = self._where()
         if where is None or where.original0 is not mean:  # called by hand, or a replica in another thread
