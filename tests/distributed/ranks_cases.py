@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import pacprune as pp
 from pacprune.distributed import ranks
+from pacprune.masking import spikeslab
 from pacprune.training.budget import Budget
 
 Found = dict[str, Any]
@@ -55,7 +56,7 @@ def dense(folder: Path) -> Found:
 def gates(folder: Path) -> Found:
     model = attached()
     found = fitted(model, pp.Config(**FIFTY), budget=Budget(0.5))
-    return found | {"mask": pp.spikeslab.top_mask(pp.read(model), sparsity=0.5)}
+    return found | {"mask": spikeslab.top_mask(pp.read(model), sparsity=0.5)}
 
 
 def sparse(folder: Path) -> Found:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import pacprune as pp
 from pacprune.distributed import ranks
+from pacprune.masking import spikeslab
 from pacprune.training.budget import Budget
 
 __all__ = ["checkpoints", "ties"]  # the others are here
@@ -127,7 +128,7 @@ def dense(folder: Path) -> Found:
 def gates(folder: Path) -> Found:
     model = attached()
     found = fitted(model, pp.Config(**FIFTY), budget=Budget(0.5))
-    return found | {"mask": full(pp.spikeslab.top_mask(pp.read(model), sparsity=0.5))}
+    return found | {"mask": full(spikeslab.top_mask(pp.read(model), sparsity=0.5))}
 
 
 def uneven(folder: Path) -> Found:
