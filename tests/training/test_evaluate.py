@@ -162,7 +162,7 @@ def test_precision_is_float32_inside_and_put_back_whatever_set_it(start: str, pr
     # In a process of its own, since torch cannot be brought back from mixing its two ways to set it.
     script = f"""
 import torch
-from pacprune import evaluate
+from pacprune.training import evaluate
 {start}
 kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
 with evaluate.evaluating(torch.nn.Linear(2, 2)):

@@ -21,17 +21,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode (hard gates, BatchNorm frozen, no dropout), no gradients, float32 without TF32; puts the mode back."""
     # Not by allow_tf32, which torch refuses to read once a user has set fp32_precision.
     cudnn: Any = torch.backends.cudnn
-    kinds = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
-    before = [kind.fp32_precision for kind in kinds]
-    for kind in kinds:
-        kind.fp32_precision = "ieee"
+    backends = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
     try:
         with weights.modes_kept(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
             model.eval()
             yield
     finally:
-        for kind, precision in zip(kinds, before, strict=True):
-            kind.fp32_precision = precision
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def mistakes(logits: Tensor, y: Tensor) -> Tensor:
@@ -54,9 +54,21 @@ def error(model: nn.Module, data: Data) -> float: ...
 @overload
 def error(model: Sequence[nn.Module], data: Data) -> list[float]: ...
 def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[float]:
-    """The fraction of wrong predictions (one per label: of every token, too); of an attached model, with its draw.
+    """The fraction of wrong predictions, in eval mode and float32; an attached model is taken with its present draw.
 
-    A list of models of one architecture is evaluated as a population: one call for all, and a list of errors.
+    There is one prediction per label, so that of a language model every token counts.
+
+    Args:
+        model: The network; or a list of networks of one architecture, which are evaluated in one call.
+        data: Examples with labels, such as split.test.
+
+    Returns:
+        The error in [0, 1]; of a list of networks, a list of errors.
+
+    Example:
+        >>> history = pp.fit(model, split.train, pp.Config(epochs=4, lr=0.1))
+        >>> pp.error(model, split.test) < 0.2
+        True
     """
     if not isinstance(model, nn.Module):
         return _errors(Population(model), data)
@@ -79,7 +91,22 @@ def _errors(population: Population, data: Data) -> list[float]:
 
 
 def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10) -> float:
-    """The mean error of `draws` fresh hard draws of an attached model: an estimate of its Gibbs risk on this data."""
+    """The mean error of fresh hard draws of an attached model: an estimate of its Gibbs risk on this data.
+
+    Args:
+        model: A network with stochastic masks; it is left with the last draw.
+        data: Examples with labels, such as split.test.
+        draws: How many networks to draw, such as 10.
+
+    Returns:
+        The mean of the draws' errors, in [0, 1].
+
+    Example:
+        >>> history = pp.fit(model, split.train, pp.Config(epochs=4, lr=0.1))
+        >>> model = pp.attach(model, pp.isotropic(model, sparsity=0.5))
+        >>> pp.gibbs_error(model, split.test, draws=3) > 0.1
+        True
+    """
     if draws < 1:
         raise ValueError(f"draws is {draws}; at least 1 is needed")
     attachment.attached(model)
@@ -99,28 +126,43 @@ def mean_loss(model: nn.Module, data: Data, *, loss: Loss = F.cross_entropy) -> 
 def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256) -> nn.Module:
     """Sets BatchNorm's running statistics to the means over `data`, in place; nothing else changes.
 
-    Statistics measured under one mask are wrong for another: call it on training data (for a certificate: on
-    split.prior) after a mask has been hardened. Batches are weighted by size. An attached model takes a fresh hard draw
-    for every batch. The examples are noted as seen.
+    Statistics measured under one mask are wrong for another. So call it after a mask has been hardened. The examples
+    are noted as seen.
+
+    Args:
+        model: The network; one without BatchNorm is left as it is. An attached one takes a fresh hard draw per batch.
+        data: Training data; for a certificate, split.prior.
+        batch_size: Examples per forward pass; batches are weighted by their size.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> norm = torch.nn.BatchNorm1d(64)
+        >>> network = pp.reestimate_batchnorm(torch.nn.Sequential(torch.nn.Flatten(), norm), split.prior)
+        >>> torch.allclose(norm.running_mean, split.prior.x.flatten(1).mean(0), atol=1e-5)
+        True
     """
     norms = [
-        m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
     ]
     if not norms:
         return model
     weights.mark_seen(model, example_hashes(data))
-    momenta, device, seen = [norm.momentum for norm in norms], device_of(model), 0
+    momenta, device, count = [norm.momentum for norm in norms], device_of(model), 0
     with weights.modes_kept(model), isolated_rng(device, data):
         model.eval()
         for norm in norms:
             norm.reset_running_stats()
             norm.train()
         for x, _ in batches(data, batch_size, device=device):
-            if len(x) == 1 and seen:  # one example has no variance
+            if len(x) == 1 and count:  # one example has no variance
                 continue
-            seen += len(x)
+            count += len(x)
             for norm in norms:
-                norm.momentum = len(x) / seen
+                norm.momentum = len(x) / count
             if attachment.sites(model):
                 attachment.resample_(model)
             model(x)
