@@ -18,7 +18,7 @@ from pacprune.masking.spikeslab import SpikeSlab, draw, top_mask
 from pacprune.training.evaluate import evaluating, mistakes
 from pacprune.types import Progress
 
-NUMBERS = {"cpu": 2**20, "cuda": 2**28}
+WEIGHTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**28}
 """About how many weights are drawn at once: what a cache holds, or what keeps a GPU busy while Python prepares more."""
 
 
@@ -46,17 +46,17 @@ class Counts:
 
 def outputs(plain: nn.Module, slab: SpikeSlab, x: Tensor, *, seed: int, steps: Tensor) -> Tensor:
     """Outputs of draw number steps[k] on its own inputs x[k], for all k in one call where vmap can."""
-    drawn = draw(slab, seed=seed, step=steps)
+    networks = draw(slab, seed=seed, step=steps)
 
-    def one(weights: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        return functional_call(plain, weights, (inputs,))
+    def call(network: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        return functional_call(plain, network, (inputs,))
 
     if not any(isinstance(module, nn.RNNBase) for module in plain.modules()):  # vmap has no rule for them
         with warnings.catch_warnings(), suppress(RuntimeError):  # nor for networks that look at their own numbers
             # Attention has no rule either, but vmap then loops over that one operation alone, which is fast.
             warnings.filterwarnings("ignore", message="There is a performance drop")
-            return torch.vmap(one)(drawn, x)
-    return torch.stack([one({n: w[k] for n, w in drawn.items()}, x[k]) for k in range(len(steps))])
+            return torch.vmap(call)(networks, x)
+    return torch.stack([call({name: w[k] for name, w in networks.items()}, x[k]) for k in range(len(steps))])
 
 
 def thresholded(slab: SpikeSlab) -> dict[str, Tensor]:
@@ -72,11 +72,11 @@ def errors(plain: nn.Module, weights: dict[str, Tensor], part: Part) -> Tensor:
     device = device_of(plain)
     weights = {name: w.to(device) for name, w in weights.items()}
     with evaluating(plain):
-        found = [
+        wrong = [
             mistakes(functional_call(plain, weights, (x.to(device),)), y.to(device))
             for x, y in zip(part.x.split(1000), part.y.split(1000), strict=True)
         ]
-    return torch.cat(found)
+    return torch.cat(wrong)
 
 
 def minibatches(n: int, batch: int, *, seed: int, steps: Tensor, device: torch.device) -> Tensor:
@@ -110,46 +110,54 @@ def monte_carlo(
     """
     if draws < 1:
         raise ValueError(f"draws is {draws}; at least 1 is needed")
-    device, n = device_of(plain), len(part)
-    x, y, reference = part.x.to(device), part.y.to(device), reference.to(device)
-    chunk = _chunk(slab, device)
-    found: list[Counts] = []
+    device = device_of(plain)
+    x, y, reference, chunk = part.x.to(device), part.y.to(device), reference.to(device), _chunk(slab, device)
+    pieces: list[Counts] = []
     row: dict[str, float] = {}
-    done, check_at = 0, 1000  # and then at a quarter more each time, whatever the chunk is on this device
-    while done < draws:
-        end, own = min(check_at, draws), []
-        low, high = (done + bound for bound in ranks.part(end - done)) if over_ranks else (done, end)
+
+    def count(steps: Tensor) -> Tensor:
+        """Rows of (wrong, plus, minus), one for each draw."""
+        with evaluating(plain):
+            index = minibatches(len(part), batch, seed=seed, steps=steps, device=device)
+            wrong = mistakes(outputs(plain, slab, x[index], seed=seed, steps=steps), y[index])
+        expected = reference[index]
+        return torch.stack([wrong.sum(1), (wrong & ~expected).sum(1), (~wrong & expected).sum(1)], dim=1).cpu()
+
+    def count_range(low: int, high: int) -> Counts | None:
+        """Counts of draws low to high - 1, a chunk at a time; None when there are none."""
+        table: list[Tensor] = []
         for start in range(low, high, chunk):
-            steps = torch.arange(start, min(start + chunk, high), device=device) + first
-            with evaluating(plain):
-                index = minibatches(n, batch, seed=seed, steps=steps, device=device)
-                wrong = mistakes(outputs(plain, slab, x[index], seed=seed, steps=steps), y[index])
-            other = reference[index]
-            own.append(torch.stack([wrong.sum(1), (wrong & ~other).sum(1), (~wrong & other).sum(1)], dim=1).cpu())
+            table.append(count(torch.arange(start, min(start + chunk, high), device=device) + first))
             if progress and start + chunk < high:
                 progress(stage, start + chunk, draws, row)
-        mine = _counts(own, batch, first + low) if own else None
-        found += [part for part in (ranks.gathered(mine) if over_ranks else [mine]) if part is not None]
-        done, stop = end, False
-        if done == check_at and watch is not None:
-            stop, row = watch(merge(found))
+        return _counts(table, batch, first + low) if table else None
+
+    done, check_at = 0, 1000  # and then at a quarter more each time, whatever the chunk is on this device
+    enough = False
+    while done < draws and not enough:
+        end = min(check_at, draws)
+        low, high = (done + offset for offset in ranks.part(end - done)) if over_ranks else (done, end)
+        piece = count_range(low, high)
+        pieces += [counts for counts in (ranks.gathered(piece) if over_ranks else [piece]) if counts is not None]
+        done = end
         if done == check_at:
             check_at += check_at // 4
+            if watch is not None:
+                enough, row = watch(merge(pieces))
         if progress:
             progress(stage, done, draws, row)
-        if stop:
-            break
-    return merge(found)
+    return merge(pieces)
 
 
 def merge(parts: Sequence[Counts]) -> Counts:
     """The counts of several workers in the order of their draws; a gap is refused, since no draw may be dropped."""
     ordered = sorted(parts, key=lambda part: part.first)
-    for one, two in pairwise(ordered):
-        if one.first + len(one) != two.first or one.batch != two.batch:
+    for before, after in pairwise(ordered):
+        last = before.first + len(before) - 1
+        if last + 1 != after.first or before.batch != after.batch:
             raise ValueError(
-                f"draws {one.first} to {one.first + len(one) - 1} (batch {one.batch}) are followed by draw {two.first} "
-                f"(batch {two.batch}); do the missing draws again"
+                f"draws {before.first} to {last} (batch {before.batch}) are followed by draw {after.first} "
+                f"(batch {after.batch}); do the missing draws again"
             )
     table = [torch.stack([part.wrong, part.plus, part.minus], dim=1) for part in ordered]
     return _counts(table, ordered[0].batch, ordered[0].first)
@@ -158,23 +166,23 @@ def merge(parts: Sequence[Counts]) -> Counts:
 def _chunk(slab: SpikeSlab, device: torch.device) -> int:
     """How many networks to draw at once."""
     size = sum(p.numel() for p in slab.keep_prob.values())
-    return max(1, min(NUMBERS.get(device.type, NUMBERS["cuda"]) // size, 256))
+    return max(1, min(WEIGHTS_AT_ONCE.get(device.type, WEIGHTS_AT_ONCE["cuda"]) // size, 256))
 
 
-def _counts(found: list[Tensor], batch: int, first: int) -> Counts:
-    table = torch.cat(found).to(torch.int32)
+def _counts(pieces: list[Tensor], batch: int, first: int) -> Counts:
+    table = torch.cat(pieces).to(torch.int32)
     return Counts(batch, table[:, 0], table[:, 1], table[:, 2], first)
 
 
 def disagreements(plain: nn.Module, slab: SpikeSlab, weights: dict[str, Tensor], x: Tensor, *, seed: int) -> int:
     """On how many inputs an independent draw of `slab` predicts another class than the fixed network does."""
     device = device_of(plain)
-    chunk, found = _chunk(slab, device), 0
+    chunk, count = _chunk(slab, device), 0
     with evaluating(plain):
         for start in range(0, len(x), chunk):
             inputs = x[start : start + chunk].to(device)
             steps = torch.arange(start, start + len(inputs), device=device)
-            own = functional_call(plain, weights, (inputs,)).argmax(dim=-1)
-            other = outputs(plain, slab, inputs[:, None], seed=seed, steps=steps).squeeze(1).argmax(dim=-1)
-            found += int((own != other).sum())
-    return found
+            fixed = functional_call(plain, weights, (inputs,)).argmax(dim=-1)
+            drawn = outputs(plain, slab, inputs[:, None], seed=seed, steps=steps).squeeze(1).argmax(dim=-1)
+            count += int((fixed != drawn).sum())
+    return count

@@ -22,9 +22,14 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8",
 EVALUATION = {"mode": "eval", "dtype": "float32", "autocast": False, "tf32": False, "augmentation": False}
 PARTS, COUNTS, BOTH = ("keep_prob", "mean", "std"), ("wrong", "plus", "minus"), ("posterior", "prior")
 PURPOSES = ("posterior draws", "prior draws", "single draw", "unlabelled draws")
-NAMES = ("seeger", "paper", "catoni", "vote", "q_equals_p", "excess", "single_draw", "held_out", "thresholded")
-# What a bound spends of delta on Monte Carlo, the reference network and unlabelled inputs; the others (0.2, 0, 0).
-SHARES = {"excess": (0.2, 0.2, 0.0), "thresholded": (0.2, 0.0, 0.2), "single_draw": (0.0,) * 3, "held_out": (0.0,) * 3}
+# Every bound, with what it spends of delta on Monte Carlo, the reference network and unlabelled inputs.
+SHARES = {
+    **dict.fromkeys(("seeger", "paper", "catoni", "vote", "q_equals_p"), (0.2, 0.0, 0.0)),
+    "excess": (0.2, 0.2, 0.0),
+    **dict.fromkeys(("single_draw", "held_out"), (0.0, 0.0, 0.0)),
+    "thresholded": (0.2, 0.0, 0.2),  # stated if there are unlabelled inputs
+}
+FAMILIES = ["seeger", "catoni", "excess"]  # the bounds that can be claimed
 TRUSTED = (
     "the counts: errors of the reference, single and thresholded networks and of every draw; disagreements",
     "the split: that its parts are disjoint, were cut at random and are the examples that their hashes name",
@@ -62,8 +67,8 @@ def verify(folder: str | Path) -> Report:
     checks: list[str] = []
     try:
         record = _read_record(Path(folder))
-        for check, found in _rules(Path(folder), record):
-            _compare(record, found, slack=1e-12 + 1e-15 * _get(record, "total", least=1))
+        for check, expected in _rules(Path(folder), record):
+            _compare(record, expected, slack=1e-12 + 1e-15 * _get(record, "total", least=1))
             checks.append(check)
     except Refused as refusal:
         return Report(False, tuple(checks), str(refusal))
@@ -93,7 +98,7 @@ def _held_out(record: dict[str, Any], n: int, model: Tensors) -> Rules:
     _require(total <= size, f"total is {total}, but the file holds {size} numbers in two or more dimensions")
     possible = min(max(zeros + total - size, round(sparsity * total)), zeros)
     yield "hash and zeros of the network", {"hashes": {"model": tensor_hash(model, "")}, "sparsity": possible / total}
-    ledgers, shares = _ledgers(record, ("held_out",))
+    ledgers, shares = _ledgers(record, ["held_out"])
     bound = clopper_pearson(_get(record, "reference", "errors", most=n), n, sum(shares["held_out"]))
     subject = f"the {n:,} bound examples, the error rate on new data of this network (sparsity"
     yield from _claim(record, ledgers, {"held_out": bound}, ["held_out"], subject)
@@ -107,8 +112,8 @@ def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors,
     digests = (hashlib.sha256((base + purpose).encode()).hexdigest() for purpose in PURPOSES)
     of_q, of_p, of_h, of_f = ({"seed": int(digest[:16], 16) >> 1} for digest in digests)
     yield "the seeds", {"monte_carlo": {"posterior": of_q, "prior": of_p}, "single_draw": of_h, "thresholded": of_f}
-    for own in (tensor_hash({f"rest/{key}": net[key] for key in net if key not in names}, "rest/") for net in nets):
-        _require(own == hashes["rest"], f"a network is saved with the frozen tensors {own} and not {hashes['rest']}")
+    for rest in (tensor_hash({f"rest/{key}": net[key] for key in net if key not in names}, "rest/") for net in nets):
+        _require(rest == hashes["rest"], f"a network is saved with the frozen tensors {rest} and not {hashes['rest']}")
     q, p = ({name: _slab(tensors, whose, name) for name in names} for whose in BOTH)
     total, size = record["total"], sum(lam.size for lam, _, _ in q.values())
     most = size + sum(t.size for key, t in tensors.items() if key.startswith("rest/") and t.ndim >= 2)
@@ -117,10 +122,10 @@ def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors,
     kl = sum((terms := {name: divergence(name, *q[name], *p[name]) for name in q}).values())
     yield f"sparsity and KL, {kl:.6g} nats, in float64", {"sparsity": sparsity, "kl_per_tensor": terms, "kl": kl}
     inputs, batch = _get(record, "split", "sizes", "unlabelled"), _get(record, "monte_carlo", "batch")
-    ledgers, shares = _ledgers(record, NAMES if inputs else NAMES[:-1])
+    ledgers, shares = _ledgers(record, [name for name in SHARES if inputs or name != "thresholded"])
     errors, single, _ = (_get(record, w, "errors", most=n) for w in ("reference", "single_draw", "thresholded"))
-    way, delta = record["monte_carlo"].get("method"), shares["seeger"][1]
-    drawn = {w: _monte_carlo(draws, w, batch, errors / n, delta, way) for w in BOTH}
+    method, delta = record["monte_carlo"].get("method"), shares["seeger"][1]
+    drawn = {w: _monte_carlo(draws, w, batch, errors / n, delta, method) for w in BOTH}
     yield "Monte Carlo: draws, mean risk, betting and Chernoff bounds, of Q and of P", {"monte_carlo": drawn}
     ratio, zeros = _single_draw(p, q, draws, nets[0])
     yield "the single network and log dQ/dP", {"single_draw": {"log_ratio": ratio, "sparsity": zeros / total}}
@@ -128,28 +133,29 @@ def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors,
     yield "the thresholded network", {"thresholded": {"sparsity": zeros / total, "inputs": inputs}}
     risk, count = drawn["posterior"]["risk_upper"], drawn["posterior"]["draws"]
     pac, delta = shares["seeger"][0], sum(shares["held_out"])
-    own = None if record.get("catoni_c") is None else _get(record, "catoni_c", kind=float)
-    _require(own is None or 1e-3 <= own <= 100, f"catoni_c is {own}, but must be null or lie in [0.001, 100]")
-    found = gibbs(risk, n, kl, pac, own) | {
+    c = None if record.get("catoni_c") is None else _get(record, "catoni_c", kind=float)
+    _require(c is None or 1e-3 <= c <= 100, f"catoni_c is {c}, but must be null or lie in [0.001, 100]")
+    values = gibbs(risk, n, kl, pac, c) | {
         "q_equals_p": kl_inverse(drawn["prior"]["risk_upper"], complexity(n, 0.0, pac)),
         "single_draw": kl_inverse(single / n, max(0.0, complexity(n, ratio, delta))),
         "held_out": clopper_pearson(errors, n, delta),
     }
-    pac, mc, own, _ = shares["excess"]
+    pac, mc, ref, _ = shares["excess"]
     plus, minus = draws["posterior/plus"] / batch, 1 - draws["posterior/minus"] / batch
-    more, less = (kl_inverse(betting(x, mc / 2), complexity(n, kl, pac / 2)) for x in (plus, minus))
-    found["excess"] = min(1.0, max(0.0, clopper_pearson(errors, n, own) + more - (1 - less)))
-    differ = _get(record, "thresholded", "disagreements", most=inputs)
+    gained, lost = (kl_inverse(betting(x, mc / 2), complexity(n, kl, pac / 2)) for x in (plus, minus))
+    values["excess"] = min(1.0, max(0.0, clopper_pearson(errors, n, ref) + gained - (1 - lost)))
+    disagreements = _get(record, "thresholded", "disagreements", most=inputs)
     if inputs:
-        pac, _, _, own = shares["thresholded"]
-        found["thresholded"] = min(1.0, kl_inverse(risk, complexity(n, kl, pac)) + clopper_pearson(differ, inputs, own))
+        pac, _, _, agree = shares["thresholded"]
+        transfer = clopper_pearson(disagreements, inputs, agree)
+        values["thresholded"] = min(1.0, kl_inverse(risk, complexity(n, kl, pac)) + transfer)
     subject = f"the {n:,} bound examples and of the {count:,} sampled networks, the error rate on new data of a network"
     subject += " drawn from Q (expected sparsity"
-    yield from _claim(record, ledgers, found, ["seeger", "catoni", "excess"], subject)
+    yield from _claim(record, ledgers, values, FAMILIES, subject)
 
 
-def _claim(record: Any, ledgers: dict[str, Any], found: dict[str, float], families: list[str], subject: str) -> Rules:
-    yield "all bounds and their ledgers", {"bounds": {x: {"ledger": ledgers[x], "bound": found[x]} for x in found}}
+def _claim(record: Any, ledgers: dict[str, Any], values: dict[str, float], families: list[str], subject: str) -> Rules:
+    yield "all bounds and their ledgers", {"bounds": {x: {"ledger": ledgers[x], "bound": values[x]} for x in values}}
     family = _get(record, "claim", "family", kind=str)
     _require(family in families, f"claim.family is {family!r}, but must be one of {families}")
     bound, delta = record["bounds"][family]["bound"], ledgers[family]["delta"]
@@ -160,33 +166,34 @@ def _claim(record: Any, ledgers: dict[str, Any], found: dict[str, float], famili
     yield f"the claim, at most {most:.4f}, and its sentence", {"claim": {"bound": bound}, "statement": statement}
 
 
-def _ledgers(record: dict[str, Any], names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, list[float]]]:
+def _ledgers(record: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """How each bound spends delta, in fixed fractions, and its shares as they are used, divided by the choices made."""
     delta = _get(record, "bounds", "held_out", "ledger", "delta", kind=float)
-    tried = {key: _get(record, "bounds", "held_out", "ledger", key) for key in ("grid", "certified")}
-    _require(0 < delta < 1 <= min(tried.values()), f"the ledgers have the impossible delta {delta} or {tried}")
-    _require(set(record["bounds"]) == set(names), f"bounds are given for {list(record['bounds'])}, not for {names}")
+    choices = {key: _get(record, "bounds", "held_out", "ledger", key) for key in ("grid", "certified")}
+    _require(0 < delta < 1 <= min(choices.values()), f"the ledgers have the impossible delta {delta} or {choices}")
+    _require(
+        set(record["bounds"]) == set(names), f"bounds are given for {list(record['bounds'])}, not for {tuple(names)}"
+    )
     ledgers, shares = {}, {}
     for name in names:
-        other = SHARES.get(name, (0.2, 0.0, 0.0))
-        a, b, c, d = own = [delta * part for part in (1 - sum(other), *other)]
-        ledgers[name] = {"delta": delta, "pac_bayes": a, "monte_carlo": b, "reference": c, "unlabelled": d, **tried}
-        shares[name] = [share / math.prod(tried.values()) for share in own]
+        a, b, c, d = spent = [delta * part for part in (1 - sum(SHARES[name]), *SHARES[name])]
+        ledgers[name] = {"delta": delta, "pac_bayes": a, "monte_carlo": b, "reference": c, "unlabelled": d, **choices}
+        shares[name] = [share / math.prod(choices.values()) for share in spent]
     return ledgers, shares
 
 
-def _monte_carlo(draws: Tensors, whose: str, batch: int, reference: float, delta: float, way: Any) -> dict[str, Any]:
+def _monte_carlo(draws: Tensors, whose: str, batch: int, reference: float, delta: float, method: Any) -> dict[str, Any]:
     """What follows from the counts per draw: the mean risk, its betting bound with the control variate, Chernoff's."""
     wrong, plus, minus = (_take(draws, f"{whose}/{x}", (draws[f"{whose}/wrong"].size,), kind="i") for x in COUNTS)
     fits = (plus >= 0) & (plus <= wrong) & (wrong <= batch) & (minus >= 0) & (minus <= batch - wrong)
     _require(batch > 0 and wrong.size > 0 and fits.all(), f"{whose} draws: counts do not fit batches of {batch}")
-    again, examples = float((wrong - plus + minus).mean()) / batch, wrong.size * batch
+    on_batches, examples = float((wrong - plus + minus).mean()) / batch, wrong.size * batch
     # The batches are independent draws of bound examples: by Chernoff, this fails with probability 2 exp(-30).
-    plausible = examples * kl_bernoulli(again, reference) <= 30
-    _require(plausible, f"the reference errs at {reference}, but on the batches of the {whose} draws at {again}")
-    risk, more = float(wrong.sum()) / examples, 2 * betting((1 + (plus - minus) / batch) / 2, delta) - 1
+    plausible = examples * kl_bernoulli(on_batches, reference) <= 30
+    _require(plausible, f"the reference errs at {reference}, but on the batches of the {whose} draws at {on_batches}")
+    risk, excess = float(wrong.sum()) / examples, 2 * betting((1 + (plus - minus) / batch) / 2, delta) - 1
     chernoff = kl_inverse(risk, -math.log(delta) / wrong.size)
-    upper = {"betting": min(1.0, max(0.0, reference + more)), "chernoff": chernoff}.get(way, math.nan)
+    upper = {"betting": min(1.0, max(0.0, reference + excess)), "chernoff": chernoff}.get(method, math.nan)
     return {"draws": wrong.size, "risk": risk, "risk_upper": upper, "chernoff": chernoff}
 
 
@@ -267,15 +274,15 @@ def complexity(n: int, kl: float, delta: float) -> float:
     return (kl + math.log(xi) - math.log(delta)) / n
 
 
-def gibbs(risk: float, n: int, kl: float, delta: float, own: float | None = None) -> dict[str, float]:
-    """Bounds on the Gibbs risk: Seeger and Maurer's, the paper's, Catoni's at its own c or over 20, and the vote's."""
-    c = 0.02 * 400.0 ** (np.arange(20) / 19) if own is None else np.array([own])
-    catoni = np.expm1(-c * risk - (kl + math.log(c.size) - math.log(delta)) / n) / np.expm1(-c)
+def gibbs(risk: float, n: int, kl: float, delta: float, c: float | None = None) -> dict[str, float]:
+    """Bounds on the Gibbs risk: Seeger and Maurer's, the paper's, Catoni's at one c or over 20, and the vote's."""
+    constants = 0.02 * 400.0 ** (np.arange(20) / 19) if c is None else np.array([c])
+    catoni = np.expm1(-constants * risk - (kl + math.log(constants.size) - math.log(delta)) / n) / np.expm1(-constants)
     e = (kl + math.log(2 * math.sqrt(n)) - math.log(delta)) / n
     paper = risk + min(e + math.sqrt(e * (e + 2 * risk)), math.sqrt(e / 2))
     seeger = kl_inverse(risk, complexity(n, kl, delta))
-    found = {"seeger": seeger, "paper": paper, "catoni": float(catoni.min()), "vote": 2 * seeger}
-    return {name: min(1.0, bound) for name, bound in found.items()}
+    values = {"seeger": seeger, "paper": paper, "catoni": float(catoni.min()), "vote": 2 * seeger}
+    return {name: min(1.0, bound) for name, bound in values.items()}
 
 
 def clopper_pearson(errors: int, n: int, delta: float) -> float:
@@ -285,8 +292,8 @@ def clopper_pearson(errors: int, n: int, delta: float) -> float:
     choose = math.lgamma(n + 1) - math.lgamma(errors + 1) - math.lgamma(n - errors + 1)
 
     def rare(p: float) -> bool:
-        others = np.logaddexp.reduce(change + steps * math.log((1 - p) / p))  # relative to the term of `errors`
-        return choose + errors * math.log(p) + (n - errors) * math.log1p(-p) + others <= math.log(delta)
+        terms = np.logaddexp.reduce(change + steps * math.log((1 - p) / p))  # relative to the term of `errors`
+        return choose + errors * math.log(p) + (n - errors) * math.log1p(-p) + terms <= math.log(delta)
 
     return 1.0 if errors == n else _bisect(max(0.0, errors / n - 10 / math.sqrt(n)), 1.0, rare)
 
@@ -313,86 +320,89 @@ def _get(value: Any, *keys: str, kind: type = int, least: int = 0, most: int = 2
     return value
 
 
-def _compare(record: dict[str, Any], found: Any, *keys: str, slack: float = 0.0) -> None:
-    """All that is found is stated, too; floats up to rounding, mostly upwards, and an infinite one (NaN below) not."""
-    if isinstance(found, dict):
-        for key, value in found.items():
+def _compare(record: dict[str, Any], expected: Any, *keys: str, slack: float = 0.0) -> None:
+    """What is recomputed is stated: floats up to rounding, mostly upwards; an infinite one (NaN below) never is."""
+    if isinstance(expected, dict):
+        for key, value in expected.items():
             _compare(record, value, *keys, key, slack=slack)
         return
-    stated = _get(record, *keys, kind=type(found), most=2**63)
-    near = type(found) is float and 0 <= stated - found + 1e-9 * abs(found) + slack <= 1e-7 * abs(found) + 2 * slack
-    _require(near or stated == found, f"{'.'.join(keys)}: {stated} is stated, {found} is recomputed")
+    stated = _get(record, *keys, kind=type(expected), most=2**63)
+    near = False
+    if type(expected) is float:
+        above, size = stated - expected, abs(expected)
+        near = 0 <= above + 1e-9 * size + slack <= 1e-7 * size + 2 * slack
+    _require(near or stated == expected, f"{'.'.join(keys)}: {stated} is stated, {expected} is recomputed")
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
     content = (path := folder / RECORD).read_bytes()
     try:
-        found = json.loads(content.decode())
-        layout = json.dumps(found, indent=2, allow_nan=False) + "\n"
+        record = json.loads(content.decode())
+        layout = json.dumps(record, indent=2, allow_nan=False) + "\n"
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); ask the issuer for it again") from error
-    own = (found.get("format"), found.get("version")) if isinstance(found, dict) else type(found).__name__
-    if own != (FORMAT, VERSION):
-        raise ValueError(f"{path} is {own}, but this reads {(FORMAT, VERSION)}; use a matching verifier")
-    canonical = json.dumps({k: v for k, v in found.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
-    _compare(found, {"digest": hashlib.sha256(canonical.encode()).hexdigest()})
+    header = (record.get("format"), record.get("version")) if isinstance(record, dict) else type(record).__name__
+    if header != (FORMAT, VERSION):
+        raise ValueError(f"{path} is {header}, but this reads {(FORMAT, VERSION)}; use a matching verifier")
+    canonical = json.dumps({k: v for k, v in record.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
+    _compare(record, {"digest": hashlib.sha256(canonical.encode()).hexdigest()})
     # Another space or an 18th digit changes nothing that is computed, but the file is then not the one that was issued.
     _require(content == layout.encode(), f"{RECORD} is not laid out as issued: {len(content)} bytes, not {len(layout)}")
-    return found
+    return record
 
 
 def _read_files(folder: Path, record: dict[str, Any], files: tuple[str, ...]) -> tuple[list[Tensors], dict[str, str]]:
     """The tensors of all files, which have the names and are the numbers they must be, and the SHA-256 of the files."""
-    found, hashes, packed = [], {}, PACKED in _get(record, "files", kind=dict)
+    contents, hashes, packed = [], {}, PACKED in _get(record, "files", kind=dict)
     for path in (folder / name for name in ([PACKED] if packed else [f"{x}.safetensors" for x in files])):
         content = path.read_bytes()
         hashes[path.name] = hashlib.sha256(content).hexdigest()
         try:
-            found += unpack(content, files) if packed else [read_tensors(content)]
+            contents += unpack(content, files) if packed else [read_tensors(content)]
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
             _compare(record, {"files": hashes})  # a changed file is refused as such, also when it cannot be read
             raise ValueError(f"{path} cannot be read as safetensors ({error}); ask the issuer for it again") from error
-    for name, tensors in zip(files, found, strict=True):
+    for name, tensors in zip(files, contents, strict=True):
         for key in (key for key, t in tensors.items() if t.dtype.kind in "fu" and np.isnan(_values(t)).any()):
             raise ValueError(f"{key} in {name}.safetensors holds NaN; ask the issuer for another certificate")
     if len(files) > 1:
-        names, rest = list(_get(record, "kl_per_tensor", kind=dict)), [x for x in found[0] if x.startswith("rest/")]
+        names, rest = list(_get(record, "kl_per_tensor", kind=dict)), [x for x in contents[0] if x.startswith("rest/")]
         slabs = [f"{whose}/{part}/{name}" for whose in BOTH for part in PARTS for name in names]
         counts = [f"{whose}/{key}" for whose in BOTH for key in COUNTS] + [f"single_draw/{name}" for name in names]
         nets = [names + [key.removeprefix("rest/") for key in rest]] * 2
-        for file, tensors, expected in zip(files, found, (slabs + rest, counts, *nets), strict=True):
+        for file, tensors, expected in zip(files, contents, (slabs + rest, counts, *nets), strict=True):
             for name in sorted(set(expected) ^ set(tensors)):
                 fault = "missing from" if name in expected else "unknown in"
                 raise ValueError(f"{name} is {fault} {file}.safetensors; ask the issuer for the whole folder")
-    return found, hashes
+    return contents, hashes
 
 
 def unpack(content: bytes, files: tuple[str, ...]) -> list[Tensors]:
     """Files packed as one: by the header's index, [dtype, shape, values], or values[0] but where a bit is set."""
     blobs, header = read_tensors(content), json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    index, found = json.loads(header["__metadata__"]["index"]), []
+    index, contents = json.loads(header["__metadata__"]["index"]), []
     for entries in (index[f"{name}.safetensors"] for name in files):
-        found.append(tensors := {})
+        contents.append(tensors := {})
         for name, (dtype, shape, values, *bits) in entries.items():
             flat = blobs[values].astype(DTYPES["BF16"] if dtype == "bfloat16" else dtype)
             for keep in (np.unpackbits(blobs[x])[: math.prod(shape)] for x in bits):
                 flat = flat[np.minimum(np.cumsum(keep), flat.size - 1) * keep]  # the one other value, or one for each
             tensors[name] = flat.reshape(shape)
-    return found
+    return contents
 
 
 def read_tensors(content: bytes) -> Tensors:
     """The tensors of a safetensors file: 8 bytes with the length of a JSON header, the header, and the raw data."""
     start = 8 + int.from_bytes(content[:8], "little")
-    header, data, found, end, gap = json.loads(content[8:start]), memoryview(content)[start:], {}, 0, False
+    header, data, tensors, end, gap = json.loads(content[8:start]), memoryview(content)[start:], {}, 0, False
     header.pop("__metadata__", None)
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = entry["data_offsets"]
-        found[name] = np.frombuffer(data[begin:stop], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        tensors[name] = np.frombuffer(data[begin:stop], DTYPES[entry["dtype"]]).reshape(entry["shape"])
         gap, end = gap or begin != end, stop
     if gap or end != len(data):
         raise ValueError(f"its tensors do not fill its {len(data)} bytes of data one by one")
-    return found
+    return tensors
 
 
 def _values(tensor: Array) -> Array:

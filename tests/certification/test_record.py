@@ -1,0 +1,98 @@
+"""certificate.json: its fields are those of the types, and a certificate is the same to the byte as it was."""
+
+import hashlib
+import json
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
+
+import pytest
+import torch
+from test_certify import digits, issued, network
+from torch import nn
+
+import pacprune as pp
+from pacprune.certification import decode
+from pacprune.certification.record import HeldOutRecord, PacBayesRecord
+
+STORED = sorted((Path(__file__).parents[2] / "results" / "certificates").iterdir())
+
+
+def misfits(value: Any, kind: Any, path: str = "") -> list[str]:
+    """Where a value is not of its type: fields that are missing or unknown, and values of another type."""
+    if is_typeddict(kind):
+        hints = get_type_hints(kind)
+        missing = [f"{path}/{name} is missing" for name in kind.__required_keys__ - value.keys()]
+        unknown = [f"{path}/{name} has no type" for name in value.keys() - hints.keys()]
+        fields = [name for name in value if name in hints]
+        return missing + unknown + [m for name in fields for m in misfits(value[name], hints[name], f"{path}/{name}")]
+    if get_origin(kind) in (dict, list):
+        inner = get_args(kind)[-1]
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [m for key, item in items for m in misfits(item, inner, f"{path}/{key}")]
+    if get_origin(kind) is Literal:
+        return [] if value in get_args(kind) else [f"{path} is {value!r}"]
+    kinds = get_args(kind) if get_origin(kind) is UnionType else (kind,)
+    kinds = (*kinds, int) if float in kinds else kinds  # a whole number is a number, but a truth value is none
+    fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    return [] if fits else [f"{path} is {value!r}, not {kind}"]
+
+
+def test_a_field_of_another_type_is_noticed() -> None:
+    record = dict(issued().cert.record)
+    assert misfits(record, PacBayesRecord) == []
+    assert misfits(record | {"n": 1.5}, PacBayesRecord) == ["/n is 1.5, not <class 'int'>"]
+    assert misfits(record | {"another": 1}, PacBayesRecord) == ["/another has no type"]
+    record.pop("kl")
+    assert misfits(record, PacBayesRecord) == ["/kl is missing"]
+
+
+def test_the_record_is_as_its_type_says(tmp_path: Path) -> None:
+    saved = decode.load(issued().cert.save(tmp_path / "random")).record
+    assert misfits(saved, PacBayesRecord) == []
+    assert set(saved) == set(get_type_hints(PacBayesRecord))
+    saved = decode.load(pp.certify_held_out(network(), digits()).save(tmp_path / "held out")).record
+    assert misfits(saved, HeldOutRecord) == []
+    assert set(saved) == set(get_type_hints(HeldOutRecord))
+
+
+@pytest.mark.parametrize("folder", STORED, ids=lambda folder: folder.name)
+def test_published_certificates_are_as_the_type_says(folder: Path) -> None:
+    assert misfits(json.loads((folder / "certificate.json").read_text()), PacBayesRecord) == []
+
+
+def test_a_published_certificate_is_written_again_to_the_byte(tmp_path: Path) -> None:
+    folder = STORED[-2]
+    again = decode.load(folder).save(tmp_path, packed=True)
+    for file in folder.iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_held_out_certificate_has_no_prior() -> None:
+    with pytest.raises(ValueError, match=r"a held-out certificate, which has neither P nor Q; make one by pp\.certify"):
+        _ = pp.certify_held_out(network(), digits()).pac_bayes
+
+
+def rounded(value: Any) -> Any:
+    """Floats to 9 digits: another machine may round the last ones otherwise."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def test_the_content_of_a_certificate_stays_what_it_was() -> None:
+    """Whole numbers for weights and inputs, and no noise on weights: errors are the same on every machine."""
+    grid = torch.cartesian_prod(*[torch.arange(-2.0, 3.0)] * 4)
+    split = pp.data.split(grid, (grid.sum(1) > 0).long() + (grid[:, 0] > 0), unlabelled=25, standardise=False)
+    model = nn.Sequential(nn.Linear(4, 3, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[-3.0, -1, -1, -1], [0, 1, 2, -1], [4, 1, 1, 2]]))
+    prior = pp.read(pp.attach(model, pp.isotropic(model, sparsity=0.5)))
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+    record = dict(pp.certify(model, prior, split, draws=100).record)
+    assert record.pop("software") == {"pacprune": pp.__version__, "torch": torch.__version__}
+    content = json.dumps(rounded(record), indent=2)
+    assert (
+        hashlib.sha256(content.encode()).hexdigest()
+        == "9db839642831f0ff156a8f2edf6cae3335c5726119349d3f496fb96c4e880c6e"
+    )
