@@ -10,7 +10,7 @@ from torch import nn
 
 import pacprune as pp
 from pacprune.masking import criteria
-from pacprune.masking.spikeslab import SpikeSlab, draw, kl
+from pacprune.masking.spikeslab import SpikeSlab, draw_weights, kl
 from pacprune.training.estimators import enumerate_gibbs
 
 DRAWS = 2000
@@ -31,7 +31,7 @@ def pair(size: int = 60) -> tuple[SpikeSlab, SpikeSlab]:
 
 @functools.cache
 def many(q: SpikeSlab) -> np.ndarray:
-    return torch.stack([draw(q, seed=1, step=t)["w"] for t in range(DRAWS)]).double().numpy()
+    return torch.stack([draw_weights(q, seed=1, step=t)["w"] for t in range(DRAWS)]).double().numpy()
 
 
 def log_ratio(w: np.ndarray, q: SpikeSlab, p: SpikeSlab) -> np.ndarray:
@@ -101,7 +101,7 @@ def test_the_gibbs_risk_by_enumeration_is_that_of_sampled_networks():
 
     with torch.no_grad():
         exact = float(enumerate_gibbs(q, wrong))
-        sampled = np.array([float(wrong(draw(q, seed=2, step=t))) for t in range(DRAWS)])
+        sampled = np.array([float(wrong(draw_weights(q, seed=2, step=t))) for t in range(DRAWS)])
         assert abs(sampled.mean() - exact) < 4 * sampled.std() / DRAWS**0.5
         pp.attach(model, q, seed=7).eval()
         attached = np.array([float((pp.resample_(model)(x).argmax(1) != y).float().mean()) for _ in range(500)])

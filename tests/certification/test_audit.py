@@ -18,7 +18,7 @@ from pacprune.bounds import Ledger
 from pacprune.certification import audit, bounds_table, certify, drawn_networks, rules
 from pacprune.certification.certificate import rounded_up
 from pacprune.data.splits import Split
-from pacprune.masking.spikeslab import draw, gates, log_ratio
+from pacprune.masking.spikeslab import draw_masks, draw_weights, log_ratio
 
 Record = dict[str, Any]
 Tensors = dict[str, dict[str, Tensor]]
@@ -299,11 +299,11 @@ def test_a_fished_network_is_refused(tmp_path: Path) -> None:
     def fish(record: Record, tensors: Tensors) -> None:
         """The best of 50 drawn networks, under the seed of the first."""
         tried = {
-            t: int(drawn_networks.errors(plain, draw(slabs[0], seed=9, step=t), run.split.bound).sum())
+            t: int(drawn_networks.errors(plain, draw_weights(slabs[0], seed=9, step=t), run.split.bound).sum())
             for t in range(50)
         }
         best = min(tried, key=tried.__getitem__)
-        drawn, mask = (f(slabs[0], seed=9, step=best) for f in (draw, gates))
+        drawn, mask = (f(slabs[0], seed=9, step=best) for f in (draw_weights, draw_masks))
         zeros = sum(int((w == 0).sum()) for w in drawn.values())
         record["single_draw"] |= {
             "errors": tried[best],

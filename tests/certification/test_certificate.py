@@ -22,7 +22,7 @@ from pacprune.bounds import montecarlo
 from pacprune.certification import certificate, decode, drawn_networks
 from pacprune.certification.bounds_table import BOUNDS
 from pacprune.masking import attachment
-from pacprune.masking.spikeslab import draw, gates, kl, log_ratio
+from pacprune.masking.spikeslab import draw_masks, draw_weights, kl, log_ratio
 
 STORY = """
 split = pp.data.digits(prior_fraction=0.5, seed=0)
@@ -204,7 +204,7 @@ def test_the_deterministic_networks_load_into_the_plain_model() -> None:
 def test_the_single_network_is_the_draw_of_its_seed() -> None:
     run = issued()
     stated, tensors = run.cert.record["single_draw"], run.cert.tensors
-    drawn, mask = (f(run.posterior, seed=stated["seed"], step=0) for f in (draw, gates))
+    drawn, mask = (f(run.posterior, seed=stated["seed"], step=0) for f in (draw_weights, draw_masks))
     for name, keep in mask.items():
         bits = np.unpackbits(tensors["draws.safetensors"][f"single_draw/{name}"].numpy())[: keep.numel()]
         assert np.array_equal(bits.astype(bool), keep.reshape(-1).numpy())
@@ -225,7 +225,9 @@ def test_the_mean_of_log_ratio_is_the_kl_and_its_scatter_sqrt_2_kl(std: float) -
     q = dataclasses.replace(p, keep_prob=moved, mean=means if std else p.mean)
     divergence = float(kl(q, p))
     assert 30 < divergence < 150
-    found = np.array([log_ratio(q, p, draw(q, seed=1, step=t), gates(q, seed=1, step=t)) for t in range(600)])
+    found = np.array(
+        [log_ratio(q, p, draw_weights(q, seed=1, step=t), draw_masks(q, seed=1, step=t)) for t in range(600)]
+    )
     assert found.mean() == pytest.approx(divergence, abs=5 * found.std() / math.sqrt(600))
     assert found.std() == pytest.approx(math.sqrt(2 * divergence), rel=0.3)
 

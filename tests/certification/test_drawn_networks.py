@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 import pacprune as pp
 from pacprune.certification import drawn_networks
-from pacprune.masking.spikeslab import SpikeSlab, draw
+from pacprune.masking.spikeslab import SpikeSlab, draw_weights
 from pacprune.training.evaluate import evaluating
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def test_many_draws_in_one_call_are_the_draws_one_by_one(name: str) -> None:
     with evaluating(model):
         found = drawn_networks.outputs(model, slab, x, seed=5, steps=steps)
         for k, step in enumerate(steps.tolist()):
-            one = functional_call(model, draw(slab, seed=5, step=step), (x[k],))
+            one = functional_call(model, draw_weights(slab, seed=5, step=step), (x[k],))
             torch.testing.assert_close(found[k], one, rtol=1e-4, atol=1e-5)
     assert found.shape == (4, 15, 3)
 
@@ -142,7 +142,7 @@ def test_the_counts_are_those_of_a_plain_loop() -> None:
     assert (len(found), found.batch, found.wrong.dtype) == (40, 13, torch.int32)
     for t in range(40):
         index = drawn_networks.minibatches(60, 13, seed=2, steps=torch.tensor([t]), device=CPU)[0]
-        wrong = wrong_of(model, draw(slab, seed=2, step=t), part.x[index], part.y[index])
+        wrong = wrong_of(model, draw_weights(slab, seed=2, step=t), part.x[index], part.y[index])
         other = reference[index]
         assert int(found.wrong[t]) == int(wrong.sum())
         assert int(found.plus[t]) == int((wrong & ~other).sum())
@@ -154,7 +154,7 @@ def test_the_mean_is_the_gibbs_risk() -> None:
     model, slab, part = make()
     none = torch.zeros(60, dtype=torch.bool)
     found = drawn_networks.monte_carlo(model, slab, part, none, seed=8, batch=25, draws=2000)
-    full = [wrong_of(model, draw(slab, seed=9, step=t), part.x, part.y).double().mean() for t in range(400)]
+    full = [wrong_of(model, draw_weights(slab, seed=9, step=t), part.x, part.y).double().mean() for t in range(400)]
     assert float(found.wrong.double().mean()) / 25 == pytest.approx(float(torch.stack(full).mean()), abs=0.01)
     assert torch.equal(found.plus, found.wrong)
     assert int(found.minus.sum()) == 0
@@ -225,7 +225,7 @@ def test_errors_and_disagreements_are_those_of_a_plain_loop(monkeypatch: pytest.
     assert torch.equal(drawn_networks.errors(model, fixed, part), wrong_of(model, fixed, part.x, part.y))
     expected, plain = 0, copy.deepcopy(model).eval()
     for t in range(60):  # an independent draw for every input
-        both = (functional_call(plain, w, (part.x[t : t + 1],)) for w in (fixed, draw(slab, seed=4, step=t)))
+        both = (functional_call(plain, w, (part.x[t : t + 1],)) for w in (fixed, draw_weights(slab, seed=4, step=t)))
         one, other = (int(out.argmax()) for out in both)
         expected += one != other
     found = drawn_networks.disagreements(model, slab, fixed, part.x, seed=4)

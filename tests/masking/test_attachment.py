@@ -128,7 +128,7 @@ def test_attached_draw_equals_the_values_own_draw() -> None:
     model = small()
     pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.1), seed=5).eval()
     pp.resample_(pp.resample_(model))
-    own = spikeslab.draw(pp.read(model), seed=5, step=2)
+    own = spikeslab.draw_weights(pp.read(model), seed=5, step=2)
     assert torch.equal(own["0.weight"], model[0].weight)
     assert torch.equal(own["4.weight"], model[4].weight)
 

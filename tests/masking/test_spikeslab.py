@@ -13,7 +13,7 @@ from torch import nn
 import pacprune as pp
 from pacprune import kernels
 from pacprune.masking import criteria, spikeslab, weights
-from pacprune.masking.spikeslab import SpikeSlab, draw, kl, kl_per_layer
+from pacprune.masking.spikeslab import SpikeSlab, draw_weights, kl, kl_per_layer
 
 SAMPLED = 2e-6
 """A keep_prob nearer to 1 than this could not be sampled as such, so that sparsity 0 is met to this only."""
@@ -326,19 +326,19 @@ def test_a_draw_is_a_function_of_seed_and_step():
     model = net()
     slab = pp.isotropic(model, sparsity=0.5, std=0.1)
     before = torch.get_rng_state()
-    first, again = draw(slab, seed=3, step=5), draw(slab, seed=3, step=5)
+    first, again = draw_weights(slab, seed=3, step=5), draw_weights(slab, seed=3, step=5)
     assert torch.equal(before, torch.get_rng_state())
     for name, w in first.items():
         assert torch.equal(w, again[name])
         assert w.dtype == slab.mean[name].dtype
-        assert not torch.equal(w, draw(slab, seed=4, step=5)[name])
-        assert not torch.equal(w, draw(slab, seed=3, step=6)[name])
+        assert not torch.equal(w, draw_weights(slab, seed=4, step=5)[name])
+        assert not torch.equal(w, draw_weights(slab, seed=3, step=6)[name])
         assert 0.35 < float((w == 0).float().mean()) < 0.65
 
 
 def test_a_draw_without_width_is_the_mean_or_exactly_zero():
     slab = pp.isotropic(net(), sparsity=0.5)
-    for name, w in draw(slab, seed=0, step=0).items():
+    for name, w in draw_weights(slab, seed=0, step=0).items():
         assert torch.equal(w, torch.where(w != 0, slab.mean[name], 0.0))
 
 
@@ -348,14 +348,14 @@ def test_a_draw_is_what_the_attached_model_samples(std):
     pp.attach(model, pp.score_monotone(model, criteria.magnitude(model), sparsity=0.7, std=std), seed=11).eval()
     for step in range(1, 4):
         pp.resample_(model)
-        drawn = draw(pp.read(model), seed=11, step=step)
+        drawn = draw_weights(pp.read(model), seed=11, step=step)
         assert torch.equal(drawn["0.weight"], model[0].weight)
         assert torch.equal(drawn["2.weight"], model[2].weight)
 
 
 def test_certain_gates_are_certain():
     slab = slab_of(torch.tensor([0.0, 1.0]).repeat(50_000), mean=1.0)
-    assert torch.equal(draw(slab, seed=0, step=0)["w"], slab.keep_prob["w"])
+    assert torch.equal(draw_weights(slab, seed=0, step=0)["w"], slab.keep_prob["w"])
 
 
 def test_probabilities_are_stored_as_they_are_sampled():

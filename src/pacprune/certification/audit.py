@@ -20,7 +20,7 @@ from pacprune.certification.verify import Report
 from pacprune.certification.verify import verify as check_arithmetic
 from pacprune.data.splits import Split
 from pacprune.masking import weights
-from pacprune.masking.spikeslab import draw, gates
+from pacprune.masking.spikeslab import draw_masks, draw_weights
 from pacprune.types import Progress
 
 AGAIN = 200
@@ -239,10 +239,10 @@ class _Audit:
         """Whether mask or weights of the single network are another draw than that of its seed."""
         posterior, seed = decode.distribution(self.cert, "posterior", self.plain), record["single_draw"]["seed"]
         masks, network = self.cert.tensors["draws.safetensors"], self.cert.tensors["single_draw.safetensors"]
-        for name, mask in gates(posterior, seed=seed, step=0).items():
+        for name, mask in draw_masks(posterior, seed=seed, step=0).items():
             if not torch.equal(certify.mask_bits(mask), masks[f"single_draw/{name}"]):
                 return f"recount: the mask of the single draw network is not the draw of its seed (another {name})"
-        for name, drawn in draw(posterior, seed=seed, step=0).items():
+        for name, drawn in draw_weights(posterior, seed=seed, step=0).items():
             # Gates are equal to the bit on every machine, normal numbers up to rounding.
             distance = (network[name].to(drawn.device) - drawn).abs()
             if bool((distance > 1e-3 * posterior.std[name] + 1e-5 * drawn.abs()).any()):

@@ -39,7 +39,7 @@ from pacprune.data.splits import Part, Split, check_split
 from pacprune.distributed import ranks
 from pacprune.files import write_atomically
 from pacprune.masking import attachment, weights
-from pacprune.masking.spikeslab import SpikeSlab, draw, gates, kl_per_layer, log_ratio
+from pacprune.masking.spikeslab import SpikeSlab, draw_masks, draw_weights, kl_per_layer, log_ratio
 from pacprune.training import fit
 from pacprune.types import Progress
 
@@ -354,7 +354,7 @@ def _rounded_up_kl(posterior: SpikeSlab, prior: SpikeSlab) -> dict[str, float]:
 def _single_draw(candidate: _Candidate) -> tuple[SingleDraw, dict[str, Tensor], dict[str, Tensor]]:
     """One network h ~ Q for deployment: its numbers, its weights and its mask."""
     posterior, seed = candidate.posterior, seed_of(candidate.hashes, "single draw")
-    network, mask = draw(posterior, seed=seed, step=0), gates(posterior, seed=seed, step=0)
+    network, mask = draw_weights(posterior, seed=seed, step=0), draw_masks(posterior, seed=seed, step=0)
     ratio = log_ratio(posterior, candidate.prior, network, mask)
     entry: SingleDraw = {
         "seed": seed,

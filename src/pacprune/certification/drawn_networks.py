@@ -14,7 +14,7 @@ from pacprune import philox
 from pacprune.data.batches import device_of
 from pacprune.data.splits import Part
 from pacprune.distributed import ranks
-from pacprune.masking.spikeslab import SpikeSlab, draw, top_mask
+from pacprune.masking.spikeslab import SpikeSlab, draw_weights, top_mask
 from pacprune.training.evaluate import evaluating, mistakes
 from pacprune.types import Progress
 
@@ -46,7 +46,7 @@ class Counts:
 
 def outputs(plain: nn.Module, slab: SpikeSlab, x: Tensor, *, seed: int, steps: Tensor) -> Tensor:
     """Outputs of draw number steps[k] on its own inputs x[k], for all k in one call where vmap can."""
-    networks = draw(slab, seed=seed, step=steps)
+    networks = draw_weights(slab, seed=seed, step=steps)
 
     def call(network: dict[str, Tensor], inputs: Tensor) -> Tensor:
         return functional_call(plain, network, (inputs,))

@@ -259,14 +259,14 @@ def _kl_slab(lam: Tensor, mean: Tensor, mean0: Tensor, std: Tensor, std0: Tensor
 
 
 @torch.no_grad()
-def gates(q: SpikeSlab, *, seed: int, step: Tensor | int) -> dict[str, Tensor]:
+def draw_masks(q: SpikeSlab, *, seed: int, step: Tensor | int) -> dict[str, Tensor]:
     """The mask of draw number `step`: exact Bernoulli gates. A tensor of K steps gives K masks in one tensor."""
     ones = {name: torch.ones_like(p) for name, p in q.keep_prob.items()}
     return {name: gate != 0 for name, gate in _draw(q, ones, {}, seed, step).items()}
 
 
 @torch.no_grad()
-def draw(q: SpikeSlab, *, seed: int, step: Tensor | int) -> dict[str, Tensor]:
+def draw_weights(q: SpikeSlab, *, seed: int, step: Tensor | int) -> dict[str, Tensor]:
     """One network W ~ Q as plain weights, a function of (seed, step) and of nothing else; K of them for K steps."""
     wide = {name: std for name, std in q.std.items() if bool((std != 0).any())}
     return _draw(q, q.mean, wide, seed, step)

@@ -28,7 +28,7 @@ from pacprune.data.batches import example_hashes
 from pacprune.data.splits import Part, Split
 from pacprune.files import write_atomically
 from pacprune.masking import attachment, weights
-from pacprune.masking.spikeslab import SpikeSlab, draw
+from pacprune.masking.spikeslab import SpikeSlab, draw_weights
 from pacprune.methods.one_shot import osp
 from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
@@ -336,7 +336,7 @@ def _unmoved(certificate: Certificate) -> float:
 
 def _gibbs(plain: nn.Module, slab: SpikeSlab, part: Part) -> float:
     """The mean error of fresh draws of a distribution."""
-    errors = [_share(drawn_networks.errors(plain, draw(slab, seed=0, step=t), part)) for t in range(TEST_DRAWS)]
+    errors = [_share(drawn_networks.errors(plain, draw_weights(slab, seed=0, step=t), part)) for t in range(TEST_DRAWS)]
     return sum(errors) / len(errors)
 
 

@@ -19,7 +19,7 @@ from pacprune.certification import drawn_networks
 from pacprune.data.splits import Part, Split
 from pacprune.files import write_atomically
 from pacprune.masking.attachment import attach, harden, read
-from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, draw, kl
+from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, draw_weights, kl
 from pacprune.methods.pft import pft
 from pacprune.methods.pipeline import together
 from pacprune.paper import frame
@@ -283,7 +283,9 @@ def _again(plain: nn.Module, prior: SpikeSlab, way: Way) -> nn.Module:
 
 def _wrong(plain: nn.Module, slab: SpikeSlab, part: Part, draws: int) -> Tensor:
     """[draws, examples], 1 where a drawn network errs; P and Q are drawn with the same noise."""
-    return torch.stack([drawn_networks.errors(plain, draw(slab, seed=0, step=t), part) for t in range(draws)]).double()
+    return torch.stack(
+        [drawn_networks.errors(plain, draw_weights(slab, seed=0, step=t), part) for t in range(draws)]
+    ).double()
 
 
 def _cells(found: Table) -> dict[tuple[float, float, str], Table]:
