@@ -262,7 +262,7 @@ def test_unlabelled_inputs_must_be_fresh() -> None:
 
 def test_other_refusals() -> None:
     model = copy.deepcopy(issued().model)
-    weights.notes(model).pop("receipt")
+    weights.notes(model).receipt = None
     with pytest.raises(ValueError, match=r"no receipt .* train Q with pp\.fit_posterior"):
         again(model=model)
     with pytest.raises(ValueError, match="the prior has seen the bound set"):

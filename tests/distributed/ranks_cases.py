@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import pacprune as pp
 from pacprune.distributed import ranks
-from pacprune.masking import spikeslab
+from pacprune.masking import attachment, spikeslab, weights
 from pacprune.training.budget import Budget
 
 Found = dict[str, Any]
@@ -61,7 +61,7 @@ def gates(folder: Path) -> Found:
 
 def sparse(folder: Path) -> Found:
     model = masked()
-    return fitted(model, pp.Config(**FIFTY)) | {"mask": {n: w != 0 for n, w in pp.weights.prunable(model).items()}}
+    return fitted(model, pp.Config(**FIFTY)) | {"mask": {n: w != 0 for n, w in weights.prunable(model).items()}}
 
 
 def uneven(folder: Path) -> Found:
@@ -172,7 +172,7 @@ def draws(folder: Path) -> Found:
         model, used = attached(), []
         model.get_submodule("2").register_forward_hook(lambda m, *_, used=used: used.append(m.weight.detach().clone()))
         pp.fit(model, pair(20), pp.Config(epochs=1, batch_size=20, momentum=0.0, masks=kind))
-        steps = [int(site.sampler.step) for site in pp.layers.sites(model)]
+        steps = [int(site.sampler.step) for site in attachment.sites(model)]
         found[kind] = {"used": used[-1], "state": dict(model.state_dict()), "steps": steps}
     return found
 

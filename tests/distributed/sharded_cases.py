@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import pacprune as pp
 from pacprune.distributed import ranks
 from pacprune.masking import spikeslab
+from pacprune.training import checkpoint
 from pacprune.training.budget import Budget
 
 __all__ = ["checkpoints", "ties"]  # the others are here
@@ -109,7 +110,7 @@ def full(tensors: Any) -> dict[str, Tensor]:
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    return full(pp.checkpoint.state(model))
+    return full(checkpoint.state(model))
 
 
 def fitted(model: nn.Module, config: pp.Config, data: Any = None, **how: Any) -> Found:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import pacprune as pp
 from pacprune.distributed import ranks
+from pacprune.masking import masks
 
 Found = dict[str, Any]
 
@@ -43,9 +44,7 @@ def ties(folder: Path) -> Found:
                     count += 1
                     wrong += any(not torch.equal(m, other[n].full_tensor()) for n, m in own.items())
     keep = {n: torch.rand(s, generator=torch.Generator().manual_seed(9)) for n, s in shapes.items()}
-    pairs = [
-        (f(keep), f(spread(keep))) for f in (pp.masks.entropy, lambda p: pp.masks.sparsity(pp.top_k(p, sparsity=0.3)))
-    ]
+    pairs = [(f(keep), f(spread(keep))) for f in (masks.entropy, lambda p: masks.sparsity(pp.top_k(p, sparsity=0.3)))]
     return {"wrong": wrong, "count": count, "pairs": pairs}
 
 

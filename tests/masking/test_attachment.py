@@ -10,7 +10,8 @@ from torch import nn
 from torch.func import functional_call
 
 import pacprune as pp
-from pacprune.masking import attachment, spikeslab
+from pacprune.masking import attachment, spikeslab, weights
+from pacprune.training import budget
 
 
 class Everything(nn.Module):
@@ -137,7 +138,7 @@ def test_parameters_are_means_and_gates_and_a_users_loop_trains_both(
     everything: nn.Module, tokens: torch.Tensor
 ) -> None:
     plain = sum(p.numel() for p in everything.parameters())
-    total = pp.weights.total(everything)
+    total = weights.total(everything)
     model = pp.attach(everything, pp.isotropic(everything, sparsity=0.3)).train()
     assert sum(p.numel() for p in model.parameters()) == plain + total
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -232,7 +233,7 @@ def test_a_budget_shift_is_part_of_the_state_dict() -> None:
     model, other = small(), small(1)
     pp.attach(model, pp.isotropic(model, sparsity=0.5))
     pp.attach(other, pp.isotropic(other, sparsity=0.5))
-    pp.budget.enforce_(model, pp.Budget(0.9, sharpen=3.0), 1.0)
+    budget.enforce_(model, pp.Budget(0.9, sharpen=3.0), 1.0)
     other.load_state_dict(model.state_dict())
     assert pp.read(other).hash == pp.read(model).hash
     assert pp.read(other).sparsity == pytest.approx(0.9, abs=1e-6)

@@ -152,7 +152,7 @@ def test_total_counts_the_weights_that_are_never_pruned():
         ({"sparsity": 1.0}, r"sparsity 1\.0 is outside \[0, 1\)"),
         ({"sparsity": -0.1}, r"sparsity -0\.1 is outside"),
         ({"sparsity": float("nan")}, "sparsity nan is outside"),
-        ({"sparsity": 0.5, "scope": "row"}, "scope 'row' is unknown; use 'global', 'layer' or 'erk'"),
+        ({"sparsity": 0.5, "scope": "row"}, "scope 'row' is unknown; use one of global, layer, erk"),
         ({"sparsity": 0.5, "min_per_layer": 3}, r"min_per_layer=3 needs 6 kept weights, but sparsity 0\.5 keeps 4"),
         ({"sparsity": 0.5, "min_per_layer": -1}, "min_per_layer is -1"),
     ],
@@ -234,25 +234,25 @@ def test_members_are_shifted_as_if_each_were_alone(n):
 
 @pytest.mark.parametrize("kind", LOGITS)
 @pytest.mark.parametrize("sharpness", [1.0, 4.0])
-def test_a_shift_without_a_look_follows_the_last_one(kind, sharpness):
+def test_a_shift_that_does_not_wait_follows_the_last_one(kind, sharpness):
     generator = torch.Generator().manual_seed(0)
     logits = LOGITS[kind](20_000, generator)
     for density in (0.02, 0.1, 0.5, 0.9):
         seen = masks.logit_shift([logits], density, sharpness=sharpness)
         for moved in (-0.3, -1e-3, 0.0, 1e-3, 0.3):
-            unseen = masks.logit_shift([logits], density, sharpness=sharpness, start=seen + moved, look=False)
+            unseen = masks.logit_shift([logits], density, sharpness=sharpness, start=seen + moved, wait=False)
             p, q = (torch.sigmoid(bounded(sharpness * (logits - t)).double()).mean() for t in (unseen, seen))
             step = float(np.spacing(np.float32(abs(float(seen)))))
             assert float(p) <= density
             assert float(p) == pytest.approx(float(q), abs=max(1e-6 * density, sharpness / 4 * step + 2.5e-7))
 
 
-def test_a_shift_without_a_look_is_never_worse_than_the_last_one():
+def test_a_shift_that_does_not_wait_is_never_worse_than_the_last_one():
     generator = torch.Generator().manual_seed(0)
     logits = 1e3 * torch.randn(1000, generator=generator) ** 3
     for density in (0.01, 0.3, 0.99):
         for start in (-1e6, -3.0, 5e3):
-            tau = masks.logit_shift([logits], density, start=start, look=False)
+            tau = masks.logit_shift([logits], density, start=start, wait=False)
             first, last = (float(torch.sigmoid(bounded(logits - t)).mean()) for t in (torch.tensor(start), tau))
             assert abs(math.log(last / (1 - last) * (1 - density) / density)) <= 1e-3 + abs(
                 math.log(first / (1 - first) * (1 - density) / density)
@@ -314,26 +314,26 @@ def test_members_are_projected_as_if_each_were_alone():
     x = members_of(PROBABILITIES, 500)
     density = torch.linspace(0.02, 0.9, len(x)).double()
     parts = [x[:, :20].reshape(-1, 4, 5), x[:, 20:]]
-    for look in (True, False):
-        found = masks.project(parts, density, eta=ETA, members=True, look=look)
+    for wait in (True, False):
+        found = masks.project(parts, density, eta=ETA, members=True, wait=wait)
         assert [f.shape for f in found] == [p.shape for p in parts]
         for k, target in enumerate(density.tolist()):
             alone = torch.cat([p.reshape(-1) for p in masks.project([p[k] for p in parts], target, eta=ETA)])
             row = torch.cat([f[k].reshape(-1) for f in found])
-            # Bisected 40 times without a look, which the values of 1e6 leave at 1e-5.
-            assert torch.allclose(row, alone, rtol=0, atol=1e-6 if look else 1e-5)
+            # Bisected 40 times where it does not wait, which the values of 1e6 leave at 1e-5.
+            assert torch.allclose(row, alone, rtol=0, atol=1e-6 if wait else 1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_shift_and_project_without_a_look_are_captured_and_do_not_wait():
+def test_shift_and_project_that_do_not_wait_are_captured():
     x = torch.randn(3, 40, 50, device="cuda")
     density, sharpness = torch.tensor([0.1, 0.5, 0.9], device="cuda"), torch.ones(3, device="cuda")
     seen = masks.logit_shift([x], density, sharpness=sharpness, members=True)
     start = seen + 0.05
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:
-        tau = masks.logit_shift([x], density, sharpness=sharpness, start=start, members=True, look=False)
-        return tau, masks.project([torch.sigmoid(x)], density, eta=ETA, members=True, look=False)[0]
+        tau = masks.logit_shift([x], density, sharpness=sharpness, start=start, members=True, wait=False)
+        return tau, masks.project([torch.sigmoid(x)], density, eta=ETA, members=True, wait=False)[0]
 
     both()
     torch.cuda.set_sync_debug_mode("error")
@@ -365,7 +365,7 @@ def test_overlap_comes_with_its_chance_level():
     found = overlap(one, two)
     assert found.shared == pytest.approx(found.chance, abs=0.01)
     assert found.chance == pytest.approx(0.1, abs=0.01)
-    with pytest.raises(ValueError, match=r"different tensors: \['v'\]"):
+    with pytest.raises(ValueError, match="different tensors: only one of them has v; make both"):
         overlap(a, {"w": b["w"]})
 
 

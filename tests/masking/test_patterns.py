@@ -369,7 +369,7 @@ def test_a_gradual_pattern_prunes_little_by_little_and_never_what_the_pattern_ne
     plan = pp.Budget(0.75, control="feedback" if feedback else "magnitude", schedule="cubic", every=1, pattern="1:4")
     before = 220
     for step in range(11):
-        move_masks_(model, plan, step, 10)
+        move_masks_(weights.masked(model), plan, step, 10, total=weights.noted_total(model))
         kept = sum(int(keep.sum()) for _, keep in weights.masked(model))
         assert kept == round(220 * plan.density(step / 10)) <= before
         assert all((kept_per_group(keep) >= 1).all() for _, keep in weights.masked(model))

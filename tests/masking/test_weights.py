@@ -101,12 +101,12 @@ def test_a_mask_makes_zeros_and_keeps_them():
     assert torch.equal(model[1].weight, untouched)
     with torch.no_grad():
         model[0].weight.fill_(7)
-    weights.enforce_mask(model)
+    weights.zero_pruned_(weights.masked(model))
     assert torch.equal(model[0].weight, 7 * keep.float())
     pp.apply_mask(model, None)
     with torch.no_grad():
         model[0].weight.fill_(7)
-    weights.enforce_mask(model)
+    weights.zero_pruned_(weights.masked(model))
     assert (model[0].weight == 7).all()
 
 
@@ -115,7 +115,7 @@ def test_zeros_overcome_infinite_weights():
     pp.apply_mask(model, {"weight": mask_of([0, 1])})
     with torch.no_grad():
         model.weight[0, 0] = float("inf")
-    weights.enforce_mask(model)
+    weights.zero_pruned_(weights.masked(model))
     assert model.weight[0, 0].item() == 0
 
 
@@ -132,7 +132,7 @@ def test_a_mask_that_does_not_fit_is_refused_and_changes_nothing(mask, message):
     with pytest.raises(ValueError, match=message):
         pp.apply_mask(model, mask)
     assert torch.equal(model.weight, before)
-    assert torch.equal(weights.notes(model)["mask"]["weight"], mask_of([0, 1]))
+    assert torch.equal(weights.notes(model).mask["weight"], mask_of([0, 1]))
 
 
 def test_seen_is_a_growing_sorted_set_that_a_copy_takes_along():
@@ -180,7 +180,7 @@ def test_a_noted_mask_is_the_models_own_and_can_be_moved() -> None:
     ((weight, keep),) = weights.masked(model)
     assert weight is model.weight
     keep.fill_(False)
-    weights.enforce_mask(model)
+    weights.zero_pruned_(weights.masked(model))
     assert pp.sparsity(model) == 1
     assert mask["weight"].tolist() == [[True, False]]
     assert weights.masked(pp.apply_mask(model, None)) == []
@@ -193,7 +193,7 @@ def test_weights_are_pruned_for_a_while_and_then_what_they_were_even_after_an_er
         model.weight.copy_(torch.tensor([[3.0, 4.0]]))
 
     def interrupted() -> None:
-        with weights.pruned(model):
+        with weights.zeroed(weights.masked(model)):
             assert model.weight.tolist() == [[3.0, 0.0]]
             raise RuntimeError
 

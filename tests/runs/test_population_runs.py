@@ -252,7 +252,7 @@ def test_posteriors_of_a_population_are_those_of_lone_runs(case: str, tmp_path: 
         assert_alike(models[k], model)
         own = [row["loss"] for row in rows if row["member"] == k]
         assert own == pytest.approx([row["loss"] for row in history], rel=1e-5)
-        receipt = weights.notes(models[k])["receipt"]
+        receipt = weights.notes(models[k]).receipt
         assert receipt == {"prior": slabs[k].hash, "bound": split.bound.hash, "written": str(out[k])}
         stored = load_file(out[k] / "prior.safetensors")
         assert torch.equal(stored["mean/0.weight"], slabs[k].mean["0.weight"])
@@ -275,7 +275,7 @@ def test_one_folder_for_several_priors_is_refused_or_each_has_its_own(tmp_path: 
         said = str(refusal)
     assert not said or "out" in said
     for model, slab in [] if said else zip(models, slabs, strict=True):
-        stored = load_file(Path(weights.notes(model)["receipt"]["written"]) / "prior.safetensors")
+        stored = load_file(Path(weights.notes(model).receipt["written"]) / "prior.safetensors")
         assert torch.equal(stored["mean/0.weight"], slab.mean["0.weight"])
 
 
@@ -287,7 +287,7 @@ def test_each_member_needs_a_prior_that_has_not_seen_the_bound_set() -> None:
     with pytest.raises(ValueError, match="has seen the bound set"):
         pp.fit_posterior(models, [slabs[0], leaked], SPLIT, CONFIG)
     for model in models:
-        assert "receipt" not in weights.notes(model)
+        assert weights.notes(model).receipt is None
         assert all(attachment.sites(model))
 
 

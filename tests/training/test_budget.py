@@ -10,7 +10,7 @@ from torch import nn
 import pacprune as pp
 from pacprune.masking import attachment, criteria, weights
 from pacprune.training import budget
-from pacprune.training.budget import CONTROLS, Budget
+from pacprune.training.budget import GATE_CONTROLS, MASK_CONTROLS, SCHEDULES, Budget
 from pacprune.training.population import Population
 
 PROGRESS = (0.0, 0.1, 0.4, 0.79, 0.8, 1.0)
@@ -52,12 +52,39 @@ def test_the_schedule_is_fixed_or_cubic():
     assert [Budget(0.9, sharpen=4.0).sharpness(t) for t in (0.0, 0.5, 1.0)] == [1.0, 2.0, 4.0]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_ends_at_the_sparsity(schedule):
+    plan = Budget(0.9, schedule=schedule)
+    path = [plan.density(t / 50) for t in range(51)]
+    assert path == sorted(path, reverse=True)
+    assert path[40:] == [1 - 0.9] * 11
+    assert plan.record()["schedule"] == schedule
+
+
+def test_a_schedule_may_be_a_function():
+    plan = Budget(0.9, schedule=lambda share: share, ramp=0.5)
+    assert [plan.density(t) for t in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([1, 0.55, 0.1, 0.1])
+    assert plan.record() == Budget(0.9, schedule=lambda r: 1 - (1 - r), ramp=0.5).record()  # known by what it gives
+    assert plan.record() != Budget(0.9, schedule=lambda share: share**2, ramp=0.5).record()
+
+
+@pytest.mark.parametrize("control", GATE_CONTROLS)
+def test_every_control_of_gates_trains(control):
+    model, x = attached(), torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+    data = x, (x[:, 0] > 0).long()
+    history = pp.fit(model, data, pp.Config(epochs=2, batch_size=10), budget=Budget(0.7, control=control))
+    if GATE_CONTROLS[control].hold is not None:
+        assert history[-1]["expected_sparsity"] == pytest.approx(0.7, abs=1e-6)
+    assert MASK_CONTROLS.keys().isdisjoint(GATE_CONTROLS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"sparsity": 1.0}, r"sparsity 1\.0 is outside \[0, 1\)"),
         ({"sparsity": 0.9, "control": "shfit"}, "control 'shfit' is unknown; use one of none, shift, projection"),
         ({"sparsity": 0.9, "schedule": "linear"}, "schedule 'linear' is unknown; use one of fixed, cubic"),
+        ({"sparsity": 0.9, "schedule": lambda share: 2 * share}, "the schedule goes from 0.0 to 2.0; it must begin in"),
         ({"sparsity": 0.9, "ramp": 0.0}, r"ramp 0\.0 must lie in \(0, 1\]"),
         ({"sparsity": 0.9, "ramp": 1.5}, r"ramp 1\.5 must lie in \(0, 1\]"),
         ({"sparsity": 0.9, "sharpen": 0.5}, r"sharpen 0\.5 be at least 1"),
@@ -159,7 +186,7 @@ def trained(control: str) -> float:
         budget.enforce_(model, plan, step / 200)
         loss = F.mse_loss(model(x), target)
         if control == "lagrangian":
-            loss = loss + budget.penalty(model, plan, torch.tensor(1 - plan.sparsity))
+            loss = loss + budget.penalty(attachment.sites(model), plan, torch.tensor(1 - plan.sparsity))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -168,7 +195,7 @@ def trained(control: str) -> float:
 
 
 def test_only_none_drifts_in_training():
-    found = {control: trained(control) for control in CONTROLS}
+    found = {control: trained(control) for control in GATE_CONTROLS}
     assert found["none"] > 0.5
     assert found["shift"] == pytest.approx(0.2, abs=1e-6)
     assert found["projection"] == pytest.approx(0.2, abs=1e-6)
@@ -179,9 +206,9 @@ def test_the_penalty_is_the_augmented_lagrangian():
     model = attached()
     plan = Budget(0.9, control="lagrangian", strength=10.0)
     excess = density(model) - 0.1
-    first = budget.penalty(model, plan, torch.tensor(0.1))
+    first = budget.penalty(attachment.sites(model), plan, torch.tensor(0.1))
     assert first.item() == pytest.approx(5 * excess**2, rel=1e-5)
-    second = budget.penalty(model, plan, torch.tensor(0.1))
+    second = budget.penalty(attachment.sites(model), plan, torch.tensor(0.1))
     assert second.item() == pytest.approx(excess * excess + 5 * excess**2, rel=1e-5)
     gradient = torch.autograd.grad(second, [site.gate for site in attachment.sites(model)])
     assert all((g >= 0).all() for g in gradient)
@@ -193,7 +220,11 @@ def test_a_patient_multiplier_learns_more_slowly():
     for patience in (10.0, 1000.0):
         model = attached()
         excess = density(model) - 0.1
-        budget.penalty(model, Budget(0.9, control="lagrangian", strength=10.0, patience=patience), torch.tensor(0.1))
+        budget.penalty(
+            attachment.sites(model),
+            Budget(0.9, control="lagrangian", strength=10.0, patience=patience),
+            torch.tensor(0.1),
+        )
         found[patience] = float(attachment.sites(model)[0].sampler.multiplier)
     assert found == pytest.approx({10.0: excess, 1000.0: excess / 100}, rel=1e-5)
 
@@ -208,18 +239,22 @@ def plain(seed: int = 0) -> nn.Module:
     return pp.apply_mask(model, {n: torch.ones_like(w, dtype=torch.bool) for n, w in pp.prunable(model).items()})
 
 
+def move_masks_(model: nn.Module, plan: Budget | list[Budget], step: int, steps: int) -> None:
+    budget.move_masks_(weights.masked(model), plan, step, steps, total=1400)
+
+
 def moved(model: nn.Module) -> torch.Tensor:
     return torch.cat([keep.reshape(-1) for _, keep in weights.masked(model)])
 
 
-@pytest.mark.parametrize("control", ["magnitude", "feedback"])
+@pytest.mark.parametrize("control", MASK_CONTROLS)
 def test_masks_move_to_the_largest_weights_at_the_density_of_the_moment(control):
     model = plain()
     before = {n: w.detach().clone() for n, w in pp.prunable(model).items()}
     plan = Budget(0.9, control=control, schedule="cubic", every=10)
     for step in (0, 5, 10, 50, 80, 95):
         held = moved(model).clone()
-        budget.move_masks_(model, plan, step, 100)
+        move_masks_(model, plan, step, 100)
         if step % 10:
             assert torch.equal(moved(model), held)
             continue
@@ -239,9 +274,9 @@ def test_members_masks_move_as_if_each_were_alone():
     ]
     stacked = Population(models).stacked
     for step in (0, 7, 14, 16, 32):
-        budget.move_masks_(stacked, plans, step, 40)
+        move_masks_(stacked, plans, step, 40)
         for model, plan in zip(models, plans, strict=True):
-            budget.move_masks_(model, plan, step, 40)
+            move_masks_(model, plan, step, 40)
     for k, model in enumerate(models):
         for (w, keep), (own, alone) in zip(weights.masked(stacked), weights.masked(model), strict=True):
             assert torch.equal(keep[k], alone)
@@ -339,7 +374,7 @@ def test_members_are_held_as_if_each_were_alone(control, how):
 
 
 @pytest.mark.parametrize("control", ["shift", "projection"])
-def test_without_a_look_the_budget_is_held_from_step_to_step(control):
+def test_without_waiting_the_budget_is_held_from_step_to_step(control):
     stacked, _, plans = crowd(control, coupling=1.0)
     generator = torch.Generator().manual_seed(1)
     budget.enforce_(stacked, plans, 0.5)
@@ -347,7 +382,7 @@ def test_without_a_look_the_budget_is_held_from_step_to_step(control):
         disturb_(stacked, generator, size=0.3)
         wanted = torch.tensor(budget.densities(stacked, plans, step / 100), dtype=torch.float64)
         sharpness = torch.tensor([plan.sharpness(step / 100) for plan in plans])
-        budget.hold_(stacked, control, wanted, sharpness, look=False)
+        budget.hold_(attachment.sites(stacked), control, wanted, sharpness, wait=False, between=None)
         p = torch.cat([torch.sigmoid(s.logit().detach().double()).flatten(1) for s in attachment.sites(stacked)], dim=1)
         assert torch.allclose(p.mean(1), wanted, rtol=1e-6, atol=1e-6)
 
@@ -356,8 +391,8 @@ def test_members_are_penalised_as_if_each_were_alone():
     stacked, models, plans = crowd("lagrangian")
     density = torch.tensor(budget.densities(stacked, plans, 1.0))
     for _ in range(2):  # the second time with a multiplier
-        found = budget.penalty(stacked, plans, density)
-        alone = [budget.penalty(m, p, d) for m, p, d in zip(models, plans, density, strict=True)]
+        found = budget.penalty(attachment.sites(stacked), plans, density)
+        alone = [budget.penalty(attachment.sites(m), p, d) for m, p, d in zip(models, plans, density, strict=True)]
         assert all(one.shape == () for one in alone)
         assert torch.allclose(found, torch.stack(alone), rtol=1e-5)
     gradients = torch.autograd.grad(found.sum(), [site.gate for site in attachment.sites(stacked)])
@@ -382,12 +417,12 @@ def test_holding_a_population_does_not_wait_for_the_device(control):
     stacked, _, plans = crowd(control, coupling=1.0)
     stacked.cuda()
     density = torch.tensor(budget.densities(stacked, plans, 1.0), device="cuda")
-    sharpness = torch.ones(3, device="cuda")
+    sharpness, sites = torch.ones(3, device="cuda"), attachment.sites(stacked)
 
     def once() -> None:
-        budget.hold_(stacked, control, density, sharpness, look=False)
+        budget.hold_(sites, control, density, sharpness, wait=False, between=None)
         if control == "lagrangian":
-            budget.penalty(stacked, plans, density).sum().backward()
+            budget.penalty(attachment.sites(stacked), plans, density).sum().backward()
 
     once()
     torch.cuda.set_sync_debug_mode("error")

@@ -92,7 +92,10 @@ def early_stop(**how: Any) -> History:
 SCENARIOS: dict[str, Callable[..., History]] = {
     "dropout and BatchNorm": dense,
     "masked, adamw, accumulation": masked,
-    **{f"attached, {control}": lambda control=control, **how: attached(control, **how) for control in budget.CONTROLS},
+    **{
+        f"attached, {control}": lambda control=control, **how: attached(control, **how)
+        for control in budget.GATE_CONTROLS
+    },
     "attached, clamp": lambda **how: attached("projection", "clamp", **how),
     "algorithm 1": algorithm1,
     "posterior": posterior,

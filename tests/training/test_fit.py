@@ -300,9 +300,9 @@ def test_p_is_written_before_the_bound_set_is_looked_at(tmp_path: Path) -> None:
     written = load_file(tmp_path / "prior.safetensors")
     assert set(written) == set(fit.flat(prior))
     assert all(torch.equal(t, written[n]) for n, t in fit.flat(prior).items())
-    assert "receipt" not in weights.notes(model)
+    assert weights.notes(model).receipt is None
     pp.fit_posterior(model, prior, SPLIT, CONFIG, out=tmp_path)
-    assert weights.notes(model)["receipt"] == {
+    assert weights.notes(model).receipt == {
         "prior": prior.hash,
         "bound": SPLIT.bound.hash,
         "written": str(tmp_path),

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pacprune as pp
 from pacprune.masking import attachment, weights
 from pacprune.training import loop
-from pacprune.training.budget import CONTROLS
+from pacprune.training.budget import GATE_CONTROLS
 from pacprune.training.optim import OPTIMIZERS
 from pacprune.types import History
 
@@ -204,7 +204,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_the_examples_it_saw(pair: Pair) -
     )
 
 
-@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("control", GATE_CONTROLS)
 def test_expected_sparsity_is_in_every_row_and_meets_the_budget(control: str, pair: Pair) -> None:
     model, budget = attached(), pp.Budget(0.8, control=control)
     rows = pp.fit(model, pair, pp.Config(epochs=20, lr=0.05, gate_lr=5.0, batch_size=16), budget=budget)

@@ -202,7 +202,7 @@ def test_a_member_ends_as_it_would_alone(name: str, state: str) -> None:
             assert_alike(model, expected, 1e-2)
         if state == "masked":
             for key, weight in weights.prunable(model).items():
-                assert torch.equal(weight == 0, ~weights.notes(model)["mask"][key])
+                assert torch.equal(weight == 0, ~weights.notes(model).mask[key])
             assert weights.sparsity(model) == pytest.approx(0.3 + 0.2 * k, abs=0.02)
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
     assert not any(torch.equal(a, b) for a, b in pairs if a.numel() > 1)

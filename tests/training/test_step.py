@@ -115,9 +115,8 @@ def test_the_mean_keep_prob_follows_its_schedule_at_every_step(control: str, mon
     plans = [pp.Budget(0.3 + 0.3 * k, control=control, schedule="cubic", ramp=0.5, sharpen=2.0 + k) for k in range(2)]
     found, sharp, plain = [], [], budget.hold_
 
-    def hold(model: nn.Module, *args: Any, **how: Any) -> None:
-        plain(model, *args, **how)
-        sites = attachment.sites(model)
+    def hold(sites: list[attachment.AttachedWeight], *args: Any, **how: Any) -> None:
+        plain(sites, *args, **how)
         p = torch.cat([site.keep_prob().double().flatten(1) for site in sites], 1)
         found.append(p.mean(1))
         sharp.append(sites[0].sampler.sharpness.clone())
@@ -357,11 +356,10 @@ def test_the_start_of_gates_that_learn_nothing_fades_with_the_ramp(monkeypatch: 
     first = [site.gate.detach().clone() for site in attachment.sites(model)]
     shares = []
 
-    def hold(model: nn.Module, *given: Any, **how: Any) -> None:
-        found = attachment.sites(model)
-        shares.append(float((found[0].gate.detach() / first[0]).mean()))
-        assert all(torch.allclose(s.gate, shares[-1] * f, atol=1e-5) for s, f in zip(found, first, strict=True))
-        plain(model, *given, **how)
+    def hold(sites: list[attachment.AttachedWeight], *args: Any, **how: Any) -> None:
+        shares.append(float((sites[0].gate.detach() / first[0]).mean()))
+        assert all(torch.allclose(s.gate, shares[-1] * f, atol=1e-5) for s, f in zip(sites, first, strict=True))
+        plain(sites, *args, **how)
 
     monkeypatch.setattr(budget, "hold_", hold)
     pp.fit(model, (X, Y), dataclasses.replace(CONFIG, gate_lr=0.0), budget=FADING)

@@ -112,7 +112,7 @@ def refuse_moved_rest(prior: SpikeSlab, posterior: SpikeSlab) -> None:
 
 def receipt(model: nn.Module, prior: SpikeSlab, split: Split) -> Mapping[str, Any]:
     """What `fit_posterior` left on the model: it shows that this P was written before this bound set was read."""
-    written = weights.notes(model).get("receipt")
+    written = weights.notes(model).receipt
     if written is None:
         raise ValueError(
             "there is no receipt that the prior was written before the bound set was read; "

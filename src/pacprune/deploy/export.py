@@ -308,7 +308,7 @@ def to_torch_prune(model: nn.Module) -> nn.Module:
     """Hands the zeros of a plain model to torch.nn.utils.prune, in place: NAME becomes NAME_orig and NAME_mask."""
     plain = weights.prunable(model)
     noted = {}
-    for module, mask in list(weights.noted(model, "mask")):
+    for module, mask in weights.noted_masks(model):
         own = dict(module.named_parameters())
         noted |= {id(own[name]): keep for name, keep in mask.items()}
         weights.apply_mask(module, None)

@@ -5,35 +5,36 @@ other parameters. A weight's parameters become `mean` (original0), `gate` (origi
 logarithm of `std` (original2).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pacprune import kernels
-from pacprune.distributed import sharded
+from pacprune.distributed import Across, across, first_index, is_sharded, local, refuse_sharded, sharded
 from pacprune.kernels.law import bounded
 from pacprune.masking import patterns, weights
-from pacprune.masking.sampler import Pool, Sampler, Shards, casts, draw_shards
+from pacprune.masking.sampler import Pool, Sampler, Shards, casts, sample_shards_
 from pacprune.masking.spikeslab import ETA, SpikeSlab, check_fits, top_mask
 
 MAPPINGS = (kernels.SIGMOID, kernels.CLAMP, *patterns.PATTERNS)
-_ORDER, _DRAWING = "_pacprune_parameter_order", "_pacprune_drawing"
+_ORDER, _SAMPLING = "_pacprune_parameter_order", "_pacprune_sampling"
 
 
 class AttachedWeight:
-    """One attached weight tensor: its plain name, its sampler and the parameters behind it."""
+    """One attached weight tensor: its plain name, its sampler and the parameters behind it.
+
+    It knows whether fully_shard has cut the weight. What it computes is then of this rank's rows, and of a plain model
+    of everything: who works with it need not ask.
+    """
 
     def __init__(self, name: str, where: parametrize.ParametrizationList | Shards) -> None:
-        self.name, self.where = name, where
-
-    @property
-    def sampler(self) -> Sampler:
-        """The parametrization that draws this weight."""
-        sampler = self.where[0]
+        self.name, self.where, self.sharded = name, where, isinstance(where, Shards)
+        sampler = where[0]
         assert isinstance(sampler, Sampler)
-        return sampler
+        self.sampler = sampler
+        """The parametrization that samples this weight."""
 
     @property
     def mean(self) -> nn.Parameter:
@@ -50,47 +51,67 @@ class AttachedWeight:
         """log std when it is trained, else None."""
         return getattr(self.where, "original2", None)
 
+    @property
+    def local_mean(self) -> Tensor:
+        """This rank's rows of the mean, over the same memory."""
+        return sharded.local(self.mean) if self.sharded else self.mean
+
+    @property
+    def local_gate(self) -> Tensor:
+        """This rank's rows of the gate, over the same memory."""
+        return sharded.local(self.gate) if self.sharded else self.gate
+
     def raw(self) -> Tensor:
         """gate + coupling * log(|mean| + 1e-8): the logit before shift and sharpness."""
-        return self._each(self.sampler.raw)
+        return self.sampler.raw(self.local_mean, self.local_gate)
 
     def logit(self) -> Tensor:
         """The logit of keep_prob, differentiable in the gate."""
-        return self._each(self.sampler.logit)
+        return self.sampler.logit(self.local_mean, self.local_gate)
 
     def keep_prob(self) -> Tensor:
         """The probability that the hard gate opens, as `kernels.quantised` stores it."""
-        return self._each(self.sampler.keep_prob)
+        return self.sampler.keep_prob(self.local_mean, self.local_gate)
 
-    def _each(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """A function of mean and gate, weight by weight."""
-        return sharded.like(function(sharded.local(self.mean), sharded.local(self.gate)), self.gate)
+    def over_ranks(self, rows: Tensor) -> Tensor:
+        """What was computed of this rank's rows, as a tensor that is sharded like the gate, differentiable."""
+        return sharded.like(rows, self.gate) if self.sharded else rows
 
 
 def sites(model: nn.Module) -> list[AttachedWeight]:
     """The attached weights in the plain model's parameter order; a tied weight once; empty for a plain model."""
-    found, known = [], set()
+    listed: dict[int, AttachedWeight] = {}
     for prefix, module in model.named_modules():
-        if not isinstance(module, (parametrize.ParametrizationList, Shards)) or id(module) in known:
+        if not isinstance(module, (parametrize.ParametrizationList, Shards)) or id(module) in listed:
             continue
         if not isinstance(module[0], Sampler):
             continue
-        if not isinstance(module, Shards) and sharded.some(module.parameters(recurse=False)):
+        site = AttachedWeight(_plain_name(prefix), module)
+        if not site.sharded and is_sharded(site.gate):
             raise ValueError(
-                f"{_plain_name(prefix)} was attached before it was sharded, so that gates would be gathered with the "
+                f"{site.name} was attached before it was sharded, so that gates would be gathered with the "
                 "weights; call fully_shard on the plain model, and pp.attach after it"
             )
-        known.add(id(module))
-        found.append(AttachedWeight(_plain_name(prefix), module))
-    return sorted(found, key=lambda site: site.sampler.offset)
+        listed[id(module)] = site
+    return sorted(listed.values(), key=lambda site: site.sampler.offset)
+
+
+def between_ranks(attached_weights: Sequence[AttachedWeight]) -> Across | None:
+    """How to reduce over the ranks that hold the rows of these weights; None for a plain model."""
+    return across(site.gate for site in attached_weights)
+
+
+def raw_logits(attached_weights: Sequence[AttachedWeight]) -> list[Tensor]:
+    """`raw` of every weight."""
+    return [site.raw() for site in attached_weights]
 
 
 def attached(model: nn.Module) -> list[AttachedWeight]:
     """`sites`, or a ValueError when there are none."""
-    found = sites(model)
-    if not found:
+    listed = sites(model)
+    if not listed:
         raise ValueError(f"{type(model).__name__} has no stochastic masks; call pp.attach(model, spikeslab) first")
-    return found
+    return listed
 
 
 def _plain_name(name: str) -> str:
@@ -119,99 +140,149 @@ def attach(
     train_std: bool = False,
     seed: int = 0,
 ) -> nn.Module:
-    """Makes the weights of `model` draws of `slab`, in place; `model.parameters()` then yields means and gates.
+    """Makes the weights of `model` samples of `slab`, in place; `model.parameters()` then yields means and gates.
 
-    mapping "sigmoid", "clamp", or an N:M pattern: then every group of M weights keeps N of them, and its gate begins as
-    the choice that gates with the slab's keep_prob make when exactly N of them are open (see `Sampler`). coupling > 0
-    adds coupling * log|weight| to every gate's logit, so that a weight that grows is kept more surely; estimator
-    "concrete", "straight-through", "hard-concrete" or "deterministic" (gates without noise in training; see
-    `kernels.Law`); beta is the relaxation's temperature. Every owner of a tied weight gets the same sampler. Draw
-    number t is a function of (seed, t); nothing random is consumed.
+    Every owner of a tied weight gets the same sampler. Sample number t is a function of (seed, t); nothing random is
+    consumed.
+
+    Args:
+        model: A plain model.
+        slab: The distribution to sample from, such as `pp.isotropic(model, sparsity=0.9)`.
+        mapping: How a gate becomes a keep_prob: "sigmoid", or "clamp" (the gate is the keep_prob). With an N:M pattern
+            such as "2:4", every group of M weights keeps N of them. Its gate begins as the choice that gates with the
+            slab's keep_prob make when exactly N of them are open (see `Sampler`).
+        coupling: Above 0 it adds coupling * log|weight| to every gate's logit, so that a weight that grows is kept more
+            surely; 4 is what `pp.pft` uses.
+        estimator: How gates are relaxed in training: "concrete", "straight-through", "hard-concrete", or
+            "deterministic" for gates without noise (see `kernels.Law`).
+        beta: The relaxation's temperature.
+        train_std: Whether the std of every weight is trained, too; its logarithm then is a parameter.
+        seed: Of the samples.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If the slab does not fit the model, or two options exclude each other.
+
+    Example:
+        >>> model = pp.attach(model, pp.isotropic(model, sparsity=0.9))
+        >>> [tuple(p.shape) for p in model.parameters()][:3]  # the first layer's bias, its means and its gates
+        [(16,), (16, 64), (16, 64)]
     """
-    if mapping not in MAPPINGS:
-        raise ValueError(f"mapping {mapping!r} is unknown; use one of {', '.join(MAPPINGS)}")
-    if estimator not in kernels.ESTIMATORS:
-        raise ValueError(f"estimator {estimator!r} is unknown; use one of {', '.join(kernels.ESTIMATORS)}")
-    if mapping == "clamp" and coupling:
-        raise ValueError(
-            f"coupling {coupling} needs the sigmoid mapping; with clamp, keep_prob is the parameter itself"
-        )
+    _check_options(mapping, coupling, estimator, train_std)
     pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
-    if pattern is not None and (estimator not in (kernels.SOFT, kernels.NOISELESS) or train_std):
-        raise ValueError(
-            f"the mapping {mapping} takes the estimators {kernels.SOFT!r} and {kernels.NOISELESS!r} and no std, not "
-            f"estimator={estimator!r} and train_std={train_std}; use the sigmoid mapping for these"
-        )
     plain = weights.prunable(model)
-    if pattern is not None or train_std or any(std.ndim for std in slab.std.values()):
-        what = "a std of its own for every weight" if pattern is None else f"the pattern {mapping}"
-        sharded.refuse(plain.values(), what, "attach gates with the sigmoid mapping and one std for each tensor")
+    if pattern is not None:
+        refuse_sharded(plain.values(), "attached pattern", mapping)
+    elif train_std or any(std.ndim for std in slab.std.values()):
+        refuse_sharded(plain.values(), "std")
     check_fits(plain, slab, pattern)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in slab.rest:
-            tensor.copy_(slab.rest[name])
-    weights.notes(model)["total"] = slab.total
-    weights.notes(model).pop("mask", None)
-    weights.mark_seen(model, slab.seen)
+    _take_over(model, slab)
     offset, pool = 0, Pool()
-    for name in [n for n in plain if n in slab.keep_prob]:
-        weight = plain[name]
-        p = slab.keep_prob[name].to(weight.device)
-        mean = slab.mean[name].to(weight.device, weight.dtype, copy=True)
-        gate = p.clamp(ETA, 1 - ETA) if mapping == "clamp" else bounded(torch.logit(p.double())).float()
-        if coupling:
-            gate = gate - coupling * torch.log(mean.abs().float() + 1e-8)
-        if pattern is not None:
-            gate = patterns.spread(patterns.grouped(gate, pattern[1]), *pattern)
-        std = slab.std[name].to(weight.device, torch.float32)
-        first = (mean, gate)
-        if train_std:
-            if bool((std <= 0).any()):
-                raise ValueError(f"{name} has std 0, which cannot be trained; give the SpikeSlab a std above 0")
-            first = (mean, gate, torch.log(std).expand(mean.shape).clone())
-        constant = None if train_std or not bool((std != 0).any()) else std.clone()
-        (owner, attribute), *aliases = owners = list(_owners(model, weight))
+    for name, weight in plain.items():
+        if name not in slab.keep_prob:
+            continue
+        first, constant = _start_values(name, weight, slab, mapping, coupling, train_std)
+        owners = list(_owners(model, weight))
         sampler = Sampler(
             first,
             constant,
             pool,
-            offset=offset + sharded.start(weight),
+            offset=offset + first_index(weight),
             seed=seed,
             mapping=mapping,
             coupling=coupling,
             estimator=estimator,
             beta=beta,
-            cast=not sharded.is_sharded(weight) and all(casts(module) for module, _ in owners),
+            cast=not is_sharded(weight) and all(casts(module) for module, _ in owners),
         )
         sampler.train(model.training)
-        if sharded.is_sharded(weight):
-            Shards(weight, sampler).join(owner, attribute)
-            offset += weight.numel()
-            continue
-        for module, _ in owners:
-            module.__dict__.setdefault(_ORDER, list(module._parameters))
-        parametrize.register_parametrization(owner, attribute, sampler, unsafe=True)
-        shared = owner.parametrizations[attribute]  # type: ignore[index]
-        sampler.join(shared)  # type: ignore[arg-type]
-        for other, alias in aliases:
-            # A second registration builds the property on the other owner; then it is given the first one's sampler.
-            parametrize.register_parametrization(other, alias, _Alias(), unsafe=True)
-            other.parametrizations[alias] = shared  # type: ignore[index]
-        for module, _ in owners:
-            if isinstance(module, nn.RNNBase):
-                # An RNN lists its weights once and would go on reading, and deepcopying, what it listed.
-                module.__dict__.pop("_flat_weights", None)
-                type(module)._flat_weights = property(_flat_weights, lambda self, value: None)  # type: ignore[assignment]
+        if is_sharded(weight):
+            Shards(weight, sampler).join(*owners[0])
+        else:
+            _install(sampler, owners)
         offset += weight.numel()
-    shards = held(model)
+    shards = _shards(model)
     if shards:
-        model.__dict__[_DRAWING] = model.register_forward_pre_hook(lambda *_: draw_shards(shards), prepend=True)
+        model.__dict__[_SAMPLING] = model.register_forward_pre_hook(lambda *_: sample_shards_(shards), prepend=True)
     return model
 
 
-def held(model: nn.Module) -> list[Shards]:
-    """The attached weights of a sharded model: their own parameters hold draws, which nothing trains or stores."""
+def _check_options(mapping: str, coupling: float, estimator: str, train_std: bool) -> None:
+    """Refuses options of `attach` that are unknown or exclude each other."""
+    if mapping not in MAPPINGS:
+        raise ValueError(f"mapping {mapping!r} is unknown; use one of {', '.join(MAPPINGS)}")
+    if estimator not in kernels.ESTIMATORS:
+        raise ValueError(f"estimator {estimator!r} is unknown; use one of {', '.join(kernels.ESTIMATORS)}")
+    if mapping == kernels.CLAMP and coupling:
+        raise ValueError(
+            f"coupling {coupling} needs the sigmoid mapping; with clamp, keep_prob is the parameter itself"
+        )
+    if mapping in patterns.PATTERNS and (estimator not in (kernels.SOFT, kernels.NOISELESS) or train_std):
+        raise ValueError(
+            f"the mapping {mapping} takes the estimators {kernels.SOFT!r} and {kernels.NOISELESS!r} and no std, not "
+            f"estimator={estimator!r} and train_std={train_std}; use the sigmoid mapping for these"
+        )
+
+
+def _take_over(model: nn.Module, slab: SpikeSlab) -> None:
+    """Gives the model what a SpikeSlab holds beside its weights: the other tensors, D and the examples seen."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in slab.rest:
+            tensor.copy_(slab.rest[name])
+    note = weights.notes(model)
+    note.total, note.mask = slab.total, None
+    weights.mark_seen(model, slab.seen)
+
+
+def _start_values(
+    name: str, weight: Tensor, slab: SpikeSlab, mapping: str, coupling: float, train_std: bool
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """What a weight's parameters begin with, (mean, gate[, log std]), and the std that is not trained, if any."""
+    p = slab.keep_prob[name].to(weight.device)
+    mean = slab.mean[name].to(weight.device, weight.dtype, copy=True)
+    gate = p.clamp(ETA, 1 - ETA) if mapping == kernels.CLAMP else bounded(torch.logit(p.double())).float()
+    if coupling:
+        gate = gate - coupling * torch.log(mean.abs().float() + 1e-8)
+    if mapping in patterns.PATTERNS:
+        n, m = patterns.parse(mapping)
+        gate = patterns.spread(patterns.grouped(gate, m), n, m)
+    std = slab.std[name].to(weight.device, torch.float32)
+    if not train_std:
+        return (mean, gate), std.clone() if bool((std != 0).any()) else None
+    if bool((std <= 0).any()):
+        raise ValueError(f"{name} has std 0, which cannot be trained; give the SpikeSlab a std above 0")
+    return (mean, gate, torch.log(std).expand(mean.shape).clone()), None
+
+
+def _install(sampler: Sampler, owners: list[tuple[nn.Module, str]]) -> None:
+    """Makes a weight a sample, in every module that owns it."""
+    (owner, attribute), *aliases = owners
+    for module, _ in owners:
+        module.__dict__.setdefault(_ORDER, list(module._parameters))
+    parametrize.register_parametrization(owner, attribute, sampler, unsafe=True)
+    shared = owner.parametrizations[attribute]  # type: ignore[index]
+    sampler.join(shared)  # type: ignore[arg-type]
+    for module, alias in aliases:
+        # A second registration builds the property on this owner, too; then it is given the first one's sampler.
+        parametrize.register_parametrization(module, alias, _Alias(), unsafe=True)
+        module.parametrizations[alias] = shared  # type: ignore[index]
+    for module, _ in owners:
+        if isinstance(module, nn.RNNBase):
+            # An RNN lists its weights once and would go on reading, and deepcopying, what it listed.
+            module.__dict__.pop("_flat_weights", None)
+            type(module)._flat_weights = property(_flat_weights, lambda self, value: None)  # type: ignore[assignment]
+
+
+def _shards(model: nn.Module) -> list[Shards]:
+    """The attached weights of a sharded model; empty for a plain one."""
     return [site.where for site in sites(model) if isinstance(site.where, Shards)]
+
+
+def sample_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a sharded model that hold the present sample: nothing trains or stores them."""
+    return [shards.weight for shards in _shards(model)]
 
 
 def _flat_weights(rnn: nn.RNNBase) -> list[Tensor]:
@@ -228,17 +299,30 @@ class _Alias(nn.Module):
 def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
     """The model's present distribution as a value.
 
-    With detach=False, keep_prob, mean and std carry gradients, for `kl`; `rest` and `seen` are then left out.
+    Args:
+        model: With stochastic masks, as `attach` leaves it.
+        detach: Whether it is a value by itself. With False, keep_prob, mean and std carry gradients, for `kl`; `rest`
+            and `seen` are then left out.
+
+    Returns:
+        A SpikeSlab: keep_prob, mean and std of every attached weight, and copies of all other tensors.
+
+    Raises:
+        ValueError: If the model has no stochastic masks, or those of an N:M pattern.
+
+    Example:
+        >>> pp.read(pp.attach(model, pp.isotropic(model, sparsity=0.9)))
+        SpikeSlab(2 tensors, 1,184 weights, expected sparsity 0.9000)
     """
-    found = attached(model)
-    if found[0].sampler.pattern is not None:
+    listed = attached(model)
+    if listed[0].sampler.pattern is not None:
         raise ValueError(
-            f"the gates of a {found[0].sampler.mapping} pattern are one choice for every group, and a SpikeSlab has "
+            f"the gates of a {listed[0].sampler.mapping} pattern are one choice for every group, and a SpikeSlab has "
             "independent ones; use pp.harden(model)"
         )
     keep_prob, mean, std = {}, {}, {}
-    for site in found:
-        keep_prob[site.name] = site.keep_prob() if detach else torch.sigmoid(site.logit())
+    for site in listed:
+        keep_prob[site.name] = site.over_ranks(site.keep_prob() if detach else torch.sigmoid(site.logit()))
         mean[site.name] = site.mean.detach().clone() if detach else site.mean
         if site.log_std is not None:
             std[site.name] = torch.exp(site.log_std.detach() if detach else site.log_std)
@@ -259,14 +343,14 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
 
 def total(model: nn.Module) -> int:
     """D of an attached model: all weights of its plain form in tensors of two or more dimensions."""
-    return next(value for _, value in weights.noted(model, "total"))
+    return weights.noted_total(model)
 
 
 def _rest(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers that belong to no sampler, by their plain names."""
-    draws = {id(shards.weight) for shards in held(model)}
+    samples = {id(p) for p in sample_parameters(model)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if ".parametrizations." not in f".{name}" and id(tensor) not in draws:
+        if ".parametrizations." not in f".{name}" and id(tensor) not in samples:
             yield name, tensor
 
 
@@ -277,30 +361,50 @@ def rest_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def resample_(model: nn.Module) -> nn.Module:
-    """Draws the next sample, in place: step += 1. Clamped gates that an optimiser pushed out of [0, 1] are put back."""
-    found = attached(model)
-    torch._foreach_add_([site.sampler.step for site in found], 1)  # type: ignore[attr-defined]
-    for site in found:
-        if site.sampler.mapping == kernels.CLAMP:
-            sharded.local(site.gate).clamp_(ETA, 1 - ETA)
+    """Makes the weights the next sample, in place: step += 1; until then every forward pass has the same weights.
+
+    Clamped gates that an optimiser pushed out of [0, 1] are put back.
+
+    Args:
+        model: With stochastic masks, as `attach` leaves it.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> model = pp.attach(model, pp.isotropic(model, sparsity=0.5))
+        >>> first = model(x)
+        >>> torch.equal(first, model(x)), torch.equal(first, pp.resample_(model)(x))
+        (True, False)
+    """
+    advance_(attached(model))
     return model
+
+
+@torch.no_grad()
+def advance_(attached_weights: Sequence[AttachedWeight]) -> None:
+    """`resample_` of weights that are listed already, as they are in a training step."""
+    torch._foreach_add_([site.sampler.step for site in attached_weights], 1)  # type: ignore[attr-defined]
+    for site in attached_weights:
+        if site.sampler.mapping == kernels.CLAMP:
+            site.local_gate.clamp_(ETA, 1 - ETA)
 
 
 @torch.no_grad()
 def set_logits_(model: nn.Module, logits: Mapping[str, Tensor]) -> nn.Module:
     """Gates with which every weight has this logit before shift and sharpness; under a pattern, choices their sums."""
     for site in attached(model):
-        pattern, goal = site.sampler.pattern, logits[site.name]
+        pattern, goal = site.sampler.pattern, local(logits[site.name])
         if pattern is None:
-            site.gate.add_(goal - site.sampler.raw(site.mean, site.gate))
+            site.local_gate.add_(goal - site.raw())
         else:
-            own = goal - site.sampler.coupling * torch.log(site.mean.abs().float() + 1e-8)
-            site.gate.copy_(patterns.spread(patterns.grouped(own, pattern[1]), *pattern))
+            uncoupled = goal - site.sampler.coupling * torch.log(site.mean.abs().float() + 1e-8)
+            site.gate.copy_(patterns.spread(patterns.grouped(uncoupled, pattern[1]), *pattern))
     return model
 
 
 def forget(model: nn.Module) -> nn.Module:
-    """Drops the present draw, so that the next read of a weight makes it again: after the replay of a CUDA graph."""
+    """Drops the present sample, so that the next read of a weight makes it again: after the replay of a CUDA graph."""
     for site in sites(model):
         site.sampler.pool.forget()
     return model
@@ -308,37 +412,47 @@ def forget(model: nn.Module) -> nn.Module:
 
 def final_mask(model: nn.Module, *, sparsity: float | None = None, min_per_layer: int = 0) -> dict[str, Tensor]:
     """The mask that the gates have come to: `top_mask` of their keep_prob, or the likeliest choices of a pattern."""
-    found = attached(model)
-    if found[0].sampler.pattern is None:
+    listed = attached(model)
+    if listed[0].sampler.pattern is None:
         return top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
-    return {site.name: site.sampler.chosen(site.mean, site.gate) for site in found}
+    return {site.name: site.sampler.chosen(site.mean, site.gate) for site in listed}
 
 
 @torch.no_grad()
 def harden(model: nn.Module, mask: dict[str, Tensor] | None = None) -> nn.Module:
     """Back to plain Parameters, in place: weight = mean * mask, and `fit` keeps the zeros.
 
-    Without a mask, keeps the top k of keep_prob with k the expected number of kept weights, ties by magnitude; of an
-    N:M pattern, the likeliest choice of every group.
+    Args:
+        model: With stochastic masks, as `attach` leaves it.
+        mask: Which weights are kept. Without one, those are kept that have the largest keep_prob, ties by magnitude,
+            as many as the gates keep in expectation; of an N:M pattern, the likeliest choice of every group.
+
+    Returns:
+        The same model, with the names and the state dict of the plain one.
+
+    Example:
+        >>> model = pp.attach(model, pp.isotropic(model, sparsity=0.9))
+        >>> round(pp.sparsity(pp.harden(model)), 3)
+        0.9
     """
-    found = attached(forget(model))
+    listed = attached(forget(model))
     if mask is None:
         mask = final_mask(model)
-    values = {site.name: site.mean.detach().clone() for site in found}
+    plain = {
+        id(site.where): nn.Parameter(site.mean.detach().clone(), requires_grad=site.mean.requires_grad)
+        for site in listed
+    }
     owners = [
-        (module, attribute, id(listed))
+        (module, attribute, id(parametrization))
         for module in model.modules()
         if parametrize.is_parametrized(module)
-        for attribute, listed in module.parametrizations.items()  # type: ignore[union-attr]
+        for attribute, parametrization in module.parametrizations.items()  # type: ignore[union-attr]
     ]
-    names = {id(site.where): site.name for site in found}
-    trainable = {site.name: site.mean.requires_grad for site in found}
-    plain = {n: nn.Parameter(v, requires_grad=trainable[n]) for n, v in values.items()}
     for module, attribute, key in owners:
-        if key in names:
-            _unparametrize(module, attribute, plain[names[key]])
-    if _DRAWING in model.__dict__:
-        model.__dict__.pop(_DRAWING).remove()
+        if key in plain:
+            _unparametrize(module, attribute, plain[key])
+    if _SAMPLING in model.__dict__:
+        model.__dict__.pop(_SAMPLING).remove()
     weights.apply_mask(model, mask)
     return model
 
@@ -354,13 +468,13 @@ def _unparametrize(module: nn.Module, attribute: str, value: nn.Parameter) -> No
         where.leave(module, attribute)
         return
     shared = type(module)
-    own = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__", attribute)}
+    members = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__", attribute)}
     del module.parametrizations[attribute]  # type: ignore[operator]
     if len(module.parametrizations) == 0:  # type: ignore[arg-type]
         del module.parametrizations
         module.__class__ = shared.__bases__[0]
     else:
-        module.__class__ = type(shared.__name__, shared.__bases__, own)  # type: ignore[assignment]
+        module.__class__ = type(shared.__name__, shared.__bases__, members)  # type: ignore[assignment]
     module.register_parameter(attribute, value)
     # A new parameter is appended; the plain model's order is put back, since weights are numbered by it.
     if set(module.__dict__[_ORDER]) == set(module._parameters):

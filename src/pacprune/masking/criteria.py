@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pacprune import philox
 from pacprune.data.batches import batches, device_of, example_hashes, isolated_rng
-from pacprune.distributed import ranks, sharded
+from pacprune.distributed import across, across_model, count, first_index, like, local, ranks, refuse_sharded
 from pacprune.masking import weights
 from pacprune.types import Data, Loss
 
@@ -74,9 +74,9 @@ def random(
     """
     scores, start = {}, 0
     for name, w in prunable(model).items():
-        rank_rows, offset = sharded.local(w.detach()), start + sharded.start(w)
+        rank_rows, offset = local(w.detach()), start + first_index(w)
         word = philox.words(rank_rows.numel(), seed=seed, step=0, stream=philox.SCORE, offset=offset, device=w.device)
-        scores[name] = sharded.like(philox.uniform(word).reshape(rank_rows.shape), w)
+        scores[name] = like(philox.uniform(word).reshape(rank_rows.shape), w)
         start += w.numel()
     return scores
 
@@ -110,7 +110,7 @@ def snip(
         [(16, 64), (10, 16)]
     """
     chosen = prunable(model)
-    gradient_of = _shards_gradient if sharded.some(chosen.values()) else _gradient
+    gradient_of = _shards_gradient if across(chosen.values()) is not None else _gradient
     gradient = gradient_of(model, chosen, data, loss, examples)
     return {name: (w.detach() * g).abs() for (name, w), g in zip(chosen.items(), gradient, strict=True)}
 
@@ -261,8 +261,8 @@ def check(criterion: str | Criterion, model: nn.Module) -> None:
         raise ValueError(
             f"criterion {criterion!r} is unknown; use one of {', '.join(CRITERIA)}, or a function f(model, data)"
         )
-    if criterion in _NEEDS_WHOLE_WEIGHTS and sharded.ensure_resharded(model):
-        sharded.refuse(model.parameters(), f"the criterion {criterion}", "use magnitude, snip or random")
+    if criterion in _NEEDS_WHOLE_WEIGHTS and across_model(model) is not None:
+        refuse_sharded(model.parameters(), "criterion", criterion)
 
 
 def _called(function: Criterion, model: nn.Module, data: Data, options: Mapping[str, object]) -> Mapping[str, Tensor]:
@@ -287,7 +287,7 @@ def _check_scores(name: str, scores: Mapping[str, Tensor], chosen: Mapping[str, 
                 f"the criterion {name} scores {key} by {shape}, but its weights have shape {tuple(weight.shape)}; "
                 "return one number per weight"
             )
-        bad = sharded.count(torch.isnan(scores[key]))
+        bad = count(torch.isnan(scores[key]))
         if bad:
             raise ValueError(
                 f"the criterion {name} gives {bad} of the {weight.numel()} weights of {key} the score NaN; "

@@ -9,18 +9,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pacprune.distributed import sharded
+from pacprune.distributed import Across, across, count, like, local, refuse_sharded
 from pacprune.kernels.law import LOGIT_MAX
 from pacprune.masking import patterns
 
-UNSEEN_STEPS = 5
-"""Trials of `shift` without a look. A Halley step makes an error e about e^3, so that from the last tau three would do;
-the others are for the start of a schedule."""
+BLIND_TRIALS = 5
+"""Trials of `logit_shift` that does not wait. A Halley step makes an error e about e^3, so that from the last tau three
+would do; the others are for the start of a schedule."""
 
 Scores = Mapping[str, Tensor]
 Mask = dict[str, Tensor]
 Ranking = Callable[[list[Tensor], list[Tensor] | None, int], list[Tensor]]
 """(flat scores, ties, k) -> which are the k largest."""
+
+SCOPES: dict[str, Callable[[torch.Size], float] | None] = {
+    "global": None,
+    "layer": lambda shape: 1.0,
+    "erk": lambda shape: sum(shape) / math.prod(shape),
+}
+"""What `top_k` ranks: the density of a tensor of this shape, up to a factor; None is one ranking of all tensors."""
 
 
 def check_sparsity(sparsity: float) -> float:
@@ -33,15 +40,17 @@ def check_sparsity(sparsity: float) -> float:
 
 
 def asked_sparsity(sparsity: float | None, pattern: str | None) -> float:
-    """The sparsity asked for by itself, or by an N:M pattern; by both when they agree."""
+    """The sparsity that is requested by itself, or by an N:M pattern; by both when they agree."""
     if pattern is None:
         if sparsity is None:
             raise ValueError("neither a sparsity nor a pattern is given; give sparsity=0.9, say, or pattern='2:4'")
         return check_sparsity(sparsity)
-    own = patterns.sparsity(pattern)
-    if sparsity is not None and abs(sparsity - own) > 1e-9:
-        raise ValueError(f"sparsity is {sparsity}, but the pattern {pattern} has sparsity {own}; leave one of them out")
-    return own
+    implied = patterns.sparsity(pattern)
+    if sparsity is not None and abs(sparsity - implied) > 1e-9:
+        raise ValueError(
+            f"sparsity is {sparsity}, but the pattern {pattern} has sparsity {implied}; leave one of them out"
+        )
+    return implied
 
 
 def density(sparsity: float, *, size: int, total: int) -> float:
@@ -67,28 +76,73 @@ def top_k(
 ) -> Mask:
     """Keeps the k = round((1 - sparsity) * D) largest scores: exactly k, always.
 
-    `scope` is "global" (one ranking), "layer" (the same sparsity in every tensor) or "erk" (density proportional to
-    sum(shape) / prod(shape), Evci et al. 2020). Equal scores are ranked by `ties`, then by position (earlier tensor,
-    lower index first). `min_per_layer` keeps at least so many of every tensor. D is the number of scores, or `total`
-    when some weights are never pruned; then the others must give all the zeros. With a `pattern`, "2:4" or "1:4", the
-    N largest of every M consecutive scores of a row are kept instead, and the sparsity follows: 1 - N / M.
+    Args:
+        scores: One number per weight, by tensor; larger = keep.
+        sparsity: Fraction to prune, such as 0.9. Leave it out where a pattern is given.
+        pattern: "2:4" or "1:4": the N largest of every M consecutive scores of a row are kept, and the sparsity is
+            1 - N / M.
+        scope: "global" is one ranking of all scores. "layer" is the same sparsity in every tensor. "erk" is a density
+            proportional to sum(shape) / prod(shape) (Evci et al. 2020).
+        min_per_layer: How many weights of every tensor are kept at least, such as 1.
+        ties: Ranks equal scores: larger = keep. Scores that are equal in this, too, are ranked by position (earlier
+            tensor, lower index first).
+        total: D, where some weights are never pruned and have no score; the others then give all the zeros. By
+            default the number of scores.
+
+    Returns:
+        A mask: True where a weight is kept.
+
+    Raises:
+        ValueError: If the sparsity cannot be met, or if a score is NaN.
+
+    Example:
+        >>> mask = pp.top_k(pp.scores.magnitude(model), sparsity=0.9)
+        >>> sum(int(keep.sum()) for keep in mask.values())  # of 1,184
+        118
     """
     sparsity = asked_sparsity(sparsity, pattern)
-    sizes = [s.numel() for s in scores.values()]
-    if not sizes:
-        raise ValueError("there are no scores: the model has nothing to prune")
-    for name, s in scores.items():
-        bad = sharded.count(torch.isnan(s))
-        if bad:
-            raise ValueError(f"the scores of {name} hold {bad} NaN of {s.numel()}; check the weights and the loss")
+    if scope not in SCOPES:
+        raise ValueError(f"scope {scope!r} is unknown; use one of {', '.join(SCOPES)}")
+    _check_scores(scores)
     if pattern is not None:
-        sharded.refuse(scores.values(), f"the pattern {pattern}", "give a sparsity")
+        refuse_sharded(scores.values(), "pattern", pattern)
         if scope != "global" or min_per_layer:
             raise ValueError(
                 f"the pattern {pattern} keeps the same share of every layer, so that scope={scope!r} and "
                 f"min_per_layer={min_per_layer} have nothing to decide; leave them out"
             )
         return patterns.top(scores, pattern, ties)
+    sizes = [s.numel() for s in scores.values()]
+    k = _kept_count(sizes, sparsity, total)
+    floors = _floors(sizes, min_per_layer, k, sparsity)
+    between = across(scores.values())
+    rank = _largest if between is None else between.largest
+    flat = [_flat(s) for s in scores.values()]
+    second = [_flat(ties[name]) for name in scores] if ties is not None else None
+    density_of = SCOPES[scope]
+    if density_of is None:
+        chosen = _largest_overall(flat, second, k, floors, rank)
+    else:
+        counts = _apportion([density_of(s.shape) for s in scores.values()], sizes, floors, k)
+        chosen = _largest_of_each(flat, second, counts, rank)
+    pairs = zip(scores.items(), chosen, strict=True)
+    if between is None:
+        return {name: keep.reshape(s.shape) for (name, s), keep in pairs}
+    return {name: like(keep.reshape(local(s).shape), s) for (name, s), keep in pairs}
+
+
+def _check_scores(scores: Scores) -> None:
+    """Refuses what cannot be ranked."""
+    if not scores:
+        raise ValueError("there are no scores: the model has nothing to prune")
+    for name, s in scores.items():
+        bad = count(torch.isnan(s))
+        if bad:
+            raise ValueError(f"the scores of {name} hold {bad} NaN of {s.numel()}; check the weights and the loss")
+
+
+def _kept_count(sizes: list[int], sparsity: float, total: int | None) -> int:
+    """k: how many of the scored weights are kept, so that D = `total` weights have this sparsity."""
     free = sum(sizes)
     everything = free if total is None else total
     k = free - (everything - round((1 - sparsity) * everything))
@@ -97,6 +151,11 @@ def top_k(
             f"sparsity {sparsity} of {everything} weights needs {free - k} zeros, but only {free} may be pruned; "
             "lower the sparsity or let more layers be pruned"
         )
+    return k
+
+
+def _floors(sizes: list[int], min_per_layer: int, k: int, sparsity: float) -> list[int]:
+    """How many weights of every tensor are kept at least."""
     if min_per_layer < 0:
         raise ValueError(f"min_per_layer is {min_per_layer}; it must be 0 or a number of weights to keep")
     floors = [min(min_per_layer, n) for n in sizes]
@@ -105,25 +164,12 @@ def top_k(
             f"min_per_layer={min_per_layer} needs {sum(floors)} kept weights, but sparsity {sparsity} keeps {k}; "
             "lower one of them"
         )
-    flat = [_flat(s) for s in scores.values()]
-    second = [_flat(ties[name]) for name in scores] if ties is not None else None
-    rank = sharded.largest if sharded.some(scores.values()) else _largest
-    if scope == "global":
-        kept = _global(flat, second, k, floors, rank)
-    elif scope in ("layer", "erk"):
-        shapes = [tuple(s.shape) for s in scores.values()]
-        want = [1.0] * len(sizes) if scope == "layer" else [sum(shape) / math.prod(shape) for shape in shapes]
-        counts = _apportion(want, sizes, floors, k)
-        kept = [rank([f], None if second is None else [second[i]], counts[i])[0] for i, f in enumerate(flat)]
-    else:
-        raise ValueError(f"scope {scope!r} is unknown; use 'global', 'layer' or 'erk'")
-    pairs = zip(scores.items(), kept, strict=True)
-    return {name: sharded.like(keep.reshape(sharded.local(s).shape), s) for (name, s), keep in pairs}
+    return floors
 
 
 def _flat(score: Tensor) -> Tensor:
     """One dimension, in a type that can be ranked: float64 stays float64, bool and integers become float32."""
-    return sharded.local(score.detach()).reshape(-1).to(torch.promote_types(score.dtype, torch.float32))
+    return local(score.detach()).reshape(-1).to(torch.promote_types(score.dtype, torch.float32))
 
 
 def _largest(scores: list[Tensor], ties: list[Tensor] | None, k: int) -> list[Tensor]:
@@ -145,26 +191,36 @@ def _largest(scores: list[Tensor], ties: list[Tensor] | None, k: int) -> list[Te
     return [part.to(s.device) for part, s in zip(keep.split([len(s) for s in scores]), scores, strict=True)]
 
 
-def _global(flat: list[Tensor], ties: list[Tensor] | None, k: int, floors: list[int], rank: Ranking) -> list[Tensor]:
+def _largest_of_each(flat: list[Tensor], ties: list[Tensor] | None, counts: list[int], rank: Ranking) -> list[Tensor]:
+    """The largest of every tensor by itself, so many of each."""
+    return [rank([f], None if ties is None else [ties[i]], counts[i])[0] for i, f in enumerate(flat)]
+
+
+def _largest_overall(
+    flat: list[Tensor], ties: list[Tensor] | None, k: int, floors: list[int], rank: Ranking
+) -> list[Tensor]:
     """One ranking over all tensors, after each tensor's own best `floors` weights are set aside."""
     if not any(floors):
         return rank(flat, ties, k)
-    keep = [rank([f], None if ties is None else [ties[i]], floors[i])[0] for i, f in enumerate(flat)]
-    rest = [torch.nonzero(~one).reshape(-1) for one in keep]
+    keep = _largest_of_each(flat, ties, floors, rank)
+    rest = [torch.nonzero(~mask).reshape(-1) for mask in keep]
     second = None if ties is None else [t[index] for t, index in zip(ties, rest, strict=True)]
     chosen = rank([f[index] for f, index in zip(flat, rest, strict=True)], second, k - sum(floors))
-    for one, index, more in zip(keep, rest, chosen, strict=True):
-        one[index[more]] = True
+    for mask, index, kept_too in zip(keep, rest, chosen, strict=True):
+        mask[index[kept_too]] = True
     return keep
 
 
-def _apportion(want: list[float], sizes: list[int], floors: list[int], k: int) -> list[int]:
-    """Integers with sum k near clip(c * want * size, floor, size), c by bisection; largest remainders are raised."""
+def _apportion(densities: list[float], sizes: list[int], floors: list[int], k: int) -> list[int]:
+    """Integers with sum k near clip(c * density * size, floor, size), c by bisection.
+
+    Largest remainders are raised.
+    """
 
     def share(c: float) -> list[float]:
-        return [min(max(c * w * n, f), n) for w, n, f in zip(want, sizes, floors, strict=True)]
+        return [min(max(c * w * n, f), n) for w, n, f in zip(densities, sizes, floors, strict=True)]
 
-    low, high = 0.0, 1 / min(want)
+    low, high = 0.0, 1 / min(densities)
     for _ in range(100):
         c = (low + high) / 2
         low, high = (c, high) if sum(share(c)) <= k else (low, c)
@@ -184,29 +240,43 @@ def logit_shift(
     sharpness: float | Tensor = 1.0,
     start: float | Tensor | None = None,
     members: bool = False,
-    look: bool = True,
+    wait: bool = True,
+    between: Across | None = None,
 ) -> Tensor:
     """tau with mean(sigmoid(sharpness * (logit - tau))) = density, by Halley steps inside a bisection bracket.
 
     The mean falls in tau, so the root is unique. Exact to 5e-7 relative, or to a step of tau in float32 where that is
-    more, and never above: a network asked to be 90 % sparse is at least that. A density beyond what logits in [-14, 14]
-    can give is met as nearly as they can. `start` is a first guess, such as the last step's tau. With `members`, the
-    first dimension of every logit is K models and tau has K values; density, sharpness and start may be K numbers too.
-    `look` asks the device after every step whether tau is there; without, it is the best of UNSEEN_STEPS.
+    larger, and never above: a network asked to be 90 % sparse is at least that. A density beyond what logits in
+    [-14, 14] can give is met as nearly as they can.
+
+    Args:
+        logits: The logits of all tensors; of a sharded model, this rank's rows.
+        density: The mean to reach.
+        sharpness: Multiplies the logits.
+        start: A first guess, such as the last step's tau.
+        members: Whether the first dimension of every logit is K models. tau then has K values, and density, sharpness
+            and start may be K numbers.
+        wait: Whether to ask the device after every trial if tau is there. Without, tau is the best of BLIND_TRIALS.
+        between: How to reduce over the ranks of a sharded model.
+
+    Returns:
+        tau, in float32.
     """
     rows, blocks, size = _blocks(logits, members)
+    size = size if between is None else between.size
     device = logits[0].device
     gamma = _row(sharpness, rows, device)
     edge = 1 / (1 + math.exp(-LOGIT_MAX))
     goal = _row(density, rows, device).clamp(1 - edge, edge) * (1 - 3e-7)  # p's rounding to float32 must not lift it
-    low, high = _range(blocks, logits)
+    low, high = _range(blocks, between)
     low, high = low - LOGIT_MAX / gamma, high + LOGIT_MAX / gamma
     first = (low + high) / 2 if start is None else _row(start, rows, device).clamp(low, high)
     tau = best = first.float()  # as the sampler stores it
     infinity, nearest = torch.full_like(tau, math.inf), torch.full_like(goal, math.inf)
     most, least = goal * (1 - 1e-7), goal / 2
-    for trial in range(100 if look else UNSEEN_STEPS):
-        mean, slope, bend = sharded.total(_moments(blocks, tau, gamma.float()), logits) / size
+    for trial in range(100 if wait else BLIND_TRIALS):
+        sums = _moments(blocks, tau, gamma.float())
+        mean, slope, bend = (sums if between is None else between.sum(sums)) / size
         steep, far = gamma * slope, tau.abs()
         step = torch.nextafter(far, infinity) - far
         # The middle of a margin below the goal: 2e-7 of it, or a float32 step of tau, so that it holds such a tau.
@@ -214,7 +284,7 @@ def logit_shift(
         # Solved for the logit of the mean, which is nearly linear in tau: a far start, too, is a few steps away.
         excess = torch.logit(mean) - torch.logit(aim)
         low, high = torch.where(excess > 0, tau, low), torch.where(excess > 0, high, tau)
-        if look:
+        if wait:
             done = (mean <= goal) & (mean >= 2 * aim - goal)
             # Nothing left between the ends: a handful of weights, whose own rounding leaves the margin empty.
             over = done | (high - low <= step)
@@ -229,7 +299,7 @@ def logit_shift(
         guess = tau + excess * spread / steep / bent.clamp(0.5, 2.0)
         inside = (low < guess) & (guess < high) if trial < 20 else torch.zeros_like(over)
         following = torch.where(inside, guess, (low + high) / 2).float()
-        tau = torch.where(over, tau, following) if look else following
+        tau = torch.where(over, tau, following) if wait else following
     return best if members else best[0]
 
 
@@ -246,7 +316,7 @@ def _blocks(logits: list[Tensor], members: bool) -> tuple[int, list[Tensor], int
     On a CPU pieces that stay in its cache, without a copy; elsewhere few launches, and spare memory that is bounded.
     """
     rows = logits[0].shape[0] if members else 1
-    flat = [sharded.local(x.detach()).float().reshape(rows, -1) for x in logits]
+    flat = [x.detach().float().reshape(rows, -1) for x in logits]
     on_cpu = flat[0].device.type == "cpu"
     flat = flat if on_cpu else [torch.cat(flat, dim=1)]
     width = max(1, (2**17 if on_cpu else 2**24) // rows)
@@ -254,13 +324,15 @@ def _blocks(logits: list[Tensor], members: bool) -> tuple[int, list[Tensor], int
     return rows, blocks or flat[:1], sum(x.numel() for x in logits) // rows
 
 
-def _range(blocks: list[Tensor], of: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _range(blocks: list[Tensor], between: Across | None) -> tuple[Tensor, Tensor]:
     """The smallest and the largest number of every member; a rank may have no rows."""
     none = blocks[0].new_full((len(blocks[0]),), math.inf)
     full = [block for block in blocks if block.numel()]
     low = torch.stack([block.amin(1) for block in full]).amin(0) if full else none
     high = torch.stack([block.amax(1) for block in full]).amax(0) if full else -none
-    low, high = sharded.least(torch.stack([low, -high]), of)
+    if between is None:
+        return low, high
+    low, high = between.least(torch.stack([low, -high]))
     return low, -high
 
 
@@ -281,57 +353,68 @@ def _moments(blocks: list[Tensor], tau: Tensor, gamma: Tensor) -> Tensor:
     """
     if tau.is_cuda and (fused := _fused()) is not None:
         return torch.stack([fused(block, tau, gamma, most=LOGIT_MAX) for block in blocks]).sum(0)
-    tau, gamma, found = tau[:, None], gamma[:, None], []
+    tau, gamma, by_block = tau[:, None], gamma[:, None], []
     loose = torch.float32 if tau.device.type == "cpu" else torch.float64  # an accelerator widens at no cost
-    spare = torch.empty_like(max(blocks, key=Tensor.numel), memory_format=torch.contiguous_format).reshape(-1)
-    other = torch.empty_like(spare)
+    p_buffer = torch.empty_like(max(blocks, key=Tensor.numel), memory_format=torch.contiguous_format).reshape(-1)
+    slope_buffer = torch.empty_like(p_buffer)
     for block in blocks:
-        p, slope = (x[: block.numel()].view(block.shape) for x in (spare, other))
+        p, slope = (buffer[: block.numel()].view(block.shape) for buffer in (p_buffer, slope_buffer))
         torch.sub(block, tau, out=p).mul_(gamma).clamp_(-LOGIT_MAX, LOGIT_MAX).sigmoid_()
         torch.addcmul(p, p, p, value=-1, out=slope)
         sums = [p.sum(1, dtype=torch.float64), slope.sum(1, dtype=loose).double()]
         sums.append(torch.addcmul(slope, slope, p, value=-2, out=p).sum(1, dtype=loose).double())
-        found.append(torch.stack(sums))
-    return torch.stack(found).sum(0)
+        by_block.append(torch.stack(sums))
+    return torch.stack(by_block).sum(0)
 
 
 @torch.no_grad()
 def project(
-    keep_prob: list[Tensor], density: float | Tensor, *, eta: float, members: bool = False, look: bool = True
+    keep_prob: list[Tensor],
+    density: float | Tensor,
+    *,
+    eta: float,
+    members: bool = False,
+    wait: bool = True,
+    between: Across | None = None,
 ) -> list[Tensor]:
     """The nearest point with mean = density and eta <= p <= 1 - eta (capped simplex): clamp(p - tau), by bisection.
 
-    `members` and `look` as in `shift`; without a look, to 2^-40 of the range of keep_prob.
+    Args:
+        keep_prob: The probabilities of all tensors; of a sharded model, this rank's rows.
+        density: The mean to reach; one number, or one per member.
+        eta: How far the probabilities stay from 0 and 1.
+        members: Whether the first dimension of every tensor is K models.
+        wait: Whether to ask the device after every trial if tau is there. Without, tau is exact to 2^-40 of the range.
+        between: How to reduce over the ranks of a sharded model.
+
+    Returns:
+        The projected probabilities, shaped like `keep_prob`.
     """
     rows = keep_prob[0].shape[0] if members else 1
-    own = [sharded.local(p.detach()) for p in keep_prob]
-    flat = torch.cat([p.reshape(rows, -1) for p in own], dim=1).double()
+    flat = torch.cat([p.detach().reshape(rows, -1) for p in keep_prob], dim=1).double()
     goal = _row(density, rows, flat.device).clamp(eta, 1 - eta)
-    low, high = _range([flat], keep_prob)
+    low, high = _range([flat], between)
     low, high = low - 1, high + 1
     tau = torch.zeros_like(low)  # a point that meets the budget already stays where it is
-    for _ in range(100 if look else 40):
-        mean = _mean((flat - tau[:, None]).clamp_(eta, 1 - eta), keep_prob)
+    for _ in range(100 if wait else 40):
+        mean = _mean((flat - tau[:, None]).clamp_(eta, 1 - eta), between)
         done = (mean - goal).abs() < 1e-10
-        if look and bool(done.all()):
+        if wait and bool(done.all()):
             break
         low, high = torch.where(mean > goal, tau, low), torch.where(mean > goal, high, tau)
         tau = torch.where(done, tau, (low + high) / 2)
-    parts = (flat - tau[:, None]).clamp_(eta, 1 - eta).split([p.numel() // rows for p in own], dim=1)
-    found = [part.reshape(p.shape).to(p.dtype) for part, p in zip(parts, own, strict=True)]
-    return [sharded.like(part, p) for part, p in zip(found, keep_prob, strict=True)]
+    parts = (flat - tau[:, None]).clamp_(eta, 1 - eta).split([p.numel() // rows for p in keep_prob], dim=1)
+    return [part.reshape(p.shape).to(p.dtype) for part, p in zip(parts, keep_prob, strict=True)]
 
 
-def _mean(each: Tensor, of: list[Tensor]) -> Tensor:
+def _mean(values: Tensor, between: Across | None) -> Tensor:
     """The mean along the last dimension, over the numbers of all ranks."""
-    if not sharded.some(of):
-        return each.mean(-1)
-    return sharded.total(each.sum(-1), of) / sum(p.numel() for p in of)
+    return values.mean(-1) if between is None else between.sum(values.sum(-1)) / between.size
 
 
 def kept(mask: Mapping[str, Tensor]) -> int:
     """How many weights a mask keeps."""
-    return sum(sharded.count(m) for m in mask.values())
+    return sum(count(m) for m in mask.values())
 
 
 class Overlap(NamedTuple):
@@ -342,18 +425,46 @@ class Overlap(NamedTuple):
 
 
 def overlap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Overlap:
-    """|a and b| / |a|, with its chance level |b| / D: two random masks of sparsity s share 1 - s."""
+    """|a and b| / |a|, with its chance level |b| / D: two random masks of sparsity s share 1 - s.
+
+    Args:
+        a: A mask: by tensor, True where a weight is kept.
+        b: A mask of the same tensors.
+
+    Returns:
+        `shared`, the share of a's kept weights that b keeps, and `chance`, that share for a random mask of b's density.
+
+    Example:
+        >>> half = pp.top_k(pp.scores.magnitude(model), sparsity=0.5)
+        >>> tenth = pp.top_k(pp.scores.magnitude(model), sparsity=0.9)
+        >>> pp.overlap(tenth, half)
+        Overlap(shared=1.0, chance=0.5)
+    """
     if a.keys() != b.keys():
-        raise ValueError(f"the masks name different tensors: {sorted(a.keys() ^ b.keys())}")
+        raise ValueError(
+            f"the masks name different tensors: only one of them has {', '.join(sorted(a.keys() ^ b.keys()))}; "
+            "make both from one model"
+        )
     both, size = kept({n: a[n] & b[n] for n in a}), sum(m.numel() for m in b.values())
     return Overlap(both / max(1, kept(a)), kept(b) / size)
 
 
 def entropy(keep_prob: Scores) -> float:
-    """Mean entropy of the gates in nats: -p log p - (1 - p) log(1 - p), 0 for a deterministic mask, log 2 at most."""
-    p = torch.cat([sharded.local(v.detach()).double().reshape(-1) for v in keep_prob.values()])
-    each = -torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)
-    return float(_mean(each, list(keep_prob.values())))
+    """Mean entropy of the gates in nats: -p log p - (1 - p) log(1 - p), 0 for a deterministic mask, log 2 at most.
+
+    Args:
+        keep_prob: The probability that a weight is kept, by tensor, such as `pp.read(model).keep_prob`.
+
+    Returns:
+        The mean over all weights.
+
+    Example:
+        >>> round(pp.entropy(pp.isotropic(model, sparsity=0.5).keep_prob), 4)
+        0.6931
+    """
+    p = torch.cat([local(v.detach()).double().reshape(-1) for v in keep_prob.values()])
+    nats = -torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)
+    return float(_mean(nats, across(keep_prob.values())))
 
 
 def sparsity(mask: Mask, *, total: int | None = None) -> float:

@@ -328,12 +328,12 @@ class Shards(nn.ModuleList):
         return part, sampler.law(part)
 
     def _backward(self, weight: Tensor) -> None:
-        given, weight.grad = weight.grad, None
-        assert given is not None
+        out, weight.grad = weight.grad, None
+        assert out is not None
         pair, (part, law) = (self.original0, self.original1), self.part()
         needs = (pair[0].requires_grad, pair[1].requires_grad, False)
-        found = kernels.gradients(part, law, sharded.local(given), needs)
-        for p, gradient in zip(pair, found, strict=False):
+        gradients = kernels.gradients(part, law, sharded.local(out), needs)
+        for p, gradient in zip(pair, gradients, strict=False):
             if gradient is not None and p.grad is not None:
                 sharded.local(p.grad).add_(gradient)
             elif gradient is not None:
@@ -355,13 +355,13 @@ class Shards(nn.ModuleList):
 
 
 @torch.no_grad()
-def draw_shards(every: Sequence[Shards]) -> None:
-    """Makes the present draw of all these weights, where fully_shard gathers them from: before every forward pass."""
-    jobs: dict[Law, list[tuple[Tensor, SampleInputs]]] = {}
-    for one in every:
-        part, law = one.part()
+def sample_shards_(shards: Sequence[Shards]) -> None:
+    """Makes the present sample of all these weights, where fully_shard gathers them from: before every forward pass."""
+    by_law: dict[Law, list[tuple[Tensor, SampleInputs]]] = {}
+    for weight_shards in shards:
+        part, law = weight_shards.part()
         if part.mean.numel():  # a rank may have no rows of a small tensor
-            jobs.setdefault(law, []).append((sharded.local(one.weight.detach()), part))
-    for law, pairs in jobs.items():
+            by_law.setdefault(law, []).append((sharded.local(weight_shards.weight.detach()), part))
+    for law, pairs in by_law.items():
         rows, parts = zip(*pairs, strict=True)
         torch._foreach_copy_(rows, kernels.draw(parts, law))  # type: ignore[attr-defined]

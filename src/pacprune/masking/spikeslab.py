@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pacprune import kernels
-from pacprune.distributed import sharded
+from pacprune.distributed import across, check_alike, count, full_value, local, span
 from pacprune.kernels.law import bounded
 from pacprune.masking import masks, patterns, weights
 
@@ -36,7 +36,7 @@ class SpikeSlab:
     @property
     def sparsity(self) -> float:
         """Expected fraction pruned: sum(1 - keep_prob) / D."""
-        each = (sharded.full_value((1 - p.detach().double()).sum()) for p in self.keep_prob.values())
+        each = (full_value((1 - p.detach().double()).sum()) for p in self.keep_prob.values())
         return float(sum(each)) / self.total
 
     @property
@@ -136,7 +136,8 @@ def score_monotone(
     masks.check_sparsity(sparsity)
     logits = {n: sharpness * x for n, x in log_scores(scores).items()}
     density = masks.density(sparsity, size=sum(s.numel() for s in scores.values()), total=weights.total(model))
-    tau = masks.logit_shift(list(logits.values()), density)
+    rows, between = [local(x) for x in logits.values()], across(logits.values())
+    tau = masks.logit_shift(rows, density, between=between)
     return _around(model, {n: torch.sigmoid(bounded(x - tau).double()) for n, x in logits.items()}, std)
 
 
@@ -151,11 +152,11 @@ def check_fits(plain: Mapping[str, Tensor], slab: SpikeSlab, pattern: tuple[int,
             raise ValueError(
                 f"{name} has shape {tuple(p.shape)} in the SpikeSlab but {tuple(plain[name].shape)} in the model"
             )
-        sharded.check_alike(p, plain[name], what=f"{name} of the SpikeSlab")
-        low, high = sharded.span(p)
+        check_alike(p, plain[name], what=f"{name} of the SpikeSlab")
+        low, high = span(p)
         if not (low >= 0 and high <= 1):
             raise ValueError(f"{name} has keep probabilities outside [0, 1]: {low} to {high}")
-        if sharded.count(~torch.isfinite(slab.mean[name])):
+        if count(~torch.isfinite(slab.mean[name])):
             raise ValueError(f"{name} has NaN or infinite means in the SpikeSlab; train it again with a smaller lr")
         if pattern is not None:
             patterns.grouped(p, pattern[1], name=name)
@@ -168,9 +169,9 @@ def check_fits(plain: Mapping[str, Tensor], slab: SpikeSlab, pattern: tuple[int,
 
 def log_scores(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """log(score / mean score + 1e-8), so that scale does not matter; all raised to at least 0 if some are negative."""
-    least = min(sharded.span(s)[0] for s in scores.values())
+    least = min(span(s)[0] for s in scores.values())
     raised = {n: s.detach().double() - min(least, 0.0) for n, s in scores.items()}
-    mean = sum(float(sharded.full_value(s.sum())) for s in raised.values()) / sum(s.numel() for s in raised.values())
+    mean = sum(float(full_value(s.sum())) for s in raised.values()) / sum(s.numel() for s in raised.values())
     return {n: torch.log(s / (mean or 1.0) + 1e-8).float() for n, s in raised.items()}
 
 

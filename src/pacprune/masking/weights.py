@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pacprune.distributed import sharded
+from pacprune.distributed import across_model, check_alike, count, local
 
 Prunable = Callable[[nn.Module], Mapping[str, Tensor]]
 """The type of `prunable`: pass your own function wherever a `prunable=` is taken to restrict what is pruned."""
@@ -17,30 +18,43 @@ Prunable = Callable[[nn.Module], Mapping[str, Tensor]]
 def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every floating-point parameter of two or more dimensions, by its name; a tied weight once, under its first name.
 
-    That covers Linear, Conv, Embedding, MultiheadAttention, LSTM and anything nested. To keep a layer out:
+    That covers Linear, Conv, Embedding, MultiheadAttention, LSTM and anything nested. Your own function of the model
+    keeps a layer out; the pipelines and criteria take it as their `prunable`.
 
-        def body(model):
-            return {name: w for name, w in pp.prunable(model).items() if not name.startswith("head")}
+    Args:
+        model: A plain model, without stochastic masks.
 
-        pp.osp(model, data, config, sparsity=.9, prunable=body)
+    Returns:
+        The parameters themselves, in the model's order.
+
+    Raises:
+        ValueError: If there are none, if some are NaN or infinite, or if something else computes a weight anew (weight
+            norm, a parametrization).
+
+    Example:
+        >>> def body(model):
+        ...     return {name: w for name, w in pp.prunable(model).items() if not name.startswith("3.")}
+        >>> list(pp.prunable(model)), list(body(model))
+        (['1.weight', '3.weight'], ['1.weight'])
+        >>> mask = pp.top_k(pp.scores.magnitude(model, prunable=body), sparsity=0.9)
     """
-    sharded.ensure_resharded(model)
-    found = {n: p for n, p in model.named_parameters() if p.ndim >= 2 and p.is_floating_point()}
-    if not found:
+    across_model(model)
+    weights = {n: p for n, p in model.named_parameters() if p.ndim >= 2 and p.is_floating_point()}
+    if not weights:
         raise ValueError(
             f"{type(model).__name__} has nothing to prune: none of its {sum(1 for _ in model.parameters())} parameters "
             "has two or more dimensions; give a model with Linear, Conv, Embedding or similar layers"
         )
     _refuse_hooks(model)
-    for name, weight in found.items():
+    for name, weight in weights.items():
         if ".parametrizations." in f".{name}":
             _refuse_parametrized(model, name)
-        bad = sharded.count(~torch.isfinite(weight))
+        bad = count(~torch.isfinite(weight))
         if bad:
             raise ValueError(
                 f"{name} has {bad} NaN or infinite weights of {weight.numel()}; train it again with a smaller lr"
             )
-    return found
+    return weights
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -76,20 +90,70 @@ def total(model: nn.Module) -> int:
 
 
 def sparsity(model: nn.Module) -> float:
-    """The counted fraction of zeros among the D weights of a plain model."""
-    return sum(sharded.count(w == 0) for w in prunable(model).values()) / total(model)
+    """The counted fraction of zeros among the D weights of a plain model.
+
+    Args:
+        model: A plain model, without stochastic masks.
+
+    Returns:
+        A fraction in [0, 1]; biases and other parameters of fewer than two dimensions are not counted.
+
+    Example:
+        >>> mask = pp.top_k(pp.scores.magnitude(model), sparsity=0.75)
+        >>> pp.sparsity(pp.apply_mask(model, mask))
+        0.75
+    """
+    return sum(count(w == 0) for w in prunable(model).values()) / total(model)
 
 
-def notes(model: nn.Module) -> dict[str, Any]:
-    """What pacprune has noted about this model: `seen`, `mask`, `receipt`. A plain attribute, copied by deepcopy."""
-    return model.__dict__.setdefault("_pacprune_notes", {})
+class Receipt(TypedDict):
+    """What training on a bound leaves behind, and without which there is no certificate."""
+
+    prior: str
+    """The hash of the prior P."""
+    bound: str
+    """The hash of the bound set."""
+    written: str
+    """The folder that P was written to before the bound set was read."""
 
 
-def noted(model: nn.Module, key: str) -> Iterator[tuple[nn.Module, Any]]:
-    """A note wherever it was made, on the model or on a module inside: a wrapper must not make us forget."""
+@dataclass
+class Notes:
+    """What pacprune has noted about a module: a plain attribute of it, which a deepcopy copies.
+
+    Args:
+        seen: The hashes (sorted int64) of all examples that any training or scoring used; None where there was none.
+        mask: Which weights are kept, by their names in this module; `fit` keeps the others at zero. None: no mask.
+        total: D, the number of weights that sparsity is counted in; None until a mask or gates were given.
+        receipt: What training on a bound left; None where there was no such training.
+    """
+
+    seen: Tensor | None = None
+    mask: dict[str, Tensor] | None = None
+    total: int | None = None
+    receipt: Receipt | None = None
+
+
+def notes(module: nn.Module) -> Notes:
+    """The notes on this very module, to be read or written; empty ones where there were none."""
+    return module.__dict__.setdefault("_pacprune_notes", Notes())
+
+
+def noted(model: nn.Module) -> Iterator[tuple[nn.Module, Notes]]:
+    """All notes, on the model or on a module inside: a wrapper must not make us forget."""
     for module in model.modules():
-        if key in module.__dict__.get("_pacprune_notes", {}):
-            yield module, notes(module)[key]
+        if "_pacprune_notes" in module.__dict__:
+            yield module, notes(module)
+
+
+def noted_masks(model: nn.Module) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+    """Every module with a noted mask, and that mask."""
+    return [(module, note.mask) for module, note in noted(model) if note.mask is not None]
+
+
+def noted_total(model: nn.Module) -> int:
+    """D of a model that has a mask or gates, whatever became of its weights since."""
+    return next(note.total for _, note in noted(model) if note.total is not None)
 
 
 @contextmanager
@@ -105,34 +169,51 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 def seen(model: nn.Module) -> Tensor:
     """The hashes (sorted int64) of all examples that any fit, criterion or BatchNorm estimate used on this model."""
-    known = [value for _, value in noted(model, "seen")]
     # Most modules share one tensor; the others are few.
-    distinct = {id(value): value for value in known}
+    distinct = {id(note.seen): note.seen for _, note in noted(model) if note.seen is not None}
     return next(iter(distinct.values())) if len(distinct) == 1 else _union(*distinct.values())
 
 
-def mark_seen(models: nn.Module | Sequence[nn.Module], rows: Tensor) -> None:
+def mark_seen(models: nn.Module | Sequence[nn.Module], hashes: Tensor) -> None:
     """Adds example hashes to what the models have seen; a certificate is refused when the prior saw the bound set."""
-    done: list[tuple[Tensor, Tensor]] = []  # members have mostly seen the same, and sorting millions takes its time
+    unions: list[tuple[Tensor, Tensor]] = []  # members have mostly seen the same, and sorting millions takes its time
     for model in [models] if isinstance(models, nn.Module) else models:
         before = seen(model)
-        known = next((after for same, after in done if torch.equal(same, before)), None)
-        if known is None:
-            known = before if rows is before else _union(before, rows.cpu())
-            done.append((before, known))
+        after = next((union for same, union in unions if torch.equal(same, before)), None)
+        if after is None:
+            after = before if hashes is before else _union(before, hashes.cpu())
+            unions.append((before, after))
         for module in model.modules():
-            notes(module)["seen"] = known
+            notes(module).seen = after
 
 
 def _union(*hashes: Tensor) -> Tensor:
     """All that occur, once, sorted; by numpy, which sorts integers twenty times as fast as torch."""
-    return torch.from_numpy(np.unique(np.concatenate([np.empty(0, np.int64), *(each.numpy() for each in hashes)])))
+    return torch.from_numpy(np.unique(np.concatenate([np.empty(0, np.int64), *(part.numpy() for part in hashes)])))
 
 
 def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module:
-    """Sets the pruned weights to zero, in place; from then on `fit` keeps exactly these at zero. None lets them go."""
+    """Sets the pruned weights to zero, in place; from then on `fit` keeps exactly these at zero.
+
+    Args:
+        model: A plain model, without stochastic masks.
+        mask: By tensor, True where a weight is kept; tensors without a mask are kept whole. None takes the mask off:
+            `fit` then trains all weights again.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If the mask names a tensor that the model has not, or has another shape.
+
+    Example:
+        >>> mask = pp.top_k(pp.scores.magnitude(model), sparsity=0.9)
+        >>> history = pp.fit(pp.apply_mask(model, mask), (x, y), pp.Config(epochs=1, lr=0.1))
+        >>> round(pp.sparsity(model), 3)
+        0.9
+    """
     if mask is None:
-        notes(model).pop("mask", None)
+        notes(model).mask = None
         return model
     weights = prunable(model)
     unknown = [name for name in mask if name not in weights]
@@ -141,41 +222,47 @@ def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module
     for name, keep in mask.items():
         if keep.shape != weights[name].shape:
             raise ValueError(
-                f"the mask of {name} has shape {tuple(keep.shape)}, its weight {tuple(weights[name].shape)}"
+                f"the mask of {name} has shape {tuple(keep.shape)}, its weight {tuple(weights[name].shape)}; "
+                "make it from this model"
             )
-        sharded.check_alike(keep, weights[name], what=f"the mask of {name}")
-    notes(model)["mask"] = {n: keep.to(weights[n].device, torch.bool, copy=True) for n, keep in mask.items()}
-    notes(model)["total"] = total(model)
-    enforce_mask(model)
+        check_alike(keep, weights[name], what=f"the mask of {name}")
+    note = notes(model)
+    note.mask = {n: keep.to(weights[n].device, torch.bool, copy=True) for n, keep in mask.items()}
+    note.total = total(model)
+    zero_pruned_(masked(model))
     return model
 
 
-def masked(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+Masked = list[tuple[nn.Parameter, Tensor]]
+"""Weights, each with its mask."""
+
+
+def masked(model: nn.Module) -> Masked:
     """Every weight with a noted mask, and the mask itself: what is written into it holds from then on."""
-    found = []
-    for module, mask in noted(model, "mask"):
+    pairs = []
+    for module, mask in noted_masks(model):
         weights = dict(module.named_parameters())
         for name, keep in mask.items():
             mask[name] = keep.to(weights[name].device)  # the model may have been moved
-            found.append((weights[name], mask[name]))
-    return found
+            pairs.append((weights[name], mask[name]))
+    return pairs
 
 
 @torch.no_grad()
-def enforce_mask(model: nn.Module) -> None:
-    """Puts the zeros of all noted masks back, whatever an optimiser did to them."""
-    for weight, keep in masked(model):
-        sharded.local(weight).masked_fill_(~sharded.local(keep), 0)
+def zero_pruned_(pairs: Masked) -> None:
+    """Puts the zeros of these masks back, whatever an optimiser did to them."""
+    for weight, keep in pairs:
+        local(weight).masked_fill_(~local(keep), 0)
 
 
 @contextmanager
-def pruned(model: nn.Module) -> Iterator[None]:
-    """Zeros by the noted masks, for as long as this lasts; then every weight is what it was."""
-    found = [sharded.local(weight.detach()) for weight, _ in masked(model)]
-    before = [weight.clone() for weight in found]
-    enforce_mask(model)
+def zeroed(pairs: Masked) -> Iterator[None]:
+    """Zeros by these masks, for as long as this lasts; then every weight is what it was."""
+    rows = [local(weight.detach()) for weight, _ in pairs]
+    before = [weight.clone() for weight in rows]
+    zero_pruned_(pairs)
     try:
         yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_(found, before)  # type: ignore[attr-defined]
+            torch._foreach_copy_(rows, before)  # type: ignore[attr-defined]

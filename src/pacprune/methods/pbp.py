@@ -8,7 +8,7 @@ from torch import nn
 from pacprune.certification.certify import certify
 from pacprune.certification.rules import check_declared
 from pacprune.data.splits import Split, check_split
-from pacprune.distributed import sharded
+from pacprune.distributed import refuse_sharded
 from pacprune.masking import masks
 from pacprune.masking.attachment import attach, read
 from pacprune.masking.criteria import Criterion, score
@@ -91,7 +91,7 @@ def pbp(
         True
     """
     check_request(model, sparsity, criterion)
-    sharded.refuse(model.parameters(), "a certificate", "use pp.pft")
+    refuse_sharded(model.parameters(), "certificate")
     check_declared(family, method, expected_risk)
     check_split(split)
     posterior = config if posterior is None else posterior

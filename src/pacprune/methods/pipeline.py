@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, get_args
 from torch import Tensor, nn
 
 from pacprune.certification.certificate import Certificate, rounded_up
-from pacprune.distributed import sharded
+from pacprune.distributed import refuse_sharded
 from pacprune.masking import criteria, masks, patterns, weights
 from pacprune.masking.criteria import Criterion, magnitude
 from pacprune.masking.spikeslab import SpikeSlab
@@ -254,7 +254,7 @@ def check_request(
     plain = weights.prunable(model)
     criteria.check(criterion, model)
     if pattern is not None:
-        sharded.refuse(plain.values(), f"the pattern {pattern}", "give a sparsity")
+        refuse_sharded(plain.values(), "pattern", pattern)
     return masks.asked_sparsity(sparsity, pattern)
 
 

@@ -1,42 +1,68 @@
-"""Sparsity controllers: how keep probabilities, or the masks of plain networks, are held to a budget in training."""
+"""Sparsity controllers: how keep probabilities, or the masks of plain networks, are held to a budget in training.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+A sparsity schedule is one function and one row of SCHEDULES; a control is one function and one row of GATE_CONTROLS or
+MASK_CONTROLS.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from pacprune.distributed import sharded
+from pacprune.distributed import Across, is_sharded, refuse_sharded
 from pacprune.masking import attachment, masks, patterns, weights
+from pacprune.masking.attachment import AttachedWeight
 from pacprune.masking.spikeslab import ETA
 
-CONTROLS = ("none", "shift", "projection", "lagrangian")
-"""Of stochastic masks: they hold the mean keep_prob."""
-PLAIN_CONTROLS = ("magnitude", "feedback")
-"""Of plain networks: they move the mask that `weights.apply_mask` noted."""
-SCHEDULES = ("fixed", "cubic")
+Schedule = Callable[[float], float]
+"""How much of the final sparsity is asked for when this share of the ramp is done; 1 at its end."""
+
+SCHEDULES: dict[str, Schedule] = {
+    "fixed": lambda share: 1.0,
+    "cubic": lambda share: 1 - (1 - share) ** 3,  # Zhu & Gupta 2017
+}
 
 
 @dataclass(frozen=True)
 class Budget:
     """What the density must be at each moment, and how it is held there: the mean keep_prob, or the share kept.
 
-    control: "none" (the paper: nothing holds it), "shift" (one offset tau of all logits, so that the mean is exact),
-    "projection" (Euclidean projection of keep_prob onto the capped simplex), "lagrangian" (a multiplier learned by
-    dual ascent: in `patience` steps it learns what the quadratic term of this `strength` does at once). Of a network
-    without gates: "magnitude" (gradual magnitude pruning, Zhu & Gupta 2017: every so many steps the mask becomes the
-    largest weights, at least `min_per_layer` of each tensor, and the others are zero for good) or "feedback" (DPF, Lin
-    et al. 2020: the others are zero in the network alone, its gradient trains them on, and they can come back; the
-    weights are left as trained); with a `pattern`, the N largest of every group of M weights are the last to go.
-    schedule: "fixed", or "cubic": density d(t) = 1 - s (1 - (1 - r)^3), r = min(1, t / ramp), from dense to 1 - s.
-    sharpen: the logits are multiplied by sharpen^t, which hardens the gates towards the end (t in [0, 1]).
-    fade: what the gates begin with is taken away again in proportion to r, so that they end with what they have learned
-    and with what their weights say, if they are coupled to these.
+    With t in [0, 1] the share of the stage that is done and r = min(1, t / ramp), the density is
+    d(t) = 1 - sparsity * schedule(r).
+
+    Args:
+        sparsity: Fraction to prune at the end, such as 0.9.
+        control: Of stochastic masks: "none" (the paper: nothing holds it), "shift" (one offset tau of all logits, so
+            that the mean is exact), "projection" (Euclidean projection of keep_prob onto the capped simplex) or
+            "lagrangian" (a multiplier learned by dual ascent). Of a network without gates: "magnitude" (gradual
+            magnitude pruning, Zhu & Gupta 2017: every so many steps the mask becomes the largest weights, and the
+            others are zero for good) or "feedback" (DPF, Lin et al. 2020: the others are zero in the network alone, its
+            gradient trains them on, and they can come back; the weights are left as trained).
+        schedule: "fixed" is the final sparsity from the start. "cubic" rises as 1 - (1 - r)^3, from dense. Or a
+            function of r in [0, 1] that gives the share of the sparsity asked for, 1 at r = 1.
+        ramp: The share of the stage in which the schedule, and `fade`, come to their end, in (0, 1].
+        sharpen: The logits are multiplied by sharpen^t, which hardens the gates towards the end; 1 leaves them.
+        fade: Whether what the gates begin with is taken away again in proportion to r. They then end with what they
+            have learned, and with what their weights say if they are coupled to these.
+        strength: Of the Lagrangian's quadratic term.
+        patience: In so many steps the Lagrangian's multiplier learns what the quadratic term does at once.
+        every: Steps from one mask of a plain network to the next; by default 16, with feedback 1.
+        min_per_layer: How many weights of every tensor of a plain network are kept at least.
+        pattern: "2:4" or "1:4", for a plain network: the N largest of every group of M weights are the last to go.
+
+    Example:
+        >>> budget = pp.Budget(0.9, schedule="cubic")
+        >>> [round(budget.density(t), 3) for t in (0.0, 0.4, 0.8, 1.0)]
+        [1.0, 0.213, 0.1, 0.1]
+        >>> pp.Budget(0.9, schedule=lambda share: share).density(0.4)
+        0.55
     """
 
     sparsity: float
     control: str = "shift"
-    schedule: str = "fixed"
+    schedule: str | Schedule = "fixed"
     ramp: float = 0.8
     sharpen: float = 1.0
     fade: bool = False
@@ -48,10 +74,10 @@ class Budget:
 
     def __post_init__(self) -> None:
         masks.check_sparsity(self.sparsity)
-        if self.control not in CONTROLS + PLAIN_CONTROLS:
-            raise ValueError(f"control {self.control!r} is unknown; use one of {', '.join(CONTROLS + PLAIN_CONTROLS)}")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule {self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
+        controls = {**GATE_CONTROLS, **MASK_CONTROLS}
+        if self.control not in controls:
+            raise ValueError(f"control {self.control!r} is unknown; use one of {', '.join(controls)}")
+        self._check_schedule()
         if not 0 < self.ramp <= 1 or self.sharpen < 1 or self.strength <= 0 or self.patience <= 0:
             raise ValueError(
                 f"ramp {self.ramp} must lie in (0, 1], sharpen {self.sharpen} be at least 1, "
@@ -59,31 +85,36 @@ class Budget:
             )
         if self.pattern is not None:
             patterns.parse(self.pattern)
-            if self.control not in PLAIN_CONTROLS:
+            if self.control not in MASK_CONTROLS:
                 raise ValueError(
-                    f"the pattern {self.pattern} is for the controls {' and '.join(PLAIN_CONTROLS)}, not "
+                    f"the pattern {self.pattern} is for the controls {' and '.join(MASK_CONTROLS)}, not "
                     f"{self.control!r}; attach gates with mapping='{self.pattern}' instead"
                 )
-        if self.fade and self.control in PLAIN_CONTROLS:
+        if self.fade and self.control in MASK_CONTROLS:
             raise ValueError(f"fade is for gates, which the control {self.control!r} has not; leave it out")
-        if self.period < 1:
+        if self.every is not None and self.every < 1:
             raise ValueError(f"every is {self.every}; it is the number of steps from mask to mask, at least 1")
+
+    def _check_schedule(self) -> None:
+        if callable(self.schedule):
+            first, last = self.schedule(0.0), self.schedule(1.0)
+            if not (0 <= first <= 1 and last == 1):
+                raise ValueError(
+                    f"the schedule goes from {first} to {last}; it must begin in [0, 1] and end at 1, "
+                    "the share of the sparsity that is asked for"
+                )
+        elif self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule {self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}, or a function")
 
     @property
     def period(self) -> int:
-        """Steps from one mask of a plain network to the next: `every`, or else 16, with feedback 1.
-
-        With feedback and a new mask after 16 steps, very sparse networks ended with layers that have no weight left,
-        likely since many of those that grew unseen came back at once (docs/results.md, DPF).
-        """
-        return self.every if self.every is not None else 1 if self.control == "feedback" else 16
+        """Steps from one mask of a plain network to the next: `every`, or else what the control has by default."""
+        return MASK_CONTROLS[self.control].period if self.every is None else self.every
 
     def density(self, progress: float) -> float:
         """d(t), the mean keep_prob asked for when a share `progress` of the stage is done."""
-        if self.schedule == "fixed":
-            return 1 - self.sparsity
-        done = min(1.0, progress / self.ramp)
-        return 1 - self.sparsity * (1 - (1 - done) ** 3)
+        schedule = self.schedule if callable(self.schedule) else SCHEDULES[self.schedule]
+        return 1 - self.sparsity * schedule(min(1.0, progress / self.ramp))
 
     def faded(self, progress: float) -> float:
         """The share that is gone of what the gates began with."""
@@ -93,20 +124,63 @@ class Budget:
         """gamma(t) = sharpen^t."""
         return self.sharpen**progress
 
+    def record(self) -> dict[str, Any]:
+        """The fields as numbers and strings, which tell this budget from another one; a function by its values."""
+        fields = asdict(self)
+        if callable(self.schedule):
+            fields["schedule"] = [self.schedule(k / 64) for k in range(65)]
+        return fields
+
+
+class Hold(Protocol):
+    """Brings the mean keep_prob of attached weights to a density, in place."""
+
+    def __call__(
+        self, sites: Sequence[AttachedWeight], density: Tensor, sharpness: Tensor, *, wait: bool, between: Across | None
+    ) -> None:
+        """One density and sharpness per member of a population; waits for the device only where `wait` says so."""
+        ...
+
+
+@dataclass(frozen=True)
+class GateControl:
+    """Holds the mean keep_prob of stochastic masks.
+
+    Args:
+        hold: What brings it to the density before every step; None where nothing does.
+        penalised: Whether `penalty` is added to the loss.
+    """
+
+    hold: Hold | None = None
+    penalised: bool = False
+
+
+@dataclass(frozen=True)
+class MaskControl:
+    """Moves the mask of a plain network, which `weights.apply_mask` noted.
+
+    Args:
+        period: Steps from one mask to the next, where the budget names none.
+        feedback: Whether pruned weights are zero in the network alone, so that its gradient trains them on.
+    """
+
+    period: int
+    feedback: bool = False
+
 
 def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
     """Refuses budgets that cannot be held by what the model is made of, or not in one pass."""
     if not budgets:
         return
     control, gates = _one_control(budgets), bool(attachment.sites(model))
-    if control in CONTROLS and not gates:
+    if control in GATE_CONTROLS and not gates:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
         )
     for plan in budgets:
         if plan.pattern is not None:
-            sharded.refuse(model.parameters(), f"the pattern {plan.pattern}", "leave it out")
-    if control in PLAIN_CONTROLS and (gates or not weights.masked(model)):
+            refuse_sharded(model.parameters(), "budget pattern", plan.pattern)
+    if control in MASK_CONTROLS and (gates or not weights.masked(model)):
         what = "has gates instead" if gates else "has none"
         raise ValueError(
             f"control {control!r} moves the mask of a plain network, but this one {what}; "
@@ -115,34 +189,37 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
 
 
 @torch.no_grad()
-def move_masks_(model: nn.Module, budget: Budget | Sequence[Budget], step: int, steps: int) -> None:
-    """Before step number `step` of `steps`: the noted masks keep the largest weights at the density of this moment.
+def move_masks_(pairs: weights.Masked, budget: Budget | Sequence[Budget], step: int, steps: int, *, total: int) -> None:
+    """Before step number `step` of `steps`: the masks keep the largest weights at the density of this moment.
 
     Every member of a population by its own budget, and only when its `period` is over. Waits for the device, and writes
-    in place, so that a captured step goes on with the new masks.
+    in place, so that a captured step goes on with the new masks. `total` is D.
     """
-    plans = [budget] if isinstance(budget, Budget) else budget
-    pairs = weights.masked(model)
-    for k, plan in enumerate(plans):
-        if step % plan.period:
-            continue
-        own = pairs if isinstance(budget, Budget) else [(weight[k], keep[k]) for weight, keep in pairs]
-        scores = {str(i): weight.abs() for i, (weight, _) in enumerate(own)}
-        if plan.pattern is not None:
-            scores = patterns.first(scores, plan.pattern)
-        # Tensors apart only where they have to be: every one more is looked at.
-        joined = plan.min_per_layer == 0 and not sharded.some(scores.values())
-        found = masks.top_k(
-            {"": torch.cat([score.reshape(-1) for score in scores.values()])} if joined else scores,
-            sparsity=1 - plan.density(step / steps),
-            min_per_layer=plan.min_per_layer,
-            total=attachment.total(model),
-        )
-        each = found[""].split([keep.numel() for _, keep in own]) if joined else found.values()
-        for (weight, keep), new in zip(own, each, strict=True):
-            keep.copy_(new.reshape(keep.shape) if joined else new)
-            if plan.control == "magnitude":
-                weight.masked_fill_(~keep, 0)
+    members = not isinstance(budget, Budget)
+    for k, plan in enumerate([budget] if isinstance(budget, Budget) else budget):
+        if step % plan.period == 0:
+            member_pairs = [(weight[k], keep[k]) for weight, keep in pairs] if members else pairs
+            _move_mask_(member_pairs, plan, step / steps, total)
+
+
+def _move_mask_(pairs: Sequence[tuple[Tensor, Tensor]], plan: Budget, progress: float, total: int) -> None:
+    """The mask of one network, at the density of this moment."""
+    scores = {str(i): weight.abs() for i, (weight, _) in enumerate(pairs)}
+    if plan.pattern is not None:
+        scores = patterns.first(scores, plan.pattern)
+    # Tensors by themselves only where they have to be: every one more is looked at.
+    joined = plan.min_per_layer == 0 and not any(is_sharded(weight) for weight, _ in pairs)
+    mask = masks.top_k(
+        {"": torch.cat([score.reshape(-1) for score in scores.values()])} if joined else scores,
+        sparsity=1 - plan.density(progress),
+        min_per_layer=plan.min_per_layer,
+        total=total,
+    )
+    pieces = mask[""].split([keep.numel() for _, keep in pairs]) if joined else mask.values()
+    for (weight, keep), piece in zip(pairs, pieces, strict=True):
+        keep.copy_(piece.reshape(keep.shape) if joined else piece)
+        if not MASK_CONTROLS[plan.control].feedback:
+            weight.masked_fill_(~keep, 0)
 
 
 @torch.no_grad()
@@ -158,64 +235,112 @@ def enforce_(model: nn.Module, budget: Budget | Sequence[Budget], progress: floa
         torch.tensor(values, dtype=torch.float64, device=device).reshape(shape)
         for values in (densities(model, plans, progress), [plan.sharpness(progress) for plan in plans])
     )
-    hold_(model, plans[0].control, density, sharpness, look=True)
+    between = attachment.between_ranks(sites)
+    hold_(sites, plans[0].control, density, sharpness, wait=True, between=between)
 
 
 def densities(model: nn.Module, budget: Budget | Sequence[Budget], progress: float) -> list[float]:
     """Each member's mean keep_prob of the attached weights with which all D weights have its budget's density."""
     sites = attachment.attached(model)
-    here = sum(site.gate.numel() for site in sites) // sites[0].sampler.seed.numel()
+    size = sum(site.gate.numel() for site in sites) // sites[0].sampler.seed.numel()
     everything = attachment.total(model)
     return [
-        masks.density(1 - plan.density(progress), size=here, total=everything) for plan in _per_member(sites, budget)
+        masks.density(1 - plan.density(progress), size=size, total=everything) for plan in _per_member(sites, budget)
     ]
 
 
 @torch.no_grad()
-def hold_(model: nn.Module, control: str, density: Tensor, sharpness: Tensor, *, look: bool) -> None:
-    """`enforce_` with its numbers on the device, one per member of a population; waits for the device only to `look`.
+def hold_(
+    sites: Sequence[AttachedWeight],
+    control: str,
+    density: Tensor,
+    sharpness: Tensor,
+    *,
+    wait: bool,
+    between: Across | None,
+) -> None:
+    """`enforce_` with its numbers on the device, one per member of a population; waits for the device only to `wait`.
 
-    density as `densities` gives it. Without a look, a shift follows from the last one in a fixed number of steps.
+    density as `densities` gives it. A shift that does not wait follows from the last one in a fixed number of trials.
     """
-    sites = attachment.attached(model)
-    members = sites[0].sampler.seed.ndim == 1
     # One launch for the buffers of all tensors, where there would be one for each.
     torch._foreach_copy_([site.sampler.sharpness for site in sites], [sharpness.float()] * len(sites))  # type: ignore[attr-defined]
-    if control == "shift":
-        if sites[0].sampler.mapping == "clamp":
-            raise ValueError("control 'shift' moves logits, which the clamp mapping has not; use control='projection'")
-        raw = [site.raw() for site in sites]
-        start = sites[0].sampler.shift
-        tau = masks.logit_shift(raw, density, sharpness=sharpness, start=start, members=members, look=look)
-        torch._foreach_copy_([site.sampler.shift for site in sites], [tau] * len(sites))  # type: ignore[attr-defined]
-    elif control == "projection":
-        now = [torch.sigmoid(site.logit()) for site in sites]
-        projected = masks.project(now, density, eta=ETA, members=members, look=look)
-        for site, new in zip(sites, projected, strict=True):
-            gate, p = sharded.local(site.gate), sharded.local(new)
-            if site.sampler.mapping == "clamp":
-                gate.copy_(p)
-            else:  # the gate whose logit is logit(p), given the coupling, the shift and the sharpness
-                raw = torch.logit(p) / _over(site.sampler.sharpness, p) + _over(site.sampler.shift, p)
-                gate.add_(raw - sharded.local(site.raw()))
+    hold = GATE_CONTROLS[control].hold
+    if hold is not None:
+        hold(sites, density, sharpness, wait=wait, between=between)
 
 
-def penalty(model: nn.Module, budget: Budget | Sequence[Budget], density: Tensor) -> Tensor:
+def _shift_(
+    sites: Sequence[AttachedWeight], density: Tensor, sharpness: Tensor, *, wait: bool, between: Across | None
+) -> None:
+    """One offset of all logits."""
+    first = sites[0].sampler
+    if first.mapping == "clamp":
+        raise ValueError("control 'shift' moves logits, which the clamp mapping has not; use control='projection'")
+    tau = masks.logit_shift(
+        attachment.raw_logits(sites),
+        density,
+        sharpness=sharpness,
+        start=first.shift,
+        members=first.seed.ndim == 1,
+        wait=wait,
+        between=between,
+    )
+    torch._foreach_copy_([site.sampler.shift for site in sites], [tau] * len(sites))  # type: ignore[attr-defined]
+
+
+def _project_(
+    sites: Sequence[AttachedWeight], density: Tensor, sharpness: Tensor, *, wait: bool, between: Across | None
+) -> None:
+    """Gates whose keep_prob is the nearest point with this mean."""
+    members = sites[0].sampler.seed.ndim == 1
+    before = [torch.sigmoid(site.logit()) for site in sites]
+    projected = masks.project(before, density, eta=ETA, members=members, wait=wait, between=between)
+    for site, p in zip(sites, projected, strict=True):
+        if site.sampler.mapping == "clamp":
+            site.local_gate.copy_(p)
+        else:  # the gate whose logit is logit(p), given the coupling, the shift and the sharpness
+            raw = torch.logit(p) / _over(site.sampler.sharpness, p) + _over(site.sampler.shift, p)
+            site.local_gate.add_(raw - site.raw())
+
+
+GATE_CONTROLS = {
+    "none": GateControl(),
+    "shift": GateControl(hold=_shift_),
+    "projection": GateControl(hold=_project_),
+    "lagrangian": GateControl(penalised=True),
+}
+"""Of stochastic masks."""
+MASK_CONTROLS = {
+    "magnitude": MaskControl(period=16),
+    # With feedback and a new mask after 16 steps, very sparse networks ended with layers that have no weight left,
+    # likely since many of those that grew unseen came back at once (docs/results.md, DPF).
+    "feedback": MaskControl(period=1, feedback=True),
+}
+"""Of plain networks."""
+
+
+def penalty(
+    sites: Sequence[AttachedWeight],
+    budget: Budget | Sequence[Budget],
+    density: Tensor,
+    *,
+    between: Across | None = None,
+) -> Tensor:
     """Augmented Lagrangian m e + strength e^2 / 2, e = mean(keep_prob) - density; then m += strength e / patience.
 
     One number per member of a population; density as `densities` gives it, on the device.
     """
-    sites = attachment.attached(model)
     plans, multiplier = _per_member(sites, budget), sites[0].sampler.multiplier
     size = sum(site.gate.numel() for site in sites) // multiplier.numel()
     axes = tuple(range(multiplier.ndim, 2))  # of [K, n] the last, of [1, n] both
-    each = [torch.sigmoid(sharded.local(site.logit())).reshape(multiplier.numel(), -1).sum(axes) for site in sites]
-    excess = sharded.total(torch.stack(each).sum(0), [site.gate for site in sites]) / size - density
+    sums = torch.stack([torch.sigmoid(site.logit()).reshape(multiplier.numel(), -1).sum(axes) for site in sites]).sum(0)
+    excess = (sums if between is None else between.sum(sums)) / size - density
     # Filled on the device, since a tensor of Python numbers would be copied there, for which the host waits.
     numbers = [[plan.strength for plan in plans], [plan.strength / plan.patience for plan in plans]]
     strength, ascent = (
-        torch.stack([torch.full((), n, device=excess.device) for n in each]).reshape(multiplier.shape)
-        for each in numbers
+        torch.stack([torch.full((), n, device=excess.device) for n in values]).reshape(multiplier.shape)
+        for values in numbers
     )
     value = multiplier.clone() * excess + 0.5 * strength * excess**2
     for site in sites:
@@ -228,7 +353,7 @@ def _over(value: Tensor, like: Tensor) -> Tensor:
     return value.reshape(value.shape + (1,) * (like.ndim - value.ndim))
 
 
-def _per_member(sites: list[attachment.AttachedWeight], budget: Budget | Sequence[Budget]) -> list[Budget]:
+def _per_member(sites: Sequence[AttachedWeight], budget: Budget | Sequence[Budget]) -> list[Budget]:
     """The budget of every member of a population, or of the only model; one budget may be given for all."""
     members = sites[0].sampler.seed.numel()
     plans = [budget] * members if isinstance(budget, Budget) else list(budget)

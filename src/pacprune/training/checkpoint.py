@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pacprune.data.batches import example_hashes, generators
-from pacprune.distributed import ranks, sharded
+from pacprune.distributed import is_sharded, local, ranks
 from pacprune.files import digest, write_atomically
 from pacprune.masking import attachment, weights
 from pacprune.types import Data
@@ -53,7 +53,7 @@ def kept(
     """
     if folder is None or ranks.world() > 1:
         return make()
-    identity = digest({name: example_hashes(data), **state(model)}, rows=sharded.local)
+    identity = digest({name: example_hashes(data), **state(model)}, rows=local)
     path = Path(folder) / f"{identity[:12]}.scores"
     content = load(path, identity)
     if content is None:
@@ -105,31 +105,31 @@ def _own(path: Path) -> Path:
 
 def state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict, detached, without what is only the present draw of a sharded model."""
-    draws = {id(shards.weight) for shards in attachment.held(model)}
+    draws = {id(p) for p in attachment.sample_parameters(model)}
     return {n: t.detach() for n, t in model.state_dict(keep_vars=True).items() if id(t) not in draws}
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Everything of the model that training changes, with the draw counters of its samplers and the noted masks."""
     return {
-        "state": {n: sharded.local(t).clone() for n, t in state(model).items()},
+        "state": {n: local(t).clone() for n, t in state(model).items()},
         "steps": [site.sampler.step.clone() for site in attachment.sites(model)],
-        "masks": [sharded.local(keep).clone() for _, keep in weights.masked(model)],
+        "masks": [local(keep).clone() for _, keep in weights.masked(model)],
     }
 
 
 def load_model_state(model: nn.Module, content: dict[str, Any]) -> None:
     """Puts `model_state` back, in place."""
     own = state(model)
-    if sharded.some(own.values()):
+    if any(map(is_sharded, own.values())):
         for name, tensor in own.items():
-            sharded.local(tensor).copy_(content["state"][name])
+            local(tensor).copy_(content["state"][name])
     else:
         model.load_state_dict(content["state"])
     for site, step in zip(attachment.sites(model), content["steps"], strict=True):
         site.sampler.step.copy_(step)
     for (_, keep), saved in zip(weights.masked(model), content["masks"], strict=True):
-        sharded.local(keep).copy_(saved)
+        local(keep).copy_(saved)
 
 
 def random_state(device: torch.device, data: Data) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pacprune.data.batches import batches, device_of, isolated_rng, tensors
-from pacprune.distributed import ranks, sharded
+from pacprune.distributed import across_model, count, ranks, refuse_sharded
 from pacprune.masking import weights
 from pacprune.training.config import Config
 from pacprune.training.evaluate import mean_loss
@@ -36,8 +36,8 @@ class Crew:
         if not self._alone:
             check_population(self.configs)
             for one in self.models:
-                sharded.ensure_resharded(one)
-                sharded.refuse(one.parameters(), "a population", "train the models one by one")
+                across_model(one)
+                refuse_sharded(one.parameters(), "population")
 
     def check(self, data: Data, loss: Loss) -> str:
         """`check` of every model; then the members are stacked, since one may take its shape from the data."""
@@ -143,13 +143,13 @@ class Crew:
 def _check_shards(config: Config, params: Sequence[Tensor]) -> None:
     """Refuses what a step of a sharded model cannot do."""
     if config.samples:
-        sharded.refuse(params, f"Algorithm 1 (samples={config.samples})", "use samples=0")
+        refuse_sharded(params, "samples", config.samples)
     if config.masks == "independent":
-        sharded.refuse(params, "a mask for every rank (masks='independent')", "use masks='shared'")
-    if config.amp:  # autocast would keep its copy of every gathered weight until the backward pass
-        sharded.refuse(params, "amp=True", "give fully_shard a MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
+        refuse_sharded(params, "independent masks")
+    if config.amp:
+        refuse_sharded(params, "amp")
     if config.execution != "eager":
-        sharded.refuse(params, f"execution={config.execution!r}", "use execution='eager'")
+        refuse_sharded(params, "execution", config.execution)
 
 
 def check(model: nn.Module, data: Data, loss: Loss) -> str:
@@ -158,9 +158,9 @@ def check(model: nn.Module, data: Data, loss: Loss) -> str:
     Returns the value of a loss of the user's own on that batch, to the bit: a name does not tell two losses apart.
     """
     pair, device = tensors(data), device_of(model)
-    sharded.ensure_resharded(model)
+    across_model(model)
     for name, p in model.named_parameters():
-        if sharded.count(~torch.isfinite(p)):
+        if count(~torch.isfinite(p)):
             raise ValueError(f"{name} holds NaN or infinite values before training; start from other weights")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("every parameter has requires_grad=False, so nothing would be trained; unfreeze some")

@@ -4,7 +4,7 @@ import functools
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pacprune import bounds
 from pacprune.bounds import numeric
 from pacprune.data.batches import example_hashes, label_hashes, tensors
 from pacprune.data.splits import Part, Split, check_split
-from pacprune.distributed import ranks, sharded
+from pacprune.distributed import ranks, refuse_sharded
 from pacprune.files import digest, write_atomically
 from pacprune.masking import attachment, weights
 from pacprune.masking.criteria import plain_rnn
@@ -87,7 +87,7 @@ def fit(
         budgets=budgets,
         validate=None if validation is None else lambda: crew.mean_losses(validation, loss),
         identity={
-            "budget": None if budgets is None else [asdict(one) for one in budgets],
+            "budget": None if budgets is None else [plan.record() for plan in budgets],
             # The name alone would take one lambda, or one setting of a loss, for another.
             "loss": [repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", ""), value],
             "seen": digest(seen),
@@ -155,7 +155,7 @@ def fit_posterior(
         )
     priors: list[SpikeSlab] = per_member("prior", prior, count)
     for one, p in zip(crew.models, priors, strict=True):
-        sharded.refuse(one.parameters(), "a certificate", "use pp.pft")
+        refuse_sharded(one.parameters(), "certificate")
         attachment.attached(one)
         if any(t.requires_grad for t in p.keep_prob.values()):
             raise ValueError("the prior carries gradients and forgot what it has seen; take it by pp.read(model)")
@@ -237,7 +237,7 @@ def fit_posterior(
             "delta": delta,
             "objective": objective,
             "kl_weight": factors,
-            "budget": None if budgets is None else [asdict(one) for one in budgets],
+            "budget": None if budgets is None else [plan.record() for plan in budgets],
         },
         members=not alone,
         after=pull,
@@ -266,7 +266,7 @@ def fit_posterior(
     for row in history:
         row["kl_weight"] = factors[row.get("member", 0)]
     for one, written, where in zip(crew.models, hashes, folders, strict=True):
-        weights.notes(one)["receipt"] = {"prior": written, "bound": split.bound.hash, "written": str(where)}
+        weights.notes(one).receipt = {"prior": written, "bound": split.bound.hash, "written": str(where)}
     return history
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from pacprune.data import batches
 from pacprune.data.batches import device_of, isolated_rng
-from pacprune.distributed import ranks, sharded
+from pacprune.distributed import across, is_sharded, local, ranks
 from pacprune.files import digest
 from pacprune.masking import attachment, weights
 from pacprune.training import budget, checkpoint
@@ -60,7 +60,7 @@ def loop(
     device, per_epoch = device_of(model), batches.per_epoch(data, config.batch_size)
     step = Step(model, configs, run, seeds, device)
     trained = [p for group in run.groups for p in group.params]
-    known = {id(p) for p in (*trained, *(shards.weight for shards in attachment.held(model)))}
+    known = {id(p) for p in (*trained, *attachment.sample_parameters(model))}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     path = None if path is None else Path(path)
     identity = _identity(model, configs, run, seeds) if path or ranks.world() > 1 else ""
@@ -192,15 +192,17 @@ def _shown(histories: list[History]) -> dict[str, Any]:
 def _add_sparsity(rows: History, model: nn.Module, run: Stage) -> None:
     """To every member's row: sum(1 - keep_prob) / D where there are gates, or the share of D that is masked, if any."""
     if sites := attachment.sites(model):
-        name, of = "expected_sparsity", [site.gate for site in sites]
-        gone = [1 - sharded.local(site.keep_prob()).double() for site in sites]
+        name, between = "expected_sparsity", attachment.between_ranks(sites)
+        gone = [1 - site.keep_prob().double() for site in sites]
     elif pairs := weights.masked(model):
-        name, of = "sparsity", [weight for weight, _ in pairs]
-        gone = [(~sharded.local(keep)).double() for _, keep in pairs]
+        name, between = "sparsity", across(weight for weight, _ in pairs)
+        gone = [(~local(keep)).double() for _, keep in pairs]
     else:
         return
     each = [one.flatten(1 if run.members else 0).sum(-1) for one in gone]
-    everything = sharded.total(sum(each[1:], each[0]), of)
+    everything = sum(each[1:], each[0])
+    if between is not None:
+        everything = between.sum(everything)
     for row, one in zip(rows, _listed(everything), strict=True):
         if sites or one:  # a member without a mask has a row as if it were alone
             row[name] = one / attachment.total(model)
@@ -265,7 +267,7 @@ def _identity(model: nn.Module, configs: Sequence[Config], run: Stage, seeds: Se
         "seed": list(seeds),
         "model": _together(checkpoint.state(model)),
         "trainable": [n for n, p in model.named_parameters() if p.requires_grad],
-        "masks": [_together(mask) for _, mask in weights.noted(model, "mask")],
+        "masks": [_together(mask) for _, mask in weights.noted_masks(model)],
         "samplers": [
             [s.mapping, s.coupling, s.estimator, s.beta, s.seed.tolist(), s.step.tolist()]
             for s in (site.sampler for site in attachment.sites(model))
@@ -288,8 +290,8 @@ def _identity(model: nn.Module, configs: Sequence[Config], run: Stage, seeds: Se
 
 def _together(tensors: dict[str, Tensor]) -> str:
     """A hash of tensors; where each rank has its rows, of all of them."""
-    if sharded.some(tensors.values()):
-        return " ".join(ranks.gathered(digest(tensors, rows=sharded.local)))
+    if any(map(is_sharded, tensors.values())):
+        return " ".join(ranks.gathered(digest(tensors, rows=local)))
     return digest(tensors)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pacprune.distributed import sharded
+from pacprune.distributed import across, local
 
 BETA2, EPS = 0.999, 1e-8
 State = dict[str, Tensor]
@@ -170,7 +170,7 @@ class Optimizer:
         """Running means by the parameter's number, made when it first has a gradient."""
         params = [p for group in groups for p in group.params]
         self._number = {id(p): i for i, p in enumerate(params)}
-        self._sharded = sharded.some(params)
+        self._sharded = across(params) is not None
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -223,4 +223,4 @@ class Optimizer:
 
     def _rows(self, tensors: list[Any]) -> list[Tensor]:
         """What this rank holds of tensors that may be sharded."""
-        return [sharded.local(tensor) for tensor in tensors] if self._sharded else tensors
+        return [local(tensor) for tensor in tensors] if self._sharded else tensors

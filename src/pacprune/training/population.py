@@ -90,9 +90,10 @@ class Population:
                 own_tensor = getattr(member, kind)[name]
                 own_tensor.copy_(tensor.reshape(own_tensor.shape))
         for path, module in self.stacked.named_modules():
-            for name, keep in weights.notes(module).get("mask", {}).items():
+            for name, keep in (weights.notes(module).mask or {}).items():
                 for k, model in enumerate(self.models):
-                    weights.notes(model.get_submodule(path)).setdefault("mask", {})[name] = keep[k].clone()
+                    note = weights.notes(model.get_submodule(path))
+                    note.mask = {**(note.mask or {}), name: keep[k].clone()}
         for model in self.models:
             model.eval()
 
@@ -161,10 +162,10 @@ def _stack(models: list[nn.Module]) -> nn.Module:
         if std is not None and std.ndim == 1:  # one number per member, which has to multiply that member's weights
             site.sampler.std = std.reshape(-1, *[1] * (site.mean.ndim - 1))
     for name, module in stacked.named_modules():
-        masks = [weights.notes(model.get_submodule(name)).get("mask") for model in models]
+        masks = [weights.notes(model.get_submodule(name)).mask for model in models]
         names = {key: keep for mask in masks if mask for key, keep in mask.items()}
         if names:
-            weights.notes(module)["mask"] = {
+            weights.notes(module).mask = {
                 key: torch.stack([(mask or {}).get(key, torch.ones_like(like)) for mask in masks])
                 for key, like in names.items()
             }

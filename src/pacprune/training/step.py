@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +14,13 @@ from torch import Tensor, nn
 
 from pacprune import philox
 from pacprune.data.batches import batches, crop_flip, portions, size, tensors
-from pacprune.distributed import ranks, sharded
+from pacprune.distributed import across, is_sharded, local, ranks
 from pacprune.masking import attachment, masks, weights
 from pacprune.training import budget, estimators
-from pacprune.training.budget import Budget
+from pacprune.training.budget import MASK_CONTROLS, Budget
 from pacprune.training.config import EXECUTIONS, MASKS, Config
 from pacprune.training.optim import Group, Optimizer
 from pacprune.types import Data
-
-_WARM = 3
-"""Steps before a capture: libraries choose their algorithms and the optimiser makes its state."""
 
 
 @dataclass(frozen=True)
@@ -66,39 +64,50 @@ class Step:
 
     Everything that changes from step to step without being computed lies in `clock`: a row per group with the learning
     rates, then what fades of the gates' start, and the budget's density and sharpness; a column per member. An epoch's
-    clocks are made in advance.
+    clocks are made in advance, and what the model consists of (its attached weights, its masks) is listed once.
     """
 
     def __init__(
         self, model: nn.Module, configs: Sequence[Config], run: Stage, seeds: Sequence[int], device: torch.device
     ) -> None:
-        self.model, self.configs, self.run, self.device = model, configs, run, device
-        self.config, self.sites = configs[0], attachment.sites(model)
+        self.model, self.configs, self.run, self.device, self.config = model, configs, run, device, configs[0]
+        self.sites, self.masked = attachment.sites(model), weights.masked(model)
+        self.between = attachment.between_ranks(self.sites)
+        self.weights_total = weights.noted_total(model) if self.sites or self.masked else 0
+        """D, which sparsity is counted in."""
         shape = (len(configs),) if run.members else ()
         self.clock = torch.zeros(len(run.groups) + 3, *shape, device=device)
         self.value = torch.zeros(shape, dtype=torch.float64, device=device)
         self.total = torch.zeros_like(self.value)
         self.orders = orders(configs, seeds)
-        self.own = len(self.orders) > 1
+        self.separate = len(self.orders) > 1
+        """Whether every member reads the data in an order of its own."""
         alike = not run.members or len({_rates(config) for config in configs}) == 1
         for row, group in zip(self.clock, run.groups, strict=False):
             group.rate = row[0] if alike and run.members else row  # one rate for all: one launch for all parameters
         self.optimizer = Optimizer(self.config.optimizer, run.groups)
-        self.control = "none" if run.budgets is None else run.budgets[0].control
+        control = "none" if run.budgets is None else run.budgets[0].control
+        self.holds = bool(self.sites) and run.budgets is not None
+        """Whether a budget holds the gates."""
+        self.control, self.mask_control = control, MASK_CONTROLS.get(control)
         fades = any(plan.fade for plan in run.budgets or ())
         # Taken before a checkpoint is read, whose gates have come further.
-        self.start = [sharded.local(site.gate.detach()).clone() for site in self.sites] if fades else []
+        self.start = [site.local_gate.detach().clone() for site in self.sites] if fades else []
         self.cold = 2
-        self.graph: torch.cuda.CUDAGraph | None = None
         captured = EXECUTIONS[self.config.execution].graph and device.type == "cuda" and ranks.world() == 1
-        self.left = _WARM if captured else -1
-        """Steps until the capture; below 0 there is none."""
+        self.capture = _Capture() if captured else None
         params = [p for group in run.groups for p in group.params]
-        self.gradients = ranks.Gradients([p for p in params if not sharded.is_sharded(p)])
-        self.sharded = sharded.some(params)
+        self.across = across(params)
+        plain = [p for p in params if not is_sharded(p)]
+        self.exchange = ranks.Gradients(plain) if ranks.world() > 1 else None
         self.count = 0
         """How many examples the present batch has, over all ranks."""
         self._plans: dict[int, tuple[Tensor | None, list[_Piece]]] = {}
+
+    @property
+    def sharded(self) -> bool:
+        """Whether fully_shard has cut the model into rows."""
+        return self.across is not None
 
     def reader(self, data: Data) -> Callable[[int], Iterator[Any]]:
         """A function of the epoch that gives its batches: indices of tensors on the device, or (x, y) of a loader."""
@@ -118,7 +127,7 @@ class Step:
             order = torch.stack([_order(n, seed, first + epoch) for seed, first in self.orders]).to(self.device)
             # `portions` looks at the first dimension; an index is [n], or [K, n] when each member has its own order.
             for part in portions(order.T, self.config.batch_size):
-                yield part.T if self.own else part[:, 0]
+                yield part.T if self.separate else part[:, 0]
 
         return read
 
@@ -126,193 +135,190 @@ class Step:
         """Makes the clocks, and the augmentation's random words, of an epoch."""
         self.steps = self.config.epochs * per_epoch
         shares = [(epoch * per_epoch + number) / self.steps for number in range(per_epoch)]
-        plain = {_rates(config)[1:]: config for config in self.configs}
-        factors = {key: [config.factor(share) for share in shares] for key, config in plain.items()}
-        ones = [1.0] * per_epoch
-        table = []
-        for group in self.run.groups:
-            of = [factors[_rates(config)[1:]] if group.scheduled else ones for config in self.configs]
-            table.append([[base * f for f in factor] for base, factor in zip(group.base, of, strict=True)])
-        if self.sites and self.run.budgets is not None:
-            here = sum(site.gate.numel() for site in self.sites) // len(self.configs)
-            sizes = {"size": here, "total": attachment.total(self.model)}
-            plans = self.run.budgets
-            before = [max(0.0, share - 1 / self.steps) for share in shares]
-            table.append([[b.faded(t) - b.faded(t0) for t0, t in zip(before, shares, strict=True)] for b in plans])
-            table.append([[masks.density(1 - b.density(share), **sizes) for share in shares] for b in plans])
-            table.append([[b.sharpness(share) for share in shares] for b in plans])
-        else:
-            table += [[ones] * len(self.configs)] * 3
-        found = torch.tensor(table, dtype=torch.float64).permute(2, 0, 1)  # [steps, rows, members]
-        self.rates = found[:, 0].tolist()
+        rows = self._rate_rows(shares) + self._budget_rows(shares)
+        table = torch.tensor(rows, dtype=torch.float64).permute(2, 0, 1)  # [steps, rows, members]
+        self.rates = table[:, 0].tolist()
         """The learning rates of the members' weights at every step of the epoch."""
-        self.table = (found if self.run.members else found[..., 0]).to(self.device, torch.float32).contiguous()
+        self.table = (table if self.run.members else table[..., 0]).to(self.device, torch.float32).contiguous()
         self.first = epoch * per_epoch
         if self.config.augment:
             steps = torch.arange(self.first, self.first + per_epoch, device=self.device)
             # A last example may join the batch before it.
             most = self.config.batch_size + 1
-            each = [self._words(seed, first * per_epoch + steps, most) for seed, first in self.orders]
-            self.words = torch.stack(each, dim=1) if self.own else each[0]
+            words = [self._words(seed, first * per_epoch + steps, most) for seed, first in self.orders]
+            self.words = torch.stack(words, dim=1) if self.separate else words[0]
+
+    def _rate_rows(self, shares: list[float]) -> list[list[list[float]]]:
+        """By group, the learning rates of every member at every step."""
+        schedules = {_rates(config)[1:]: config for config in self.configs}
+        factors = {key: [config.factor(share) for share in shares] for key, config in schedules.items()}
+        constant = [1.0] * len(shares)
+        rows = []
+        for group in self.run.groups:
+            by_member = [factors[_rates(config)[1:]] if group.scheduled else constant for config in self.configs]
+            rows.append([[base * f for f in factor] for base, factor in zip(group.base, by_member, strict=True)])
+        return rows
+
+    def _budget_rows(self, shares: list[float]) -> list[list[list[float]]]:
+        """What fades of the gates' start, the density and the sharpness, of every member at every step."""
+        if not self.holds:
+            return [[[1.0] * len(shares)] * len(self.configs)] * 3
+        plans = self.run.budgets or ()
+        attached = sum(site.gate.numel() for site in self.sites) // len(self.configs)
+        sizes = {"size": attached, "total": self.weights_total}
+        before = [max(0.0, share - 1 / self.steps) for share in shares]
+        return [
+            [[b.faded(t) - b.faded(t0) for t0, t in zip(before, shares, strict=True)] for b in plans],
+            [[masks.density(1 - b.density(share), **sizes) for share in shares] for b in plans],
+            [[b.sharpness(share) for share in shares] for b in plans],
+        ]
 
     def __call__(self, number: int, examples: Any) -> int:
         """Takes step `number` of the epoch; returns on how many examples."""
         self.clock.copy_(self.table[number])
-        if self.control in budget.PLAIN_CONTROLS:
-            budget.move_masks_(self.model, self.run.plan(), self.first + number, self.steps)
-        if not isinstance(examples, Tensor):
-            x, y = examples
-            self.count = len(x)
-            (seed, first), per_epoch = self.orders[0], self.steps // self.config.epochs
-            now = first * per_epoch + self.first + number
-            word = self._words(seed, now, self.count) if self.config.augment else None
-            own = self._plan()[0]
-            if own is not None:
-                x, y, word = x[own], y[own], None if word is None else word[own]
-            self._take(x, y, word)
-            return self.count
-        self.count = examples.shape[-1]
-        word = self.words[number, ..., : self.count] if self.config.augment else None
-        own = self._plan()[0]
-        if own is not None:
-            examples, word = examples[..., own], None if word is None else word[..., own]
-        if self.left >= 0 and self.count == self.config.batch_size:
-            self._replay(examples, word)
+        if self.mask_control is not None:
+            step, total = self.first + number, self.weights_total
+            budget.move_masks_(self.masked, self.run.plan(), step, self.steps, total=total)
+        if isinstance(examples, Tensor):
+            self._take_indexed(number, examples)
         else:
-            self._take(self.x[examples], self.y[examples], word)
+            self._take_loaded(number, *examples)
         return self.count
+
+    def _take_loaded(self, number: int, x: Tensor, y: Tensor) -> None:
+        """The step on a batch that a loader gave."""
+        self.count = len(x)
+        (seed, first), per_epoch = self.orders[0], self.steps // self.config.epochs
+        step = first * per_epoch + self.first + number
+        word = self._words(seed, step, self.count) if self.config.augment else None
+        rank_rows = self._plan()[0]
+        if rank_rows is not None:
+            x, y, word = x[rank_rows], y[rank_rows], None if word is None else word[rank_rows]
+        self._take(x, y, word)
+
+    def _take_indexed(self, number: int, index: Tensor) -> None:
+        """The step on examples of the tensors that lie on the device."""
+        self.count = index.shape[-1]
+        word = self.words[number, ..., : self.count] if self.config.augment else None
+        rank_rows = self._plan()[0]
+        if rank_rows is not None:
+            index, word = index[..., rank_rows], None if word is None else word[..., rank_rows]
+        if self.capture is not None and self.count == self.config.batch_size:
+            self.capture(self, index, word)
+        else:
+            self.take_index(index, word)
+
+    def take_index(self, index: Tensor, word: Tensor | None) -> None:
+        """The step on these examples, operation by operation."""
+        self._take(self.x[index], self.y[index], word)
 
     def _plan(self) -> tuple[Tensor | None, list[_Piece]]:
         """Which examples of the batch are this rank's (None: all), and how they lie in its micro-batches."""
         count = self.count
         if count not in self._plans:
-            pieces, own, world = [], [], ranks.world()
+            pieces, rank_rows, world = [], [], ranks.world()
             for micro in portions(torch.arange(count), math.ceil(count / self.config.accumulate)):
                 low, high = ranks.part(len(micro))
                 share = (high - low) / len(micro)
                 if len(micro) < 2 * world:  # too few to split, since BatchNorm cannot train on one: all do all of it
                     low, high, share = 0, len(micro), 1 / world
-                own.append(micro[low:high])
+                rank_rows.append(micro[low:high])
                 pieces.append(_Piece(high - low, share, share * len(micro) / count))
-            self._plans[count] = None if world == 1 else torch.cat(own).to(self.device), pieces
+            self._plans[count] = None if world == 1 else torch.cat(rank_rows).to(self.device), pieces
         return self._plans[count]
 
     def _words(self, seed: int, step: Tensor | int, count: int) -> Tensor:
         return philox.words(count, seed=seed, step=step, stream=philox.AUGMENT, device=self.device)
 
-    def _replay(self, index: Tensor, word: Tensor | None) -> None:
-        """The step by its graph, which is captured after a few plain ones; where it cannot be, plain ones go on."""
-        if self.graph is None and self.left > 0:
-            self.left -= 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._take(self.x[index], self.y[index], word)
-            torch.cuda.current_stream().wait_stream(side)
-            return
-        if self.graph is None:
-            self.index, self.word = index.clone(), None if word is None else word.clone()
-            graph = torch.cuda.CUDAGraph()
-            self.optimizer.zero_grad()
-            try:
-                with torch.cuda.graph(graph):
-                    self._take(self.x[self.index], self.y[self.index], self.word)
-            except RuntimeError as failure:
-                warnings.warn(
-                    f"the step could not be captured as a CUDA graph ({str(failure).partition(chr(10))[0]}); "
-                    "training goes on without one",
-                    stacklevel=2,
-                )
-                self.left = -1
-                self._take(self.x[index], self.y[index], word)
-                return
-            self.graph = graph
-        self.index.copy_(index)
-        if self.word is not None and word is not None:
-            self.word.copy_(word)
-        self.graph.replay()
-
     def _take(self, x: Tensor, y: Tensor, word: Tensor | None) -> None:
         """One optimiser step on (this rank's part of) a batch; leaves its mean loss in `value` and adds to `total`."""
-        model, run, config = self.model, self.run, self.config
-        along = 1 if self.own else 0
+        run, config = self.run, self.config
+        along = 1 if self.separate else 0
         if word is not None:
             x = self._augmented(x, word)
         if config.amp and x.ndim - along == 4:
             x = _channels_last(x)
         self.optimizer.zero_grad()
-        if self.sites and run.budgets is not None:
-            # The first two may have far to go; later ones follow the one before without waiting for the device.
-            self._fade()
-            look = self.device.type == "cpu" or self.cold > 0
-            budget.hold_(model, self.control, self.clock[-2], self.clock[-1], look=look)
-            self.cold = max(0, self.cold - 1)
+        if self.holds:
+            self._hold_budget()
+        feedback = self.mask_control is not None and self.mask_control.feedback
         # With feedback, masked weights get the gradient that they have at zero, and keep what they learn from it.
-        with weights.pruned(model) if self.control == "feedback" else nullcontext(), self._own_draws():
+        with weights.zeroed(self.masked) if feedback else nullcontext(), self._rank_samples():
             value = self._gradients(x, y, along)
-        self.gradients.sum_()
-        if self.sites and run.budgets is not None and self.control == "lagrangian":
-            budget.penalty(model, run.plan(), self.clock[-2]).sum().backward()
+        if self.exchange is not None:
+            self.exchange.sum_()
+        if self.holds and budget.GATE_CONTROLS[self.control].penalised:
+            budget.penalty(self.sites, run.plan(), self.clock[-2], between=self.between).sum().backward()
         if config.clip is not None:
             self._clip(config.clip)
         self.optimizer.step()
         if run.after is not None:
             run.after(self.optimizer)
-        if self.control != "feedback":
-            weights.enforce_mask(model)
+        if self.masked and not feedback:
+            weights.zero_pruned_(self.masked)
         self.value.copy_(value)
         self.total.add_(value * self.count)
 
+    def _hold_budget(self) -> None:
+        """Brings the gates to the budget of this step."""
+        self._fade()
+        # The first two may have far to go; later ones follow the one before without waiting for the device.
+        wait = self.device.type == "cpu" or self.cold > 0
+        budget.hold_(self.sites, self.control, self.clock[-2], self.clock[-1], wait=wait, between=self.between)
+        self.cold = max(0, self.cold - 1)
+
     @contextmanager
-    def _own_draws(self) -> Iterator[None]:
-        """With independent masks, draws that no other rank makes, while this lasts."""
-        apart = ranks.rank() * (2**32 // ranks.world()) if MASKS[self.config.masks] else 0
-        steps = [site.sampler.step for site in self.sites] if apart else []
+    def _rank_samples(self) -> Iterator[None]:
+        """With independent masks, samples that no other rank has, while this lasts."""
+        offset = ranks.rank() * (2**32 // ranks.world()) if MASKS[self.config.masks] else 0
+        steps = [site.sampler.step for site in self.sites] if offset else []
         for step in steps:
-            step.add_(apart)
+            step.add_(offset)
         try:
             yield
         finally:
             for step in steps:
-                step.sub_(apart)
+                step.sub_(offset)
 
     def _gradients(self, x: Tensor, y: Tensor, along: int) -> Tensor:
         """Adds the gradients of a batch, one micro-batch after another; returns its mean loss."""
-        model, run, config = self.model, self.run, self.config
         pieces = self._plan()[1]
         value, sizes = torch.zeros_like(self.value), [piece.size for piece in pieces]
         for piece, part_x, part_y in zip(pieces, x.split(sizes, along), y.split(sizes, along), strict=True):
-            weight = piece.weight
             if self.sites:
-                attachment.resample_(model)
-
-            def forward(part_x: Tensor = part_x, part_y: Tensor = part_y, share: float = piece.share) -> Tensor:
-                with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=config.amp):
-                    found = run.objective(part_x, part_y)
-                    return found if run.bound is None else run.bound(ranks.mean(found, share))
-
-            if self.sites and config.samples:
-                value += estimators.algorithm1_(
-                    model, lambda weight=weight, forward=forward: weight * forward(), samples=config.samples
-                )
-            else:
-                found = forward()
-                with self.gradients.overlapped() if piece is pieces[-1] else nullcontext():
-                    # fully_shard takes the mean over ranks of what has to be summed.
-                    (weight * (ranks.world() if self.sharded else 1) * found).sum().backward()
-                value += weight * found.detach()
+                attachment.advance_(self.sites)
+            if self.sites and self.config.samples:
+                weighted = partial(self._weighted_loss, part_x, part_y, piece)
+                value += estimators.algorithm1_(self.model, weighted, samples=self.config.samples)
+                continue
+            loss = self._loss(part_x, part_y, piece)
+            last = piece is pieces[-1]
+            with self.exchange.overlapped() if last and self.exchange is not None else nullcontext():
+                # fully_shard takes the mean over ranks of what has to be summed.
+                (piece.weight * (ranks.world() if self.sharded else 1) * loss).sum().backward()
+            value += piece.weight * loss.detach()
         return value
+
+    def _loss(self, x: Tensor, y: Tensor, piece: _Piece) -> Tensor:
+        """The mean loss of this part of a micro-batch; the bound, where that is trained on, is of all ranks' mean."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.amp):
+            loss = self.run.objective(x, y)
+            return loss if self.run.bound is None else self.run.bound(ranks.mean(loss, piece.share))
+
+    def _weighted_loss(self, x: Tensor, y: Tensor, piece: _Piece) -> Tensor:
+        """What this part of a micro-batch adds to the loss of the batch."""
+        return piece.weight * self._loss(x, y, piece)
 
     @torch.no_grad()
     def _fade(self) -> None:
         """Takes away what is due of the gates' start."""
         for site, start in zip(self.sites, self.start, strict=False):
             share = self.clock[-3].reshape(-1, *[1] * (start.ndim - 1)) if self.run.members else self.clock[-3]
-            sharded.local(site.gate.detach()).addcmul_(start, share, value=-1)
+            site.local_gate.detach().addcmul_(start, share, value=-1)
 
     def _augmented(self, x: Tensor, word: Tensor) -> Tensor:
-        if x.ndim != (5 if self.own else 4):
-            shape = tuple(x.shape[1:] if self.own else x.shape)
+        if x.ndim != (5 if self.separate else 4):
+            shape = tuple(x.shape[1:] if self.separate else x.shape)
             raise ValueError(
                 f"augment=True needs images of shape (n, channels, height, width), but x is {shape}; set augment=False"
             )
@@ -320,26 +326,77 @@ class Step:
 
     def _clip(self, most: float) -> None:
         """Scales every member's gradients so that their norm is at most this."""
-        found = [p.grad for group in self.run.groups for p in group.params if p.grad is not None]
-        apart, grads = 1 if self.run.members else 0, [sharded.local(g) for g in found]
-        norm = torch.stack([g.reshape(*g.shape[:apart], -1).float().norm(dim=-1) for g in grads]).norm(dim=0)
-        if self.sharded:
-            norm = sharded.total(norm.square(), found).sqrt()
+        grads = [local(p.grad) for group in self.run.groups for p in group.params if p.grad is not None]
+        members = 1 if self.run.members else 0
+        norm = torch.stack([g.reshape(*g.shape[:members], -1).float().norm(dim=-1) for g in grads]).norm(dim=0)
+        if self.across is not None:
+            norm = self.across.sum(norm.square()).sqrt()
         scale = (most / (norm + 1e-6)).clamp_max(1.0)
         for g in grads:
-            g.mul_(scale.reshape(-1, *[1] * (g.ndim - 1)) if apart else scale)
+            g.mul_(scale.reshape(-1, *[1] * (g.ndim - 1)) if members else scale)
+
+
+class _Capture:
+    """The step as a CUDA graph, which is captured after a few plain steps; where it cannot be, plain ones go on."""
+
+    def __init__(self) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm_up = 3
+        """Plain steps before the capture: libraries choose their algorithms and the optimiser makes its state."""
+        self.failed = False
+
+    def __call__(self, step: Step, index: Tensor, word: Tensor | None) -> None:
+        """The step on these examples."""
+        if self.warm_up > 0:
+            self.warm_up -= 1
+            self._beside(step, index, word)
+            return
+        if self.graph is None and not self.failed:
+            self._capture(step, index, word)
+        if self.graph is None:
+            step.take_index(index, word)
+            return
+        self.index.copy_(index)
+        if self.word is not None and word is not None:
+            self.word.copy_(word)
+        self.graph.replay()
+
+    def _beside(self, step: Step, index: Tensor, word: Tensor | None) -> None:
+        """A plain step on a stream of its own, as torch asks for before a capture."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step.take_index(index, word)
+        torch.cuda.current_stream().wait_stream(side)
+
+    def _capture(self, step: Step, index: Tensor, word: Tensor | None) -> None:
+        self.index, self.word = index.clone(), None if word is None else word.clone()
+        graph = torch.cuda.CUDAGraph()
+        step.optimizer.zero_grad()
+        try:
+            with torch.cuda.graph(graph):
+                step.take_index(self.index, self.word)
+        except RuntimeError as failure:
+            warnings.warn(
+                f"the step could not be captured as a CUDA graph ({str(failure).partition(chr(10))[0]}); "
+                "training goes on without one",
+                stacklevel=3,
+            )
+            self.failed = True
+            return
+        self.graph = graph
 
 
 def orders(configs: Sequence[Config], seeds: Sequence[int]) -> list[tuple[int, int]]:
     """(seed, first epoch) of the order of the data: one for all members of a population, or one each."""
-    each = [(seed, config.first_epoch) for config, seed in zip(configs, seeds, strict=True)]
-    return each if len(set(each)) > 1 else each[:1]
+    by_member = [(seed, config.first_epoch) for config, seed in zip(configs, seeds, strict=True)]
+    return by_member if len(set(by_member)) > 1 else by_member[:1]
 
 
 def _rates(config: Config) -> tuple[Any, ...]:
     """All that a member's learning rates follow from; what follows the first entry decides the schedule alone."""
-    own = (config.lr, config.gate_lr, config.std_lr, config.momentum, config.weight_decay)
-    return own, config.schedule, config.warmup, config.span
+    rates = (config.lr, config.gate_lr, config.std_lr, config.momentum, config.weight_decay)
+    return rates, config.schedule, config.warmup, config.span
 
 
 def _channels_last(x: Tensor) -> Tensor:
