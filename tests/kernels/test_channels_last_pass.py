@@ -89,7 +89,7 @@ def test_a_compiled_population_of_residual_networks_is_the_plain_one(own: bool) 
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(*((2, 6) if own else (6,)), 3, 8, 8, generator=generator)
         y = torch.randint(3, (2, 6) if own else (6,), generator=generator)
-        losses = population.losses(F.cross_entropy, x, y, own=own)
+        losses = population.losses(F.cross_entropy, x, y, separate=own)
         losses.sum().backward()
         return [losses.detach(), *(p.grad for p in population.stacked.parameters() if p.grad is not None)]
 

@@ -137,7 +137,7 @@ def test_batchnorm_keeps_bfloat16_and_has_gradients() -> None:
     both = population.Population([Net(), Net()])
     both.stacked.train()
     x, y = torch.randn(2, 5, 3, 4, 4), torch.randint(2, (2, 5))
-    both.losses(F.cross_entropy, x, y, own=True).sum().backward()
+    both.losses(F.cross_entropy, x, y, separate=True).sum().backward()
     assert both._plain.seen == [torch.bfloat16]
     assert all(p.grad is not None and p.grad.isfinite().all() for p in both.stacked.parameters())
 

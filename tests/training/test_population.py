@@ -389,6 +389,6 @@ def test_the_first_member_is_no_part_of_the_others() -> None:
     crew.write_back()
     assert all(torch.equal(m[0].weight, b + 1) for m, b in zip(models, before, strict=True))
     crew.stacked.eval()
-    out = crew.outputs(X, own=False)
+    out = crew.outputs(X, separate=False)
     torch.testing.assert_close(out, torch.stack([m(X) for m in models]))
-    torch.testing.assert_close(crew.outputs(torch.stack([X, X.flip(0)]), own=True)[1], models[1](X.flip(0)))
+    torch.testing.assert_close(crew.outputs(torch.stack([X, X.flip(0)]), separate=True)[1], models[1](X.flip(0)))

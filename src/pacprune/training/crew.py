@@ -69,7 +69,7 @@ class Crew:
         whole = math.ceil(self.configs[0].batch_size / self.configs[0].accumulate) // ranks.world()
         if self.population is not None:
             crew, own = self.population, len(orders(self.configs, self.seeds)) > 1
-            return lambda x, y: crew.losses(loss, x, y, own=own, fuse=y.shape[1 if own else 0] == whole)
+            return lambda x, y: crew.losses(loss, x, y, separate=own, fuse=y.shape[1 if own else 0] == whole)
         model = self.models[0]
         compiled = compile_always(model) if self.configs[0].execution == "compiled" else model
 

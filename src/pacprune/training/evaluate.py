@@ -84,7 +84,7 @@ def _errors(population: Population, data: Data) -> list[float]:
     wrong, count = torch.zeros(len(population), dtype=torch.int64, device=device), 0
     with evaluating(population.stacked), isolated_rng(device, data):
         for x, y in batches(data, BATCH, device=device):
-            out = population.outputs(x, own=False)
+            out = population.outputs(x, separate=False)
             wrong += mistakes(out, y.expand(len(population), *y.shape)).flatten(1).sum(1)
             count += y.numel()
     return (wrong.double() / count).tolist()

@@ -22,11 +22,12 @@ from pacprune.kernels.conv.channels_last_pass import compiler_pass
 from pacprune.kernels.conv.convolution import FEW, convolution, filled, is_narrow
 from pacprune.masking import attachment, weights
 from pacprune.masking.sampler import Sampler
+from pacprune.types import Loss
 
 AT_ONCE = {"cpu": 8, "cuda": 96}
 """Networks in one population; where they do not fit into memory, `fit` trains them in halves."""
 _NARROW = 64
-"""Channels up to which cuDNN's strided grouped convolutions are slower than those of `kernels.grouped`."""
+"""Channels up to which cuDNN's strided grouped convolutions are slower than those of `kernels.conv.grouped`."""
 
 
 def members(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -72,23 +73,24 @@ class Population:
         options: dict[str, Any] = {"force_layout_optimization": True, "post_grad_custom_pre_pass": compiler_pass()}
         self._compiled = compile_always(self._apply, options=options)
 
-    def outputs(self, x: Tensor, *, own: bool) -> Tensor:
-        """All members' outputs [K, n, ...]: of x [n, ...], or, when each has its `own` inputs, of x [K, n, ...]."""
-        return self._call(None, x, None, own)
+    def outputs(self, x: Tensor, *, separate: bool) -> Tensor:
+        """All members' outputs [K, n, ...]: of x [n, ...], or, when each has `separate` inputs, of x [K, n, ...]."""
+        return self._call(None, x, None, separate)
 
-    def losses(
-        self, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, *, own: bool, fuse: bool = True
-    ) -> Tensor:
-        """The loss of every member on its batch: K numbers, whose sum has every member's own gradient."""
-        return self._call(loss, x, y, own, fuse)
+    def losses(self, loss: Loss, x: Tensor, y: Tensor, *, separate: bool, fuse: bool = True) -> Tensor:
+        """The loss of every member on its batch: K numbers, whose sum has every member's own gradient.
+
+        Without `fuse`, this batch is not given to the compiler.
+        """
+        return self._call(loss, x, y, separate, fuse)
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Copies what was trained into the members, in place, and leaves them in eval mode."""
-        for (_, kind, name), stacked, own in _tensors(self.stacked, self.models):
-            for member, tensor in zip(own, stacked.detach(), strict=True):
-                own_tensor = getattr(member, kind)[name]
-                own_tensor.copy_(tensor.reshape(own_tensor.shape))
+        for (_, kind, name), stacked, modules in _tensors(self.stacked, self.models):
+            for module, values in zip(modules, stacked.detach(), strict=True):
+                tensor = getattr(module, kind)[name]
+                tensor.copy_(values.reshape(tensor.shape))
         for path, module in self.stacked.named_modules():
             for name, keep in (weights.notes(module).mask or {}).items():
                 for k, model in enumerate(self.models):
@@ -97,41 +99,52 @@ class Population:
         for model in self.models:
             model.eval()
 
-    def _call(self, loss: Any, x: Tensor, y: Tensor | None, own: bool, fuse: bool = True) -> Tensor:
-        for module, own_mode in self._modes:
-            module.training = own_mode.training
+    def _call(self, loss: Loss | None, x: Tensor, y: Tensor | None, separate: bool, fuse: bool = True) -> Tensor:
+        for module, stacked_module in self._modes:
+            module.training = stacked_module.training
         tensors = {site.name: site.where() for site in self._sites} | self._rest
         # On a CPU autocast does not reach into vmap: convolutions and BatchNorm would meet two types.
         if self._vmap and not (x.device.type == "cpu" and torch.is_autocast_enabled("cpu")):
-            before = {} if self._tried else {n: t.clone() for n, t in self._rest.items() if not t.requires_grad}
-            apply = self._compiled if self._compiled is not None and fuse else self._apply
-            try:
-                # On a GPU the gradients of torch's fused attention are wrong under vmap: NaN in bfloat16.
-                plain = sdpa_kernel(SDPBackend.MATH) if x.device.type == "cuda" else nullcontext()
-                with warnings.catch_warnings(), plain:
-                    warnings.filterwarnings("ignore", message="There is a performance drop")
-                    found = apply(tensors, x, y, loss, own)
-                self._tried = True
-                return found
-            except RuntimeError as failure:  # a network that looks at its own numbers
-                if "vmap" not in str(failure):
-                    raise
-                self._vmap = False
-                with torch.no_grad():  # BatchNorm may have counted this batch already
-                    for name, value in before.items():
-                        self._rest[name].copy_(value)
-        found = []
+            out = self._call_at_once(tensors, loss, x, y, separate, fuse)
+            if out is not None:
+                return out
+        results = []
         for k in range(len(self)):
-            out = functional_call(self._plain, {n: t[k] for n, t in tensors.items()}, (x[k] if own else x,))
-            found.append(out if loss is None or y is None else loss(out, y[k] if own else y))
-        return torch.stack(found)
+            out = functional_call(self._plain, {n: t[k] for n, t in tensors.items()}, (x[k] if separate else x,))
+            results.append(out if loss is None or y is None else loss(out, y[k] if separate else y))
+        return torch.stack(results)
 
-    def _apply(self, tensors: dict[str, Tensor], x: Tensor, y: Tensor | None, loss: Any, own: bool) -> Tensor:
+    def _call_at_once(
+        self, tensors: dict[str, Tensor], loss: Loss | None, x: Tensor, y: Tensor | None, separate: bool, fuse: bool
+    ) -> Tensor | None:
+        """One call for all members; None for a network that looks at its own numbers, which vmap cannot serve."""
+        before = {} if self._tried else {n: t.clone() for n, t in self._rest.items() if not t.requires_grad}
+        apply = self._compiled if self._compiled is not None and fuse else self._apply
+        try:
+            # On a GPU the gradients of torch's fused attention are wrong under vmap: NaN in bfloat16.
+            plain_attention = sdpa_kernel(SDPBackend.MATH) if x.device.type == "cuda" else nullcontext()
+            with warnings.catch_warnings(), plain_attention:
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                out = apply(tensors, x, y, loss, separate)
+            self._tried = True
+            return out
+        except RuntimeError as failure:
+            if "vmap" not in str(failure):
+                raise
+        self._vmap = False
+        with torch.no_grad():  # BatchNorm may have counted this batch already
+            for name, value in before.items():
+                self._rest[name].copy_(value)
+        return None
+
+    def _apply(
+        self, tensors: dict[str, Tensor], x: Tensor, y: Tensor | None, loss: Loss | None, separate: bool
+    ) -> Tensor:
         def member(tensors: dict[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
             out = functional_call(self._plain, tensors, (x,))
-            return out if loss is None else loss(out, y)
+            return out if loss is None or y is None else loss(out, y)
 
-        data = 0 if own else None
+        data = 0 if separate else None
         return torch.vmap(member, in_dims=(0, data, None if y is None else data), randomness="different")(tensors, x, y)
 
 
@@ -139,9 +152,9 @@ def compile_always(function: Callable[..., Tensor], **options: Any) -> Callable[
     """torch.compile for every new shape and model: from the ninth on, torch would silently compile no more."""
     compiled = torch.compile(function, dynamic=False, **options)
 
-    def apply(*given: Any) -> Tensor:
+    def apply(*args: Any) -> Tensor:
         with torch._dynamo.config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20):
-            return compiled(*given)
+            return compiled(*args)
 
     return apply
 
@@ -150,9 +163,9 @@ def _stack(models: list[nn.Module]) -> nn.Module:
     """A copy of the first model with every parameter and buffer, and every noted mask, stacked over the members."""
     stacked = copy.deepcopy(models[0])
     shared: dict[int, Tensor] = {}  # a tied weight stays tied
-    for (module, kind, name), first, own in _tensors(stacked, models, every=True):
+    for (module, kind, name), first, modules in _tensors(stacked, models, with_ties=True):
         if id(first) not in shared:
-            tensor = torch.stack([getattr(member, kind)[name].detach() for member in own])
+            tensor = torch.stack([getattr(member, kind)[name].detach() for member in modules])
             shared[id(first)] = (
                 nn.Parameter(tensor, requires_grad=first.requires_grad) if isinstance(first, nn.Parameter) else tensor
             )
@@ -173,45 +186,58 @@ def _stack(models: list[nn.Module]) -> nn.Module:
 
 
 def _tensors(
-    stacked: nn.Module, models: list[nn.Module], *, every: bool = False
+    stacked: nn.Module, models: list[nn.Module], *, with_ties: bool = False
 ) -> Iterator[tuple[tuple[nn.Module, str, str], Tensor, list[nn.Module]]]:
-    """(module, its dictionary, name), the tensor there, and the members' modules; a tied weight once, or `every`."""
+    """(module, its dictionary, name), the tensor there, and the members' modules.
+
+    A tied weight comes once, or `with_ties` at every place.
+    """
     known: set[int] = set()
     for path, module in stacked.named_modules():
-        own = [model.get_submodule(path) for model in models]
+        modules = [model.get_submodule(path) for model in models]
         for kind in ("_parameters", "_buffers"):
             for name, tensor in list(getattr(module, kind).items()):
-                if tensor is not None and (every or id(tensor) not in known):
+                if tensor is not None and (with_ties or id(tensor) not in known):
                     known.add(id(tensor))
-                    yield (module, kind, name), tensor, own
+                    yield (module, kind, name), tensor, modules
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
     """The plain form of a model without its numbers, for functional_call."""
     plain = copy.deepcopy(model)
-    found = attachment.sites(plain)
-    if found:
-        attachment.harden(plain, {site.name: torch.ones_like(site.mean, dtype=torch.bool) for site in found})
+    sites = attachment.sites(plain)
+    if sites:
+        attachment.harden(plain, {site.name: torch.ones_like(site.mean, dtype=torch.bool) for site in sites})
     if kernels.backend(device_of(model)) == "triton":
-        for module in plain.modules():
-            if type(module) is nn.Conv2d and _is_slow_in_groups(module):
-                module.__class__ = _Grouped
-            elif type(module) is nn.Linear:
-                module.__class__ = _Linear
+        _use_grouped_layers(plain)
     for module in plain.modules():
         module.__class__ = _NORMS.get(type(module), type(module))
-    empty: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in plain.modules():  # .to("meta") would make two parameters of a tied one
+    _drop_numbers(plain)
+    return plain
+
+
+def _use_grouped_layers(plain: nn.Module) -> None:
+    """Gives layers that are slow for many members at once a forward pass of ours."""
+    for module in plain.modules():
+        if type(module) is nn.Conv2d and _is_slow_in_groups(module):
+            module.__class__ = _Grouped
+        elif type(module) is nn.Linear:
+            module.__class__ = _Linear
+
+
+def _drop_numbers(plain: nn.Module) -> None:
+    """Replaces all tensors by empty ones; .to("meta") would make two parameters of a tied one."""
+    empty: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, so that no other gets its id
+    for module in plain.modules():
         for kind in ("_parameters", "_buffers"):
             for name, tensor in getattr(module, kind).items():
                 if tensor is not None:
                     getattr(module, kind)[name] = empty.setdefault(id(tensor), (tensor, _meta(tensor)))[1]
-    return plain
 
 
 def _meta(tensor: Tensor) -> Tensor:
-    made = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    shape = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(shape, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape
 
 
 def _is_slow_in_groups(conv: nn.Conv2d) -> bool:
@@ -227,8 +253,8 @@ class _Grouped(nn.Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         half = torch.is_autocast_enabled(input.device.type)
         if half:
-            kind = torch.get_autocast_dtype(input.device.type)
-            input, weight = input.to(kind), weight.to(kind)
+            dtype = torch.get_autocast_dtype(input.device.type)
+            input, weight = input.to(dtype), weight.to(dtype)
         if self.stride == (1, 1) and half and not is_narrow(input, weight):
             out = super()._conv_forward(*filled(input, weight), None)
         else:
@@ -254,7 +280,7 @@ _NORMS: dict[type[nn.Module], Any] = {
 
 
 class _Linear(nn.Linear):
-    """x W^T as (W x^T)^T: the gradient in W is then laid out as W is, and no one has to transpose it."""
+    """x W^T as (W x^T)^T: the gradient in W is then laid out as W is, and nothing has to transpose it."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.ndim != 2:
@@ -273,11 +299,11 @@ def _check_alike(models: Sequence[nn.Module]) -> None:
     first = _form(models[0])
     for k, model in enumerate(models[1:], start=1):
         form = _form(model)
-        for (one, other), (name, mine) in zip(first, form, strict=False):
-            if (one, other) != (name, mine):
+        for (first_name, first_trait), (name, trait) in zip(first, form, strict=False):
+            if (first_name, first_trait) != (name, trait):
                 raise ValueError(
-                    f"the members of a population must have one architecture, but model 0 has {one} {other} "
-                    f"where model {k} has {name} {mine}; train them in separate calls"
+                    f"the members of a population must have one architecture, but model 0 has {first_name} "
+                    f"{first_trait} where model {k} has {name} {trait}; train them in separate calls"
                 )
         if len(first) != len(form):
             raise ValueError(
@@ -286,9 +312,9 @@ def _check_alike(models: Sequence[nn.Module]) -> None:
             )
 
 
-def alike(one: nn.Module, other: nn.Module) -> bool:
+def alike(first: nn.Module, second: nn.Module) -> bool:
     """Whether two models can be members of one population."""
-    return _form(one) == _form(other)
+    return _form(first) == _form(second)
 
 
 def _form(model: nn.Module) -> list[tuple[str, str]]:
@@ -313,6 +339,10 @@ def _settings(module: nn.Module) -> str:
 
     A seed or a name says which member it is, not what it computes.
     """
-    plain, other = (bool, int, float, str, tuple, type(None)), ("training", "seed", "name")
-    own = {k: v for k, v in vars(module).items() if k not in other and not k.startswith("_") and isinstance(v, plain)}
-    return ", ".join(f"{name}={own[name]!r}" for name in sorted(own))
+    plain, ignored = (bool, int, float, str, tuple, type(None)), ("training", "seed", "name")
+    settings = {
+        name: value
+        for name, value in vars(module).items()
+        if name not in ignored and not name.startswith("_") and isinstance(value, plain)
+    }
+    return ", ".join(f"{name}={settings[name]!r}" for name in sorted(settings))
