@@ -22,7 +22,7 @@ SUBJECTS = ("sample", "step", "population", "certificate", "pattern")
 
 
 def call(*words: str) -> Result:
-    return CliRunner().invoke(app.app, ["bench", *words], prog_name="pacprune")
+    return CliRunner().invoke(app.build(), ["bench", *words], prog_name="pacprune")
 
 
 # --- Arithmetic.

@@ -24,7 +24,7 @@ PBP = f"pbp {SHORT} --posterior-epochs 1 --draws 100 --unlabelled 50"
 
 
 def call(*words: str | Path) -> Result:
-    return CliRunner().invoke(app.app, [str(word) for word in words], prog_name="pacprune")
+    return CliRunner().invoke(app.build(), [str(word) for word in words], prog_name="pacprune")
 
 
 def run(line: str, out: Path) -> Path:

@@ -22,7 +22,7 @@ NAMES = list(recipes.RECIPES)
 
 
 def call(*words: str) -> Result:
-    return CliRunner().invoke(app.app, ["reproduce", *words], prog_name="pacprune")
+    return CliRunner().invoke(app.build(), ["reproduce", *words], prog_name="pacprune")
 
 
 def job(folder: Path, **changes: Any) -> Job:

@@ -17,7 +17,7 @@ METHODS = ["dense", "osp", "pft", "pbp"]
 
 
 def demo(out: Path, *words: str) -> Result:
-    return CliRunner().invoke(app.app, ["demo", "--out", str(out), *words])
+    return CliRunner().invoke(app.build(), ["demo", "--out", str(out), *words])
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_it_leaves_one_certificate_and_one_report(done: tuple[Path, dict[str, An
     assert found["folder"] == str(out)
     assert found["certificate"] == found["rows"][-1]["certificate"]
     assert found["statement"] in (out / "report.html").read_text()
-    assert CliRunner().invoke(app.app, ["verify", str(out), "--recount"]).stdout.endswith("\nVALID\n")
+    assert CliRunner().invoke(app.build(), ["verify", str(out), "--recount"]).stdout.endswith("\nVALID\n")
     figures = ["certificate", "curves", "keep_prob", "layers", "methods"]
     assert sorted(f.name for f in (out / "figures").glob("*.png")) == [f"{name}.png" for name in figures]
     assert not (out / store.CHECKPOINTS).exists()

@@ -28,7 +28,7 @@ FIGURES = ["methods", "certificate", "layers", "curves", "keep_prob"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of pbp, which has every figure."""
     out = tmp_path_factory.mktemp("runs") / "pbp"
-    done = CliRunner().invoke(app.app, [*COMMAND.split()[1:], "--out", str(out), "--json"])
+    done = CliRunner().invoke(app.build(), [*COMMAND.split()[1:], "--out", str(out), "--json"])
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout) == store.result(out)
     return out
@@ -126,14 +126,14 @@ def test_report_rebuilds_what_was_deleted(folder: Path, page: str, tmp_path: Pat
     shutil.copytree(folder, copy)
     shutil.rmtree(copy / "figures")
     (copy / "report.html").unlink()
-    done = CliRunner().invoke(app.app, ["report", str(copy)])
+    done = CliRunner().invoke(app.build(), ["report", str(copy)])
     assert done.stdout == f"Report: {copy / 'report.html'}\n"
     assert (copy / "report.html").read_text() == page
 
 
 def test_report_can_be_written_elsewhere(folder: Path, tmp_path: Path) -> None:
     before = {f: f.stat().st_mtime_ns for f in folder.rglob("*")}
-    done = CliRunner().invoke(app.app, ["report", str(folder), "--out", str(tmp_path), "--json"])
+    done = CliRunner().invoke(app.build(), ["report", str(folder), "--out", str(tmp_path), "--json"])
     assert json.loads(done.stdout)["report"] == str(tmp_path / "report.html")
     links = re.findall(r'href="([^"]*)"', (tmp_path / "report.html").read_text())
     assert all((tmp_path / link).is_file() for link in links)

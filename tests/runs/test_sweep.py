@@ -19,7 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from pacprune.cli.app import sweep as sweep_command
+from pacprune.cli.actions import sweep as sweep_command
 from pacprune.runs import cluster, commands, locks, options, store, sweep
 
 FIXED = "dense_epochs = 1\nepochs = 2\n"

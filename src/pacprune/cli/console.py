@@ -20,15 +20,15 @@ Where = Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """A user's mistake becomes one sentence on stderr and exit code 2; an interrupt a hint and exit code 130."""
     try:
         yield
     except (ValueError, OSError) as error:
-        what = str(error)
+        message = str(error)
         if isinstance(error, OSError) and error.filename:
-            what = f"{error.filename} cannot be read or written ({error.strerror}); choose another place"
-        typer.echo("pacprune: error: " + " ".join(what.split()), err=True)
+            message = f"{error.filename} cannot be read or written ({error.strerror}); choose another place"
+        typer.echo("pacprune: error: " + " ".join(message.split()), err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("pacprune: interrupted; run the same command again to go on", err=True)
@@ -36,7 +36,7 @@ def told() -> Iterator[None]:
 
 
 def show(result: Any, json: bool, *parts: Any) -> None:
-    """The result as JSON, or the parts that rich prints for a reader."""
+    """Prints the result as JSON, or the parts for a reader: text, and tables by rich."""
     if json:
         typer.echo(jsons.dumps(result))
     else:
@@ -46,7 +46,7 @@ def show(result: Any, json: bool, *parts: Any) -> None:
 
 
 def write(out: Path | None, name: str, result: Any) -> None:
-    """The result as a JSON file, where a folder was asked for."""
+    """Writes the result as a JSON file into `out`, if there is such a folder to write to."""
     if out is not None:
         write_atomically(out / name, (jsons.dumps(result, indent=2) + "\n").encode())
 

@@ -1,4 +1,4 @@
-"""The commands osp, pft and pbp: from options to a finished run folder."""
+"""The commands of METHODS: from options to a finished run folder."""
 
 import copy
 import importlib
@@ -28,15 +28,10 @@ from pacprune.masking import criteria, weights
 from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.masks import top_k
 from pacprune.masking.spikeslab import block_isotropic
-from pacprune.methods.gradual import gmp
-from pacprune.methods.iterative import imp
-from pacprune.methods.l0 import l0
-from pacprune.methods.one_shot import osp
-from pacprune.methods.pbp import pbp
-from pacprune.methods.pft import pft
+from pacprune.methods.table import METHODS
 from pacprune.runs import options as opt
 from pacprune.runs import report, store
-from pacprune.runs.options import L0, Dpf, Gmp, Imp, Options, Osp, Pbp, Pft, Pruning
+from pacprune.runs.options import Certifying, Options, Pruning
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error
 from pacprune.training.fit import fit, fit_posterior
@@ -46,7 +41,6 @@ FEW = 64
 """Examples that a rehearsal looks at."""
 TEST_DRAWS = 20
 """Networks drawn from Q to estimate its Gibbs error on the test part."""
-_BOUND = ("eps", "std", "delta", "objective", "family", "expected_risk", "grid", "draws", "tolerance")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,25 +83,25 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
         # The networks for the digits are so small that a second thread costs time.
         with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
             begin = partial(store.begin, folder, command, options)
-            found = work(options, lambda: ranks.on_rank0(begin), progress)
+            numbers = work(options, lambda: ranks.on_rank0(begin), progress)
     except ValueError:
         # The same input fails the same way, so what was begun here is not worth keeping, unless it was trained.
         if not taken_up and ranks.rank() == 0:
             store.clear(folder, keep=existed)
         raise
     common = {"command": command, "folder": str(folder), "version": __version__, "torch": torch.__version__}
-    found = common | opt.identity(options) | found
+    result = common | opt.identity(options) | numbers
 
     def finish() -> None:
-        report.write(folder, found)
-        store.finish(folder, found)
+        report.write(folder, result)
+        store.finish(folder, result)
 
     ranks.on_rank0(finish)
-    return found
+    return result
 
 
 def single(options: Options, begin: Callable[[], Path], progress: Progress) -> dict[str, Any]:
-    """The work of osp, pft and pbp."""
+    """The work of a method's command."""
     if options.data_dir is not None:
         store.check_folder(Path(options.data_dir), "the data files")
     split, model = prepare(options)
@@ -126,7 +120,7 @@ def stored(options: Options, outcomes: list[Outcome], split: Split, folder: Path
     store.write_model(folder / "model.safetensors", last.model)
     store.write_metrics(folder, [row for outcome in outcomes for row in outcome.history])
     total, counted = weights.total(last.model), weights.sparsity(last.model)
-    found = {
+    numbers = {
         "rows": [outcome.row for outcome in outcomes],
         "sparsity": counted,
         "kept": total - round(counted * total),
@@ -135,10 +129,10 @@ def stored(options: Options, outcomes: list[Outcome], split: Split, folder: Path
         "dense_error": outcomes[0].test_error if options.dense_epochs else None,
     }
     if last.certificate:
-        found |= certified(folder, last.certificate)
-        found["expected_sparsity"] = last.sparsity
-        found["thresholded_error"] = error(last.model, split.test)
-    return found
+        numbers |= certified(folder, last.certificate)
+        numbers["expected_sparsity"] = last.sparsity
+        numbers["thresholded_error"] = error(last.model, split.test)
+    return numbers
 
 
 def certified(folder: Path, certificate: Certificate) -> dict[str, Any]:
@@ -150,9 +144,9 @@ def certified(folder: Path, certificate: Certificate) -> dict[str, Any]:
 
 
 def certify(folder: Path, *, delta: float, certified: int, device: str, out: Path | None) -> Certificate:
-    """The held-out certificate of the sparse network that a finished run left, saved; its report tells of it.
+    """The held-out certificate of the sparse network that a finished run left, saved; its report shows it.
 
-    One that was issued before is returned as it is, and never replaced by another.
+    One that was issued before is returned as it is, and never replaced.
     """
     command, options = store.recorded(folder)
     result = store.result(folder)
@@ -167,31 +161,31 @@ def certify(folder: Path, *, delta: float, certified: int, device: str, out: Pat
     split, model = prepare(replace(options, device=device))
     model.load_state_dict(load_file(folder / "model.safetensors"))
     weights.mark_seen(model, example_hashes(getattr(split, options.train_on)))
-    found = certify_held_out(model, split, delta=delta, certified=certified, name=options.model)
+    certificate = certify_held_out(model, split, delta=delta, certified=certified, name=options.model)
     place = folder / store.CERTIFICATE if out is None else out
     if (place / RECORD).is_file():
-        found = _issued(place, found)
+        certificate = _issued(place, certificate)
     else:
-        found.save(place)
+        certificate.save(place)
     if out is None:
         report.write(folder, result)
-    return found
+    return certificate
 
 
-def _issued(place: Path, asked: Certificate) -> Certificate:
-    """The certificate that is in `place`, if it is what is asked for: whoever has read it must find it there again."""
-    there = load(place)
-    for name, one, other in (
-        ("kind", there.record["kind"], asked.record["kind"]),
-        ("network", there.record["hashes"].get("model"), asked.record["hashes"]["model"]),
-        ("delta", there.ledger.delta, asked.ledger.delta),
-        ("certified", there.ledger.certified, asked.ledger.certified),
+def _issued(place: Path, certificate: Certificate) -> Certificate:
+    """The certificate that lies in `place`, if it says what this one does: its readers must find it there again."""
+    issued = load(place)
+    for name, there, here in (
+        ("kind", issued.record["kind"], certificate.record["kind"]),
+        ("network", issued.record["hashes"].get("model"), certificate.record["hashes"]["model"]),
+        ("delta", issued.ledger.delta, certificate.ledger.delta),
+        ("certified", issued.ledger.certified, certificate.ledger.certified),
     ):
-        if one != other:
+        if there != here:
             raise ValueError(
-                f"{place} holds a certificate already: {name} is {one} there and {other} here; choose another --out"
+                f"{place} holds a certificate already: {name} is {there} there and {here} here; choose another --out"
             )
-    return there
+    return issued
 
 
 def prepare(options: Any) -> tuple[Split, nn.Module]:
@@ -200,7 +194,7 @@ def prepare(options: Any) -> tuple[Split, nn.Module]:
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"seed is {options.seed}; it must be a whole number from 0 to {2**32 - 1}")
     load = partial(data.load, options.data, seed=options.seed, data_dir=options.data_dir)
-    aside = options.unlabelled if isinstance(options, Pbp) else 0
+    aside = options.unlabelled if isinstance(options, Certifying) else 0
     try:
         split = load(prior_fraction=options.prior_fraction, unlabelled=aside)
     except ValueError:
@@ -224,12 +218,12 @@ def check_device(name: str) -> torch.device:
         raise ValueError(f"the device {name!r} cannot be used here ({reason}); use --device cpu") from None
 
 
-def own_model(spelled: str) -> nn.Module:
-    """What package.module:factory makes; a module in the present folder is found, too."""
+def model_of(spelled: str) -> nn.Module:
+    """The network that package.module:factory makes; the module may lie in the present folder."""
     module, _, factory = spelled.partition(":")
     sys.path.insert(0, "")
     try:
-        found = getattr(importlib.import_module(module), factory)()
+        model = getattr(importlib.import_module(module), factory)()
     except Exception as error:  # somebody else's code may raise anything
         raise ValueError(
             f"the model {spelled!r} cannot be made ({type(error).__name__}: {error}); "
@@ -237,20 +231,25 @@ def own_model(spelled: str) -> nn.Module:
         ) from error
     finally:
         sys.path.remove("")
-    if not isinstance(found, nn.Module):
-        raise ValueError(f"{spelled} made a {type(found).__name__}; it must make a torch.nn.Module")
-    return found
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{spelled} made a {type(model).__name__}; it must make a torch.nn.Module")
+    return model
 
 
 def rehearse(options: Options, model: nn.Module, split: Split) -> None:
     """The run without a single epoch, on a copy and a few examples: bad input is found before anything is written."""
-    model, few = copy.deepcopy(model), torch.arange(FEW)
+    model = copy.deepcopy(model)
     dense_stage(options)
     config = replace(stage(options), epochs=0)
-    if not isinstance(options, Pbp):
+    if isinstance(options, Certifying):
+        _rehearse_certificate(options, model, split)
+    else:
         part = training(options, split)
-        procedure(options)(model, part.subset(few[: len(part)]), config)
-        return
+        procedure(options)(model, part.subset(torch.arange(min(FEW, len(part)))), config)
+
+
+def _rehearse_certificate(options: Any, model: nn.Module, split: Split) -> None:
+    """The checks of a certificate, the prior's start, and its posterior without an epoch."""
     check_declared(options.family, "betting", options.expected_risk)
     Ledger.split(options.delta, grid=options.grid)
     if options.draws < 1:
@@ -259,19 +258,19 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
         raise ValueError(
             f"tolerance is {options.tolerance}; it must be more than 0: a tiny --tolerance makes all --draws"
         )
-    few = few[: min(len(split.prior), len(split.bound))]
+    few = torch.arange(min(FEW, len(split.prior), len(split.bound)))
     split = replace(split, prior=split.prior.subset(few), bound=split.bound.subset(few))
-    found = criteria.score(options.criterion, model, split.prior, seed=options.seed)
-    mask = top_k(found, sparsity=options.sparsity)
+    scores = criteria.score(options.criterion, model, split.prior, seed=options.seed)
+    mask = top_k(scores, sparsity=options.sparsity)
     attach(model, block_isotropic(model, mask, eps=options.eps, std=options.std))
-    last = replace(posterior(options), epochs=0)
+    config = replace(posterior(options), epochs=0)
     with tempfile.TemporaryDirectory() as out:
-        fit_posterior(model, read(model), split, last, delta=options.delta, objective=options.objective, out=out)
+        fit_posterior(model, read(model), split, config, delta=options.delta, objective=options.objective, out=out)
 
 
 def stage(options: Options) -> Config:
     """How what follows dense training is done."""
-    gate_lr = options.gate_lr if isinstance(options, (Pft, L0, Pbp)) else None  # the others have no gates
+    gate_lr = getattr(options, "gate_lr", None)  # not every method has gates
     on_gpu = torch.device(options.device).type == "cuda"
     return Config(
         epochs=options.epochs,
@@ -289,42 +288,37 @@ def stage(options: Options) -> Config:
 
 def dense_stage(options: Options) -> Config:
     """How dense training is done."""
-    own = {"lr": options.dense_lr, "weight_decay": options.dense_weight_decay}
-    given = {name: value for name, value in own.items() if value is not None}
-    return replace(stage(options), epochs=options.dense_epochs, **given)
+    rates = {"lr": options.dense_lr, "weight_decay": options.dense_weight_decay}
+    changes = {name: value for name, value in rates.items() if value is not None}
+    return replace(stage(options), epochs=options.dense_epochs, **changes)
 
 
-def posterior(options: Pbp) -> Config:
+def posterior(options: Certifying) -> Config:
     """How Q is trained: its own epochs and learning rate, on the bound examples as they are."""
     return Config(epochs=options.posterior_epochs, lr=options.posterior_lr, batch_size=options.batch_size)
 
 
-def procedure(options: Options) -> Callable[..., Any]:
-    """The pipeline of these options, with everything given but model, data, config, folder and progress."""
-    verb, names, more = {
-        Osp: (osp, ("criterion", "pattern", "scope", "min_per_layer"), {}),
-        Pft: (pft, ("criterion", "pattern", "recipe", "mask_share", "eps", "noise", "min_per_layer"), {}),
-        Pbp: (pbp, ("criterion", *_BOUND), {"name": options.model}),
-        Gmp: (gmp, ("pattern", "mask_share", "every", "min_per_layer"), {}),
-        Dpf: (gmp, ("pattern", "mask_share", "every", "min_per_layer"), {"feedback": True}),
-        Imp: (imp, ("pattern", "rounds", "min_per_layer"), {}),
-        L0: (l0, ("mask_share", "min_per_layer"), {}),
-    }[type(options)]
-    if isinstance(options, Pbp):
-        more = more | {"posterior": posterior(options)}
-    own = {name: getattr(options, name) for name in ("sparsity", "seed", *names)}
-    return partial(verb, **own, **more)
+def procedure(options: Options) -> "partial[Any]":
+    """The pipeline of these options, with all arguments but model, data, config, folder and progress."""
+    method = METHODS[options.command]
+    flags = (flag for flag in method.flags or () if flag != "gate_lr")  # which is in the config
+    arguments = {name: getattr(options, name) for name in ("sparsity", "seed", *flags)} | dict(method.options)
+    if isinstance(options, Certifying):
+        arguments |= {"name": options.model, "posterior": posterior(options)}
+    return partial(method.verb, **arguments)
 
 
-def method(options: Options) -> str:
-    """The name of a method in tables."""
-    if isinstance(options, Pft) and options.recipe == "paper":
-        return "pft-paper"
-    return type(options).__name__.lower()
+def method_name(options: Options) -> str:
+    """The method's name in tables: the command's, or that of a variant whose options these are."""
+    verb, values = METHODS[options.command].verb, vars(options)
+    for name, method in METHODS.items():
+        if method.flags is None and method.verb is verb and method.options.items() <= values.items():
+            return name
+    return options.command
 
 
 def training(options: Options, split: Split) -> Part:
-    """What dense networks are trained on: S_P for pbp, whose prior may see nothing else; S or S_P for the others."""
+    """What dense networks are trained on: S_P before a certificate, whose prior sees nothing else; else S or S_P."""
     if not isinstance(options, Pruning):
         return split.prior
     if options.train_on not in opt.PARTS:
@@ -344,20 +338,21 @@ def dense(options: Options, model: nn.Module, split: Split, folder: Path, progre
 def prune(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress) -> Outcome:
     """Prunes the network in place by the procedure of its options, and measures it."""
     run, config = partial(procedure(options), folder=folder, progress=progress), stage(options)
-    if not isinstance(options, Pbp):
+    if not isinstance(options, Certifying):
         return measured(options, run(model, training(options, split), config), split)
     # A run that was broken off after it certified makes the same certificate again: that is one certificate, not two.
     (folder / "certify-calls.json").unlink(missing_ok=True)
     return measured(options, run(model, split, config), split)
 
 
-def measured(options: Options, found: Any, split: Split) -> Outcome:
-    """What a pipeline made, with its error on the test part."""
-    if not isinstance(options, Pbp):
-        return Outcome(method(options), found.sparsity, error(found.model, split.test), found.model, found.history)
-    gibbs = gibbs_error(found.model, split.test, draws=TEST_DRAWS)
-    plain = harden(copy.deepcopy(found.model))
-    return Outcome("pbp", found.posterior.sparsity, gibbs, plain, found.history, found.certificate)
+def measured(options: Options, result: Any, split: Split) -> Outcome:
+    """What a pipeline left, with its error on the test part."""
+    name, model = method_name(options), result.model
+    if not isinstance(options, Certifying):
+        return Outcome(name, result.sparsity, error(model, split.test), model, result.history)
+    gibbs = gibbs_error(model, split.test, draws=TEST_DRAWS)
+    plain = harden(copy.deepcopy(model))
+    return Outcome(name, result.posterior.sparsity, gibbs, plain, result.history, result.certificate)
 
 
 @contextmanager

@@ -1,19 +1,25 @@
-"""What can be asked of a command: one frozen dataclass gives its flags, help, defaults, config file and run name."""
+"""What can be asked of a command: one frozen dataclass gives its flags, help, defaults, config file and run name.
 
+A method's dataclass is made from its row of METHODS and the signature of its verb.
+"""
+
+import functools
 import hashlib
+import inspect
 import json
+import re
 import shlex
 import tomllib
-import types
 import typing
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pacprune import data, models
 from pacprune.certification.bounds_table import FAMILIES
 from pacprune.masking import criteria, patterns
+from pacprune.methods.table import METHODS, Method
 from pacprune.training.config import GATE_STEPS, SCHEDULES
 from pacprune.training.fit import OBJECTIVES
 
@@ -28,6 +34,9 @@ def _option(default: Any, help: str, *, names_run: bool = True) -> Any:
 @dataclass(frozen=True)
 class Options:
     """What all methods share."""
+
+    command: ClassVar[str]
+    """The command whose options these are."""
 
     data: str = _option("digits", f"Data set: {', '.join(data.NAMES)}.")
     model: str = _option("mlp", f"Network: {', '.join(models.NAMES)}.")
@@ -49,14 +58,6 @@ class Options:
     data_dir: str | None = _option(None, "Folder of the data files [$PACPRUNE_DATA, or a cache].", names_run=False)
 
 
-_CRITERION = f"What ranks the weights: {', '.join(criteria.CRITERIA)}."
-_GATE_LR = "Learning rate of the keep probabilities; 100 times --lr unless given{}."
-_MASK_SHARE = "Share of --epochs that trains the {}; the rest fine-tunes."
-_FLOOR = "Weights that every layer keeps at least."
-_EVERY = "Steps from one mask to the next."
-_PATTERN = f"Keep so many of every 4 weights in a row: {', '.join(patterns.PATTERNS)}; --sparsity follows from it."
-
-
 @dataclass(frozen=True)
 class Pruning(Options):
     """What every method shares that leaves a plain sparse network."""
@@ -67,114 +68,13 @@ class Pruning(Options):
 
 
 @dataclass(frozen=True)
-class Osp(Pruning):
-    """One-shot pruning: rank the weights once.
+class Certifying(Options):
+    """What every method shares that leaves a certificate."""
 
-    Dense training, the top k of the criterion's scores, sparse fine-tuning.
-    """
-
-    criterion: str = _option("magnitude", _CRITERION)
-    scope: str = _option("global", "One ranking (global), the same sparsity in each layer (layer), or erk budgets.")
-    min_per_layer: int = _option(0, _FLOOR)
-    pattern: str | None = _option(None, _PATTERN)
-
-
-@dataclass(frozen=True)
-class Pft(Pruning):
-    """Probabilistic fine-tuning: learn which weights to keep.
-
-    Dense training, weights and keep probabilities trained together, the top k of the latter, sparse fine-tuning.
-    """
-
-    criterion: str = _option("magnitude", _CRITERION)
-    gate_lr: float | None = _option(None, _GATE_LR.format(f", less where they have more than {GATE_STEPS} steps"))
-    recipe: str = _option(
-        "coupled",
-        "coupled (keep probabilities follow the weights' sizes while their mean falls to 1 - sparsity) or paper.",
-    )
-    mask_share: float = _option(0.5, _MASK_SHARE.format("keep probabilities"))
-    eps: float = _option(
-        1e-4, "Keep probability, at the start, of the weights that --criterion would prune; --recipe paper only."
-    )
-    noise: bool = _option(
-        True, "Train with random masks; without, each weight is scaled by a smooth function of its keep probability."
-    )
-    min_per_layer: int = _option(0, _FLOOR)
-    pattern: str | None = _option(None, _PATTERN)
-
-
-@dataclass(frozen=True)
-class Gmp(Pruning):
-    """Gradual magnitude pruning: prune while training.
-
-    Dense training, the smallest weights set to zero a few at a time, sparse fine-tuning.
-    """
-
-    mask_share: float = _option(0.5, _MASK_SHARE.format("masks"))
-    every: int = _option(16, _EVERY)
-    min_per_layer: int = _option(0, _FLOOR)
-    pattern: str | None = _option(None, _PATTERN)
-
-
-@dataclass(frozen=True)
-class Dpf(Gmp):
-    """Gradual pruning with feedback: pruned weights can come back.
-
-    Like gmp, but pruned weights are still trained, by the sparse network's gradient, until the masks are final.
-    """
-
-    every: int = _option(1, _EVERY)
-
-
-@dataclass(frozen=True)
-class Imp(Pruning):
-    """Iterative magnitude pruning with learning-rate rewinding.
-
-    Dense training, then rounds of pruning the smallest weights and training with the whole schedule again.
-    """
-
-    rounds: int = _option(3, "Rounds into which --epochs are cut.")
-    min_per_layer: int = _option(0, _FLOOR)
-    pattern: str | None = _option(None, _PATTERN)
-
-
-@dataclass(frozen=True)
-class L0(Pruning):
-    """L0 regularisation: hard-concrete gates at a price.
-
-    Dense training, weights and gates trained together, the most open gates, sparse fine-tuning.
-    """
-
-    gate_lr: float | None = _option(None, _GATE_LR.format(""))
-    mask_share: float = _option(0.5, _MASK_SHARE.format("gates"))
-    min_per_layer: int = _option(0, _FLOOR)
-
-
-@dataclass(frozen=True)
-class Pbp(Options):
-    """PAC-Bayes pruning: a certificate for new data.
-
-    A prior over sparse networks is trained on a part S_P of the training data; a posterior, on a bound that the rest of
-    the training data gives; the certificate holds for networks drawn from the posterior.
-    """
-
-    criterion: str = _option("magnitude", _CRITERION)
     epochs: int = _option(20, "Epochs of training the prior, after dense training and before --posterior-epochs.")
-    gate_lr: float | None = _option(None, _GATE_LR.format(""))
     posterior_epochs: int = _option(20, "Epochs of training the posterior on the bound.")
     posterior_lr: float = _option(0.02, "Learning rate of the posterior.")
-    eps: float = _option(1e-4, "Keep probability of the weights outside the prior's mask, at the start.")
-    std: float = _option(2e-3, "Standard deviation of a kept weight.")
-    delta: float = _option(0.05, "Probability with which the certificate may fail.")
-    objective: str = _option("seeger", f"Bound that trains the posterior: {', '.join(OBJECTIVES)}.")
-    family: str = _option("seeger", f"Bound that the certificate claims: {', '.join(FAMILIES)}.")
-    expected_risk: float | None = _option(
-        None, "Risk that Catoni's constant is made for: a guess without the bound set."
-    )
-    grid: int = _option(1, "Priors, fixed in advance, of which this is one: each pays delta / grid.")
     unlabelled: int = _option(100, "Training inputs kept aside, to certify the thresholded network by.")
-    draws: int = _option(4000, "Most networks to draw in estimating the risk of Q, and of P.")
-    tolerance: float = _option(0.005, "Stop drawing once the estimate costs the certificate at most this much.")
 
 
 @dataclass(frozen=True)
@@ -188,19 +88,82 @@ class Demo:
     device: str = _option("cpu", "Where to compute: cpu, cuda or cuda:N.", names_run=False)
 
 
-COMMANDS: dict[str, type] = {
-    "demo": Demo,
-    "osp": Osp,
-    "pft": Pft,
-    "gmp": Gmp,
-    "dpf": Dpf,
-    "imp": Imp,
-    "l0": L0,
-    "pbp": Pbp,
-}
+GATE_LR = (
+    "Learning rate of the keep probabilities; 100 times --lr unless given, and in pft less where they have more than "
+    f"{GATE_STEPS} steps."
+)
+_CHOICES: dict[str, Iterable[str]] = {"criterion": criteria.CRITERIA, "objective": OBJECTIVES, "family": FAMILIES}
+"""Flags whose help lists what there is."""
+
+
+@functools.cache
+def options_of(command: str, method: Method) -> type[Options]:
+    """The options of a method's command: what all share, and its flags, as the method's verb documents them."""
+    parameters = inspect.signature(method.verb).parameters
+    flags: list[tuple[str, Any, Any]] = []
+    for flag in method.flags or ():
+        if flag == "gate_lr":  # a field of the Config that the verb takes
+            flags.append((flag, float | None, _option(None, GATE_LR)))
+            continue
+        default = method.defaults.get(flag, parameters[flag].default)
+        plain = _plain_type(parameters[flag].annotation)
+        flags.append((flag, plain if default is not None else plain | None, _option(default, flag_help(method, flag))))
+    text = f"{method.title}: {method.sentence}.\n\n{method.steps}"
+    return make_dataclass(
+        command.capitalize(),
+        flags,
+        bases=(Certifying if method.certifies else Pruning,),
+        namespace={"command": command, "__doc__": text, "__module__": __name__},
+        frozen=True,
+    )
+
+
+def flag_help(method: Method, flag: str) -> str:
+    """The first sentence about a parameter under `Args:` of the verb, as help: `other` becomes --other, quotes go."""
+    entry = re.search(rf"^    {flag}: (.+(?:\n {{8}}.+)*)", inspect.getdoc(method.verb) or "", re.M)
+    if entry is None:
+        raise ValueError(
+            f"{method.title} offers the flag {flag!r}, but its docstring says nothing of it; add it to Args"
+        )
+    sentence = re.split(r"(?<=\.) (?=\S)", " ".join(entry[1].split()))[0]
+    sentence = re.sub(r"`(\w+)`", lambda name: "--" + name[1].replace("_", "-"), sentence).replace('"', "")
+    return f"{sentence[:-1]}: {', '.join(_CHOICES[flag])}." if flag in _CHOICES else sentence
+
+
+def _plain_type(hint: Any) -> Any:
+    """The type that a flag or a config file can hold: float of `float | None`, str of `str | Criterion`."""
+    return next(part for part in typing.get_args(hint) or (hint,) if part in (bool, int, float, str))
+
+
+class _Commands(Mapping[str, type]):
+    """The options of every command that makes a run: the demo, and all of METHODS that have a command of their own."""
+
+    def __getitem__(self, command: str) -> type:
+        if command == "demo":
+            return Demo
+        if command not in METHODS or METHODS[command].flags is None:
+            raise KeyError(command)
+        return options_of(command, METHODS[command])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["demo", *(name for name, method in METHODS.items() if method.flags is not None)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+COMMANDS = _Commands()
+
+
+def __getattr__(name: str) -> type[Any]:
+    """The options of a method by their class name, such as `Pft`; unpickling looks here."""
+    if name == name.capitalize() and name.lower() in COMMANDS:
+        return COMMANDS[name.lower()]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _LARGE = {"unlabelled": 5000, "draws": 20_000, "tolerance": 0.001}
-_BOUND: dict[str, dict[str, Any]] = {
+_CERTIFIED: dict[str, dict[str, Any]] = {
     "mnist": _LARGE | {"lr": 0.01, "schedule": "constant", "dense_epochs": 30, "epochs": 30, "posterior_epochs": 30},
     "fashion-mnist": _LARGE
     | {"lr": 0.01, "schedule": "constant", "dense_epochs": 70, "epochs": 30, "posterior_epochs": 30},
@@ -215,7 +178,7 @@ _BOUND: dict[str, dict[str, Any]] = {
         "posterior_epochs": 60,
     },
 }
-"""pbp has the paper's constants, and a finer certificate, where there is more data."""
+"""Methods that certify have the paper's constants, and a finer certificate, where there is more data."""
 
 _GREY = {"lr": 0.1, "dense_lr": 0.05, "dense_epochs": 12, "epochs": 12, "warmup": 0.05}
 _PRUNED: dict[str, dict[str, Any]] = {
@@ -234,38 +197,29 @@ _PRUNED: dict[str, dict[str, Any]] = {
 }
 """The others have what docs/results.md compares them by."""
 
-_RATES: dict[tuple[str, str], dict[str, float]] = {
-    ("mnist", "mlp"): {"osp": 0.2, "pft": 0.1, "gmp": 0.1, "dpf": 0.1, "imp": 0.2, "l0": 0.2},
-    ("fashion-mnist", "mlp"): {"osp": 0.2, "pft": 0.1, "gmp": 0.2, "dpf": 0.1, "imp": 0.2, "l0": 0.2},
-    ("fashion-mnist", "lenet5"): {"osp": 0.1, "pft": 0.05, "gmp": 0.1, "dpf": 0.02, "imp": 0.05, "l0": 0.1},
-    ("cifar10", "resnet20"): {"osp": 0.2, "pft": 0.2, "gmp": 0.2, "dpf": 0.05, "imp": 0.1, "l0": 0.2},
-}
-"""Learning rates that were best on validation data, from magnitude (results/pft-vs-osp-tuning.csv)."""
-
 
 def preset(kind: type, data: str, model: str | None = None) -> dict[str, Any]:
     """What a command takes by itself on a data set, with its usual network or the one that is named."""
     if not issubclass(kind, Options):
         return {}
-    if not issubclass(kind, Pruning):
-        return _BOUND.get(data, {})
-    found = _PRUNED.get(data, {})
-    rates = _RATES.get((data, model or found.get("model", kind.model)), {})
-    name = next(name for name, known in COMMANDS.items() if known is kind)
-    return found | ({"lr": rates[name]} if name in rates else {})
+    if issubclass(kind, Certifying):
+        return _CERTIFIED.get(data, {})
+    usual = _PRUNED.get(data, {})
+    lr = METHODS[kind.command].rates.get((data, model or usual.get("model", kind.model)))
+    return usual if lr is None else usual | {"lr": lr}
 
 
 _Kind = TypeVar("_Kind")
 
 
-def resolve(kind: type[_Kind], *given: Mapping[str, Any]) -> _Kind:
-    """Options from the defaults, the presets, what a pattern says, and `given`; the later ones win."""
+def resolve(kind: type[_Kind], *layers: Mapping[str, Any]) -> _Kind:
+    """Options from the defaults, the presets, what a pattern says, and the layers; the later ones win."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    asked = {name: value for part in given for name, value in part.items()}
-    usual = preset(kind, asked.get("data", ""), asked.get("model"))
-    if asked.get("pattern") is not None:
-        usual = usual | {"sparsity": patterns.sparsity(asked["pattern"])}
-    return kind(**{name: value for name, value in usual.items() if name in names} | asked)
+    values = {name: value for layer in layers for name, value in layer.items()}
+    usual = preset(kind, values.get("data", ""), values.get("model"))
+    if values.get("pattern") is not None:
+        usual = usual | {"sparsity": patterns.sparsity(values["pattern"])}
+    return kind(**{name: value for name, value in usual.items() if name in names} | values)
 
 
 def identity(options: Any) -> dict[str, Any]:
@@ -275,20 +229,20 @@ def identity(options: Any) -> dict[str, Any]:
 
 def changed(options: Any) -> dict[str, Any]:
     """The options that name the run and are not what the command takes by itself for this data, network and pattern."""
-    own = identity(options)
-    asked = {name: own[name] for name in own if name in ("data", "model", "pattern")}
-    usual = asdict(resolve(type(options), asked)) | {"data": Options.data, "pattern": None}
-    if "model" in own:
-        usual["model"] = resolve(type(options), {"data": own["data"]}).model
-    return {name: value for name, value in own.items() if value != usual[name]}
+    values = identity(options)
+    chosen = {name: values[name] for name in values if name in ("data", "model", "pattern")}
+    usual = asdict(resolve(type(options), chosen)) | {"data": Options.data, "pattern": None}
+    if "model" in values:
+        usual["model"] = resolve(type(options), {"data": values["data"]}).model
+    return {name: value for name, value in values.items() if value != usual[name]}
 
 
 def run_name(command: str, options: Any) -> str:
     """COMMAND-HASH: 10 hex digits of SHA-256 of the canonical JSON of `changed`; the demo as it is needs no hash."""
-    asked = changed(options)
-    if command == "demo" and not asked:
+    values = changed(options)
+    if command == "demo" and not values:
         return command
-    canonical = json.dumps(asked, sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return f"{command}-{hashlib.sha256(canonical.encode()).hexdigest()[:10]}"
 
 
@@ -317,28 +271,30 @@ def from_toml(path: Path, command: str | None = None) -> tuple[str, dict[str, An
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"the config file {path} cannot be read ({error}); give a TOML file") from None
-    found = content.pop("command", command)
-    if found not in COMMANDS or command not in (None, found):
+    named = content.pop("command", command)
+    if named not in COMMANDS or command not in (None, named):
         raise ValueError(
-            f"{path} is for the command {found!r}, not for {command or ' or '.join(COMMANDS)}; use another one"
+            f"{path} is for the command {named!r}, not for {command or ' or '.join(COMMANDS)}; use another one"
         )
-    kinds = types_of(COMMANDS[found])
-    if "criterion" not in kinds and content.get("criterion") == "magnitude":
+    plain_types = types_of(COMMANDS[named])
+    if "criterion" not in plain_types and content.get("criterion") == "magnitude":
         del content["criterion"]  # older run folders name it for every method, with this value alone
-    for name, value in content.items():
-        if name not in kinds:
-            raise ValueError(f"{path} has an unknown key {name!r}; pacprune {found} knows {', '.join(kinds)}")
-        if kinds[name] is float and type(value) is int:
-            content[name] = float(value)
-        elif type(value) is not kinds[name]:
-            raise ValueError(f"{name} in {path} is {value!r}, but it must be a {kinds[name].__name__}; change it")
-    return found, content
+    for name in content:
+        if name not in plain_types:
+            raise ValueError(f"{path} has an unknown key {name!r}; pacprune {named} knows {', '.join(plain_types)}")
+    return named, {name: checked_value(path, name, value, plain_types[name]) for name, value in content.items()}
+
+
+def checked_value(path: Path, name: str, value: Any, plain: type) -> Any:
+    """The value of a key in a TOML file, if it has the type; a whole number may stand for a float."""
+    if plain is float and type(value) is int:
+        return float(value)
+    if type(value) is not plain:
+        raise ValueError(f"{name} in {path} is {value!r}, but it must be a {plain.__name__}; change it")
+    return value
 
 
 def types_of(kind: type) -> dict[str, type]:
     """The plain type of every option: float for `float | None`."""
     hints = typing.get_type_hints(kind)
-    return {
-        name: next(part for part in typing.get_args(hint) or (hint,) if part is not types.NoneType)
-        for name, hint in hints.items()
-    }
+    return {f.name: _plain_type(hints[f.name]) for f in fields(kind)}

@@ -16,6 +16,7 @@ from pacprune.certification.certificate import Certificate, rounded_up
 from pacprune.certification.decode import load as load_certificate
 from pacprune.files import write_atomically
 from pacprune.kernels.law import LOGIT_MAX
+from pacprune.methods.table import METHODS
 from pacprune.runs import store
 from pacprune.types import Table
 
@@ -23,17 +24,13 @@ HINT = 'no figures were drawn, since matplotlib is not installed: pip install "p
 # Okabe and Ito's colours: told apart by colour-blind readers.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#7F7F7F"
 STAGES = {"dense": GREY, "masks": ORANGE, "prior": ORANGE, "posterior": PURPLE, "tune": BLUE}
-METHODS = {
-    "dense": GREY,
-    "osp": BLUE,
-    "pft": ORANGE,
-    "pft-paper": "#e69f00",
-    "gmp": "#009e73",
-    "dpf": "#56b4e9",
-    "imp": "#004d40",
-    "l0": "#cc79a7",
-    "pbp": PURPLE,
-}
+DENSE = "#CCCCCC"
+"""The colour of the network before pruning; those of the methods are in METHODS."""
+
+
+def colour(method: str) -> str:
+    """The colour of a row, by its method or `dense`."""
+    return DENSE if method == "dense" else METHODS[method].colour
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def _methods(canvas: Any, rows: Table) -> None:
     axes = canvas.subplots()
     names = [f"{row['method']} ({row['sparsity']:.0%} pruned)" for row in rows]
     values = [row["test_error"] for row in rows]
-    axes.barh(names, values, height=0.6, color=[METHODS[row["method"]] for row in rows])
+    axes.barh(names, values, height=0.6, color=[colour(row["method"]) for row in rows])
     for place, row in enumerate(rows):
         axes.text(row["test_error"], place, f" {row['test_error']:.3f}", va="center")
     shown = {"certificate": ("D", "certificate"), "held_out": ("s", "held-out baseline")}
@@ -214,7 +211,7 @@ def _layers(canvas: Any, rows: Table) -> None:
         own = {row["layer"]: row for row in rows if row["method"] == method}
         places = [place + (number + 0.5) * height - 0.4 for place in range(len(layers))]
         axes.barh(
-            places, [own[layer]["sparsity"] for layer in layers], height * 0.9, color=METHODS[method], label=method
+            places, [own[layer]["sparsity"] for layer in layers], height * 0.9, color=colour(method), label=method
         )
     sizes = {row["layer"]: row["weights"] for row in rows}
     axes.set_yticks(range(len(layers)), [f"{layer}\n({sizes[layer]:,})" for layer in layers], fontsize=8)

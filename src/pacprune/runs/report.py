@@ -13,30 +13,10 @@ from pacprune.bounds import Ledger
 from pacprune.certification.bounds_table import BOUNDS
 from pacprune.certification.certificate import RECORD, Certificate, rounded_up
 from pacprune.files import write_atomically
+from pacprune.methods.table import METHODS
 from pacprune.runs import options as opt
 from pacprune.runs import plots, store
 
-TITLES = {
-    "demo": "Three ways to prune a network, and one proof",
-    "osp": "One-shot pruning",
-    "pft": "Probabilistic fine-tuning",
-    "gmp": "Gradual magnitude pruning",
-    "dpf": "Gradual pruning with feedback",
-    "imp": "Iterative magnitude pruning",
-    "l0": "L0 regularisation",
-    "pbp": "PAC-Bayes pruning, with a certificate",
-}
-METHODS = {
-    "dense": "the network before pruning",
-    "osp": "one-shot pruning: rank the weights once, drop the rest, fine-tune",
-    "pft": "probabilistic fine-tuning: learn which weights to keep while training them",
-    "pft-paper": "probabilistic fine-tuning by the paper's recipe",
-    "gmp": "gradual magnitude pruning: drop the smallest weights a few at a time while training",
-    "dpf": "gradual pruning with feedback: dropped weights are trained on and can come back",
-    "imp": "iterative magnitude pruning: rounds of dropping the smallest weights and training again",
-    "l0": "L0 regularisation: gates with a price on every weight that stays",
-    "pbp": "PAC-Bayes pruning: a random sparse network, whose error on new data is bounded by a proof",
-}
 COLUMNS = {
     "method": "Method",
     "sparsity": "Sparsity",
@@ -61,7 +41,7 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
     figures = plots.draw(folder, result, out)
     proved = plots.proved(folder)
     body = [
-        f"<h1>{TITLES[command]}</h1>",
+        f"<h1>{_title(command)}</h1>",
         f"<p>{escape(_summary(result))}</p>",
         _table(result["rows"]),
         _certificate(proved, os.path.relpath(folder / store.CERTIFICATE, out)) if proved else "",
@@ -74,7 +54,7 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>pacprune: {escape(TITLES[command])}</title>
+<title>pacprune: {escape(_title(command))}</title>
 <style>{_STYLE}</style>
 </head>
 <body><main>
@@ -84,6 +64,15 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
 """
     write_atomically(out / "report.html", page.encode())
     return out / "report.html"
+
+
+def _title(command: str) -> str:
+    return "Three ways to prune a network, and one proof" if command == "demo" else METHODS[command].title
+
+
+def _meaning(method: str) -> str:
+    """What a row of the table is."""
+    return "the network before pruning" if method == "dense" else f"{METHODS[method].title}: {METHODS[method].sentence}"
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -116,7 +105,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         cells = "".join(f"<td>{cell(name, row[name])}</td>" for name in shown if name != "method")
-        lines.append(f"<tr><th>{row['method']}<small>{METHODS[row['method']]}</small></th>{cells}</tr>")
+        lines.append(f"<tr><th>{row['method']}<small>{_meaning(row['method'])}</small></th>{cells}</tr>")
     meanings = "".join(f"<dt>{t}</dt><dd>{sentence(MEANINGS[t])}</dd>" for t in shown.values() if t in MEANINGS)
     return (
         f'<div class="wide"><table id="results"><thead><tr>{head}</tr></thead>'

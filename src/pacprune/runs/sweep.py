@@ -22,7 +22,7 @@ from pacprune.methods.pipeline import together
 from pacprune.runs import commands, locks, store
 from pacprune.runs import options as opt
 from pacprune.runs.commands import Outcome
-from pacprune.runs.options import Options, Pbp
+from pacprune.runs.options import Certifying, Options
 from pacprune.training.evaluate import error
 from pacprune.training.fit import fit
 from pacprune.training.population import AT_ONCE
@@ -136,9 +136,9 @@ def _resources(path: Path, given: Any, device: str) -> Resources:
 
 def _check_paid(path: Path, entries: list[Entry]) -> None:
     """Refuses priors on one bound set that delta is not divided among: somebody will choose the best of them."""
-    same: dict[Any, list[Pbp]] = {}
+    same: dict[Any, list[Any]] = {}
     for options in (entry.options for entry in entries):
-        if isinstance(options, Pbp):
+        if isinstance(options, Certifying):
             key = options.data, options.seed, options.prior_fraction, options.unlabelled
             same.setdefault(key, []).append(options)
     for found in same.values():
@@ -297,7 +297,7 @@ def _trained(every: Sequence[Options], scratch: Path, progress: Progress) -> tup
         results = together(
             verbs[0].func,
             [copy.deepcopy(dense[k].model if dense else model) for k in range(len(every))],
-            split if isinstance(first, Pbp) else part,
+            split if isinstance(first, Certifying) else part,
             [commands.stage(options) for options in every],
             folder=[scratch / str(k) for k in range(len(every))],
             progress=progress,

@@ -1,0 +1,311 @@
+"""What the commands do that are no run of a method: a function each, whose parameters are its flags."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Column, Table
+
+from pacprune.bench import coverage, deployment
+from pacprune.bench import subjects as benchmark
+from pacprune.certification import audit
+from pacprune.cli import calculator
+from pacprune.cli.console import Device, Json, Seed, Where, data_state, show, user_errors, write
+from pacprune.cli.progress import progress_bars
+from pacprune.data import datasets, download
+from pacprune.methods.table import METHODS, pruning_methods
+from pacprune.paper import frame, recipes
+from pacprune.runs import cluster, commands, events, locks, report, store
+from pacprune.runs import sweep as sweeps
+
+PRUNING = ", ".join(name for name, method in pruning_methods().items() if method.flags is not None)
+WITH_NETWORK = ", ".join(name for name, method in METHODS.items() if method.flags is not None)
+
+
+def bound(
+    n: Annotated[int, typer.Option(help="Number of bound examples.")],
+    risk: Annotated[float | None, typer.Option(help="Empirical (Gibbs) risk on the n examples, a fraction.")] = None,
+    errors: Annotated[
+        int | None,
+        typer.Option(help="Instead of --risk: errors on the n examples; with --draws, those of all draws."),
+    ] = None,
+    kl: Annotated[float, typer.Option(help="KL(Q||P) in nats.")] = 0.0,
+    delta: Annotated[float, typer.Option(help="Probability with which the bound may fail.")] = 0.05,
+    draws: Annotated[
+        int | None,
+        typer.Option(
+            help="The risk is the mean over so many networks drawn from Q, each on all n examples: costs delta/5, by "
+            "Chernoff's bound (a mean alone does not do for the tighter betting bound of pbp)."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write bound.json to.")] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """A calculator of bounds on the error on new data."""
+    with user_errors():
+        fraction = calculator.risk_of(risk, errors, n=n, draws=draws)
+        bounds = calculator.calculate(fraction, n=n, kl=kl, delta=delta, draws=draws)
+        write(out, "bound.json", bounds)
+        show(bounds, json, calculator.table(bounds, draws))
+
+
+def certify(
+    run: Annotated[Path, typer.Argument(help=f"Folder of a finished run, with --train-on prior, of {PRUNING}.")],
+    delta: Annotated[float, typer.Option(help="Probability with which the certificate may fail.")] = 0.05,
+    certified: Annotated[int, typer.Option(help="Networks among which you may choose; each pays delta / so many.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Folder of the certificate [RUN/certificate].")] = None,
+    seed: Seed = 0,
+    device: Where = "cpu",
+    json: Json = False,
+) -> None:
+    """A certificate for the network of a run."""
+    with user_errors():
+        certificate = commands.certify(run, delta=delta, certified=certified, device=device, out=out)
+        place = str(run / store.CERTIFICATE if out is None else out)
+        numbers = {name: getattr(certificate, name) for name in ("bound", "n", "risk", "sparsity", "statement")}
+        show({"folder": place, "delta": delta, **numbers}, json, certificate.statement, f"Certificate: {place}")
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Folder of a certificate, or of its run; or its certificate.json.")],
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files; implies --recount.")] = None,
+    recount: Annotated[
+        bool, typer.Option("--recount", help="With the data: make the split again, count the networks' errors again.")
+    ] = False,
+    replay: Annotated[bool, typer.Option("--replay", help="The same, and draw fresh networks from P and Q.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="What makes a network that is not pacprune's own: package.module:factory.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write verify.json to.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the fresh draws; random unless given.")] = None,
+    device: Where = "cpu",
+    json: Json = False,
+) -> None:
+    """Checks a certificate, without data or with them.
+
+    Hashes, the KL and every bound are computed again from the files; what is taken on trust is named. Exit 0: VALID,
+    1: INVALID, with the first rule that fails, 2: it cannot be read.
+    """
+    with user_errors():
+        commands.check_device(device)
+        place = store.certificate(folder)
+        if data_dir is not None:
+            store.check_folder(data_dir, "the data files")
+        network = commands.model_of(model) if model else None
+        with progress_bars() as progress:
+            verdict = audit.verify(
+                place,
+                model=network,
+                data_dir=data_dir,
+                recount=recount,
+                replay=replay,
+                seed=seed,
+                device=device,
+                progress=progress,
+            )
+        write(out, "verify.json", asdict(verdict))
+        show(asdict(verdict), json, str(verdict))
+    if not verdict.valid:
+        raise typer.Exit(1)
+
+
+def selftest(
+    what: Annotated[str, typer.Argument(help="coverage: how often every bound fails where the truth is known.")],
+    trials: Annotated[int, typer.Option(help=f"Samples per population, at least {coverage.FEWEST}.")] = 1000,
+    delta: Annotated[float, typer.Option(help="Probability with which a bound may fail.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+    device: Device = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Folder to write coverage.json to.")] = None,
+    json: Json = False,
+) -> None:
+    """Tests the bounds themselves, by simulation.
+
+    Exit 0: no bound exceeds its delta beyond the interval, and every planted fault is caught; otherwise 1.
+    """
+    with user_errors():
+        if what != "coverage":
+            raise ValueError(f"unknown self-test {what!r}; use coverage")
+        with progress_bars() as progress:
+            rows = coverage.run(trials, seed=seed, delta=delta, progress=progress)
+        ok = all(row.ok for row in rows)
+        result = {"ok": ok, "trials": trials, "seed": seed, "delta": delta, "rows": [asdict(row) for row in rows]}
+        write(out, "coverage.json", result)
+        show(result, json, *coverage.lines(rows))
+    if not ok:
+        raise typer.Exit(1)
+
+
+def bench(
+    subject: Annotated[str, typer.Argument(help=f"{', '.join(benchmark.SUBJECTS)}.")],
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes, which only show that it runs.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="On a CPU: the slow sizes as well.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to write bench-SUBJECT.json to.")] = None,
+    seed: Seed = 0,
+    device: Where = "cpu",
+    json: Json = False,
+) -> None:
+    """Measures speed, as ratios within one run."""
+    with user_errors():
+        with progress_bars() as progress:
+            timings = benchmark.run(subject, device=device, smoke=smoke, full=full, progress=progress)
+        write(out, f"bench-{subject}.json", timings)
+        show(timings, json, *benchmark.shown(timings))
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(help=f"{', '.join(recipes.RECIPES)}.")],
+    scale: Annotated[str, typer.Option(help=f"How much is computed: {', '.join(frame.SCALES)}.")] = "reduced",
+    out: Annotated[Path | None, typer.Option(help="Folder of the figures and CSVs [runs/NAME-SCALE[-ONLY]].")] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(help=f"One setting of {', '.join(recipes.PARTED)}; an unknown name lists them [all of them]."),
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the data files [$PACPRUNE_DATA, or a cache].")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything; each is a fresh set of repetitions.")] = 0,
+    device: Where = "cpu",
+    json: Json = False,
+) -> None:
+    """Makes figures of the paper, each with its CSV."""
+    with user_errors():
+        with progress_bars() as progress:
+            figures = recipes.run(
+                name, scale=scale, only=only, out=out, seed=seed, device=device, data_dir=data_dir, progress=progress
+            )
+        show(figures, json, *recipes.shown(figures))
+
+
+def data(
+    action: Annotated[str, typer.Argument(help="list, fetch or path.")],
+    name: Annotated[str | None, typer.Argument(help=f"For fetch and path: {', '.join(datasets.SOURCES)}.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option("--data-dir", "--out", help="Folder of the files [$PACPRUNE_DATA, or a cache].")
+    ] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """The data sets: which are here, and how to get them."""
+    with user_errors():
+        if name not in datasets.SOURCES and (name or action == "fetch"):
+            raise ValueError(
+                f"the data set for `pacprune data {action}` is {repr(name) if name else 'missing'}; "
+                f"use one of {', '.join(datasets.SOURCES)} (the digits come with the package)"
+            )
+        if action not in DATA_ACTIONS:
+            raise ValueError(f"unknown action {action!r}; use {', '.join(DATA_ACTIONS)}")
+        DATA_ACTIONS[action](name, data_dir, json)
+
+
+def _data_path(name: str | None, data_dir: Path | None, json: bool) -> None:
+    """Where the files of a data set lie, or would lie."""
+    folder = str(download.data_folder(data_dir) / (datasets.SOURCES[name].folder if name else ""))
+    show({"folder": folder}, json, folder)
+
+
+def _data_fetch(name: str | None, data_dir: Path | None, json: bool) -> None:
+    """Downloads a data set."""
+    with progress_bars() as progress:
+        folder = str(datasets.fetch(name or "", data_dir, progress=progress))
+    show({"name": name, "folder": folder}, json, f"{name} is complete in {folder}")
+
+
+def _data_list(name: str | None, data_dir: Path | None, json: bool) -> None:
+    """Which data sets are here, and what is wrong with the others."""
+    states = [{"name": "digits", "folder": "inside the package", "present": True, "usable": True, "detail": ""}]
+    states += [data_state(name, data_dir) for name in datasets.SOURCES]
+    table = Table("Data set", Column("Folder", overflow="fold"), "State")
+    for state in states:
+        table.add_row(state["name"], state["folder"], (state["detail"] or "ready") if state["present"] else "missing")
+    show({"data": states}, json, table, "To get one that is missing: pacprune data fetch NAME")
+
+
+DATA_ACTIONS = {"list": _data_list, "fetch": _data_fetch, "path": _data_path}
+
+
+def rebuild(
+    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    out: Annotated[Path | None, typer.Option(help="Write report.html and figures there instead.")] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Draws figures and report of a finished run again."""
+    with user_errors():
+        page = str(report.write(folder, store.result(folder), out=out))
+        show({"report": page, "folder": str(folder)}, json, f"Report: {page}")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help=f"Folder of a finished run of {WITH_NETWORK}.")],
+    format: Annotated[str, typer.Option(help=f"{', '.join(deployment.FILES)}.")] = "safetensors",
+    out: Annotated[Path | None, typer.Option(help="File to write [in RUN, named by the format].")] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Writes the network of a run to a file."""
+    with user_errors():
+        exported = deployment.export(run, format=format, out=out)
+        show(exported, json, exported["said"])
+
+
+def measure(
+    run: Annotated[Path, typer.Argument(help=f"Folder of a finished run of {WITH_NETWORK}.")],
+    seconds: Annotated[float, typer.Option(help="Time to measure, per batch size.")] = 5.0,
+    out: Annotated[Path | None, typer.Option(help="Folder to write profile.json to.")] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Size on disk, FLOPs and CPU latency of every form of a network."""
+    with user_errors():
+        with progress_bars() as progress:
+            forms = deployment.profile(run, seconds=seconds, progress=progress)
+        write(out, "profile.json", forms)
+        show(forms, json, *deployment.shown(forms))
+
+
+def track(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, finished or going.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the event files [RUN/events].")] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """TensorBoard event files of a run."""
+    with user_errors():
+        place = str(events.write(run, out=out))
+        show({"run": str(run), "events": place}, json, f"Events: tensorboard --logdir {place}")
+
+
+def sweep(
+    what: Annotated[str, typer.Argument(help="TOML file: a command, its options, a [grid] of lists; or: status.")],
+    folder: Annotated[Path | None, typer.Argument(help="For status: the folder of a sweep.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Run on a Ray cluster: auto, or HOST:PORT of its head node.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs' folders [runs/FILE without .toml].")] = None,
+    seed: Seed = 0,
+    device: Annotated[str | None, typer.Option(help="Where to compute, instead of what the file says.")] = None,
+    json: Json = False,
+) -> None:
+    """Runs every combination of some options, once.
+
+    Finished runs are skipped, those that were broken off go on. Runs of one network and seed are trained together; with
+    --ray, each is a task of its own. Exit 0: none failed, 1: some did, and the table says why, 2: nothing was begun.
+    """
+    with user_errors():
+        if what == "status":
+            if folder is None:
+                raise ValueError("the folder for `pacprune sweep status` is missing; name one, such as runs/mine")
+            state = sweeps.status(folder)
+        elif folder is not None:
+            raise ValueError(f"there is a second argument, {folder}, after {what}; give the runs' folder as --out")
+        else:
+            state = sweeps.run(Path(what), out=out, device=device, work=None if ray is None else cluster.work_at(ray))
+        show(state, json, locks.table(state), f"Runs: {state['folder']}")
+    if state["failed"]:
+        raise typer.Exit(1)
