@@ -4,8 +4,8 @@ Plain float64 functions, each rounded outward. Draw t is a fresh network from Q 
 replacement from the bound set, and its value X_t the error rate: i.i.d. in [0, 1], with the empirical Gibbs risk q as
 their mean.
 
-    >>> from pacprune import montecarlo
-    >>> errors = [2, 0, 3, 1, 4] * 200  # of 25 examples each: mean .08
+    >>> from pacprune.bounds import montecarlo
+    >>> errors = [2, 0, 3, 1, 4] * 200  # of 25 examples each: mean 0.08
     >>> round(montecarlo.betting([e / 25 for e in errors], delta=0.01), 4)
     0.0888
 """
@@ -20,24 +20,31 @@ from pacprune import bounds
 from pacprune.bounds.numeric import ROUND_UP, ROUNDING, check_count, check_delta, check_fraction, log_sum_exp, upper_end
 
 BETTING_GRID = tuple(0.95 * 950.0 ** (j / 19 - 1.0) for j in range(20))
-"""Bets f_j of `betting`: 20 geometric values from .001 to .95, fixed so that no run can choose them by its data."""
+"""Bets f_j of `betting`: 20 geometric values from 0.001 to 0.95, fixed so that no run can choose them by its data."""
 
 Values = Sequence[float] | NDArray[np.floating]
-Counts = Sequence[int] | NDArray[np.integer]
+Frequencies = Sequence[int] | NDArray[np.integer]
 
 
 def chernoff(risk: float, *, draws: int, delta: float) -> float:
     """Chernoff-Hoeffding bound on the mean of i.i.d. values in [0, 1]: kl_inverse(risk, log(1/delta)/draws).
 
-    `risk` is the sample mean of `draws` values with mean p. By Hoeffding (1963, theorem 1), Pr[risk <= x] <=
-    exp(-draws kl(x||p)) for x <= p; the bound fails only in this one tail, so that log(1/delta) is enough and the
-    two-sided log(2/delta) is not needed.
+    Let p be the mean of the values. By Hoeffding (1963, theorem 1), Pr[risk <= x] <= exp(-draws kl(x||p)) for x <= p.
+    The bound fails only in this one tail, so that log(1/delta) is enough and the two-sided log(2/delta) is not needed.
+
+    Args:
+        risk: The sample mean.
+        draws: How many values it is the mean of, fixed beforehand.
+        delta: Probability with which the bound may fail.
+
+    Returns:
+        An upper bound on the mean.
     """
     risk, draws, delta = check_fraction("risk", risk), check_count("draws", draws), check_delta(delta)
     return bounds.kl_inverse(risk, -math.log(delta) / draws * ROUND_UP)
 
 
-def betting(values: Values, *, delta: float, counts: Counts | None = None) -> float:
+def betting(values: Values, *, delta: float, counts: Frequencies | None = None) -> float:
     """Betting bound on the mean q of values X_1, X_2, ... in [0, 1] with E[X_t | past] = q; 1 without values.
 
     The smallest mu with wealth(mu) >= 1/delta, where
@@ -46,20 +53,28 @@ def betting(values: Values, *, delta: float, counts: Counts | None = None) -> fl
 
     At mu = q every factor has conditional mean 1 and is at least 1 - f_j > 0, so that the wealth is a nonnegative
     martingale that starts at 1; Ville's inequality: it ever reaches 1/delta with probability at most delta. The wealth
-    increases in mu, so that q lies below the bound with probability 1 - delta at all times t at once: one may
-    stop drawing whenever the bound is good enough. (Waudby-Smith and Ramdas, "Estimating means of bounded random
-    variables by betting", 2024.)
+    increases in mu, so that q lies below the bound with probability 1 - delta at all times t at once. One may
+    therefore stop drawing whenever the bound is good enough. (Waudby-Smith and Ramdas, "Estimating means of bounded
+    random variables by betting", 2024.)
 
     The slack is at least about log(20/delta) / (number of values), even without variance: many draws on small
     minibatches are worth more than few on large ones.
 
-    The product does not depend on the order of the draws: how often each value occurred is all that matters, and
-    the draws of several workers, none left out, merge by adding counts. With `counts`, values[i] occurred counts[i]
-    times, so that the bound of a growing run costs the same after each chunk:
+    The product does not depend on the order of the draws, but only on how often each value occurred. The draws of
+    several workers, none left out, therefore merge by adding counts, and the bound of a growing run costs the same
+    after each chunk:
 
         levels = np.arange(batch + 1) / batch
         counts += np.bincount(errors_of_the_chunk, minlength=batch + 1)
         upper = betting(levels, counts=counts, delta=0.01)
+
+    Args:
+        values: The values X_t, or the distinct ones if there are `counts`.
+        delta: Probability with which the bound may ever fail.
+        counts: How often each of the values occurred; None for once each.
+
+    Returns:
+        An upper bound on the mean.
     """
     delta = check_delta(delta)
     x, times = _histogram(values, counts, least=0.0)
@@ -77,13 +92,22 @@ def betting(values: Values, *, delta: float, counts: Counts | None = None) -> fl
     return upper_end(float((times * x).sum()) / draws, 1.0, lambda mu: log_wealths(mu) >= target)
 
 
-def betting_lower(values: Values, *, delta: float, counts: Counts | None = None) -> float:
-    """Betting bound from below on the mean of values in [0, 1]: 1 - betting(1 - values), rounded down."""
+def betting_lower(values: Values, *, delta: float, counts: Frequencies | None = None) -> float:
+    """Betting bound from below on the mean of values in [0, 1]: 1 - betting(1 - values), rounded down.
+
+    Args:
+        values: The values, or the distinct ones if there are `counts`.
+        delta: Probability with which the bound may ever fail.
+        counts: How often each of the values occurred; None for once each.
+
+    Returns:
+        A lower bound on the mean.
+    """
     x, times = _histogram(values, counts, least=0.0)
     return max(0.0, 1.0 - betting(1.0 - x, counts=times, delta=delta) - ROUNDING)
 
 
-def betting_difference(differences: Values, *, delta: float, counts: Counts | None = None) -> float:
+def betting_difference(differences: Values, *, delta: float, counts: Frequencies | None = None) -> float:
     """Betting bound on the mean of differences Y_t in [-1, 1]: 2 betting((1 + Y)/2) - 1.
 
     The way to a tighter bound on q from the same number of draws (a control variate):
@@ -93,14 +117,24 @@ def betting_difference(differences: Values, *, delta: float, counts: Counts | No
 
     f is one network fixed before the draws, and its error rate on the bound set is exact. Where the draws mostly err
     on the examples on which f errs too, Y_t varies far less than the error rate of draw t. If draw and f differ in
-    error on a share d of the examples, E examples in all give a slack of about sqrt(2 d log(20/delta) / E) as long as a
-    minibatch has at most d / slack of them; larger ones give a larger slack.
+    error on a share d of the examples, E examples in all give a slack of about sqrt(2 d log(20/delta) / E). This is so
+    as long as a minibatch has at most d / slack of them; larger ones give a larger slack.
+
+    Args:
+        differences: The values Y_t, or the distinct ones if there are `counts`.
+        delta: Probability with which the bound may ever fail.
+        counts: How often each of the values occurred; None for once each.
+
+    Returns:
+        An upper bound on the mean difference.
     """
     y, times = _histogram(differences, counts, least=-1.0)
     return min(1.0, 2.0 * betting(0.5 + 0.5 * y, counts=times, delta=delta) - 1.0 + ROUNDING)
 
 
-def _histogram(values: Values, counts: Counts | None, *, least: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _histogram(
+    values: Values, counts: Frequencies | None, *, least: float
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The distinct values, checked to lie in [least, 1], and how often each occurred."""
     x = np.asarray(values, dtype=np.float64).reshape(-1)
     bad = np.flatnonzero(~((x >= least) & (x <= 1.0)))

@@ -53,7 +53,7 @@ def check_count(name: str, value: int, *, least: int = 1) -> int:
 
 
 def check_part(name: str, value: int, whole_name: str, whole: int) -> tuple[int, int]:
-    """Two counts, the first of some among the second."""
+    """Two counts, the first of which is a part of the second."""
     value, whole = check_count(name, value, least=0), check_count(whole_name, whole)
     if value > whole:
         raise ValueError(f"{name} is {value}, but there are only {whole_name} = {whole} to count it among")
@@ -84,11 +84,11 @@ def log_sum_exp(logs: NDArray[np.float64]) -> float:
 
 
 NEWTON_STEPS = 7
-"""Five give every digit of kl_inverse from its first guess (tests/test_numeric.py has the grid); two are to spare."""
+"""Five give every digit of kl_inverse from its first guess (grid: tests/bounds/test_numeric.py); two are spare."""
 
 
 def kl_inverse(q: Tensor, c: Tensor) -> Tensor:
-    """sup{p in [q, 1]: kl(q||p) <= c} of every element, differentiable, without a look at the device.
+    """sup{p in [q, 1]: kl(q||p) <= c} of every element, differentiable, and without waiting for the device.
 
     dp/dc = p(1-p)/(p-q) and dp/dq = dp/dc * log(p(1-q)/(q(1-p))), held finite at q = 0 and c = 0. In float64, returned
     in the wider type of q and c. It is for training: near bounds.kl_inverse (to 1e-12), but not rounded upward.

@@ -43,11 +43,11 @@ __all__ = [
 ]
 
 CATONI_GRID = tuple(0.02 * 400.0 ** (j / 19) for j in range(20))
-"""Constants c of `catoni`: 20 geometric values from .02 to 8, fixed so that no run can choose them by its data.
+"""Constants c of `catoni`: 20 geometric values from 0.02 to 8, fixed so that no run can choose them by its data.
 
-The best c is the log odds ratio of bound and risk: .03 at risk .5, n = 60,000 and KL = 0; 5 at risk .005 and KL = n/2.
-The bound is flat around it: for risks from .005 to .5 and n from 500 to 60,000, the best of these 20 is at most 1.3 %
-further above the risk than the best of all c.
+The best c is the log odds ratio of bound and risk: 0.03 at risk 0.5, n = 60,000 and KL = 0; 5 at risk 0.005 and KL =
+n/2. The bound is flat around it: for risks from 0.005 to 0.5 and n from 500 to 60,000, the best of these 20 is at most
+1.3 % further above the risk than the best of all c.
 """
 
 # --- The binary relative entropy and its inverses.
@@ -76,6 +76,17 @@ def kl_bernoulli(q: float, p: float) -> float:
 
     Infinite where q > 0 = p or q < 1 = p. Computed as a sum of two nonnegative terms, so that its relative error stays
     near 1e-15, also for p next to q and next to the ends.
+
+    Args:
+        q: Fraction in [0, 1], such as an empirical risk.
+        p: Fraction in [0, 1], such as the risk on new data.
+
+    Returns:
+        kl(q||p) in nats.
+
+    Example:
+        >>> round(pp.bounds.kl_bernoulli(0.1, 0.2), 4)
+        0.0367
     """
     q, p = check_fraction("q", q), check_fraction("p", p)
     return _divergence(q, p, p - q) + _divergence(1.0 - q, 1.0 - p, q - p)
@@ -85,6 +96,17 @@ def kl_inverse(q: float, c: float) -> float:
     """Largest p with kl(q||p) <= c: sup{p in [q, 1]: kl(q||p) <= c}, from above.
 
     kl_inverse(0, c) = 1 - exp(-c), kl_inverse(1, c) = 1, kl_inverse(q, 0) = q, kl_inverse(q, inf) = 1.
+
+    Args:
+        q: Fraction in [0, 1], such as an empirical risk.
+        c: Complexity in nats per example, at least 0; see `complexity`.
+
+    Returns:
+        p, rounded up.
+
+    Example:
+        >>> round(pp.bounds.kl_inverse(0.1, 0.05), 4)
+        0.2201
     """
     q, c = check_fraction("q", q), check_nonnegative("c", c)
     if c == 0.0:
@@ -103,6 +125,17 @@ def kl_inverse_lower(q: float, c: float) -> float:
 
     kl_inverse_lower(0, c) = 0, kl_inverse_lower(1, c) = exp(-c), kl_inverse_lower(q, 0) = q, kl_inverse_lower(q, inf)
     = 0. Found directly: 1 - kl_inverse(1 - q, c), the same number on paper, has no correct digit where it is small.
+
+    Args:
+        q: Fraction in [0, 1], such as an empirical risk.
+        c: Complexity in nats per example, at least 0; see `complexity`.
+
+    Returns:
+        p, rounded down.
+
+    Example:
+        >>> round(pp.bounds.kl_inverse_lower(0.1, 0.05), 4)
+        0.0313
     """
     q, c = check_fraction("q", q), check_nonnegative("c", c)
     if c == 0.0:
@@ -123,6 +156,16 @@ def xi(n: int) -> float:
 
     Abel's identity turns the sum into 1 + sum_{m=1..n} prod_{i<m} (1 - i/n) (one plus Ramanujan's Q), whose terms need
     no binomials. (Maurer, "A note on the PAC-Bayesian theorem", 2004.)
+
+    Args:
+        n: Number of bound examples, such as 10_000.
+
+    Returns:
+        xi(n), rounded up.
+
+    Example:
+        >>> round(pp.bounds.xi(10_000), 1)
+        126.0
     """
     n = check_count("n", n)
     # Product m is below exp(-m(m-1)/2n): those left out are e^-50 of the sum. The margin covers them and the rounding.
@@ -132,7 +175,20 @@ def xi(n: int) -> float:
 
 
 def complexity(n: int, kl: float, delta: float) -> float:
-    """Complexity term of the PAC-Bayes-kl theorem: (KL(Q||P) + log(xi(n)/delta)) / n."""
+    """Complexity term of the PAC-Bayes-kl theorem: (KL(Q||P) + log(xi(n)/delta)) / n.
+
+    Args:
+        n: Number of bound examples, such as 10_000.
+        kl: KL(Q||P) in nats, at least 0.
+        delta: Probability with which the bound may fail, such as 0.05.
+
+    Returns:
+        Nats per example, rounded up; `kl_inverse` takes them.
+
+    Example:
+        >>> round(pp.bounds.complexity(10_000, 50.0, 0.05), 4)
+        0.0058
+    """
     n, kl, delta = check_count("n", n), check_nonnegative("kl", kl), check_delta(delta)
     return (kl + math.log(xi(n)) - math.log(delta)) / n * ROUND_UP
 
@@ -142,6 +198,19 @@ def seeger(risk: float, *, n: int, kl: float, delta: float) -> float:
 
     Holds with probability 1 - delta over n i.i.d. examples, for all Q at once and one P that did not see them.
     (Seeger 2002; with the constant xi(n), Maurer 2004.)
+
+    Args:
+        risk: Gibbs risk on the bound set, or an upper bound on it, as a fraction.
+        n: Number of bound examples, such as 10_000.
+        kl: KL(Q||P) in nats, at least 0.
+        delta: Probability with which the bound may fail, such as 0.05.
+
+    Returns:
+        An upper bound on the Gibbs risk on new data.
+
+    Example:
+        >>> round(pp.bounds.seeger(0.1, n=10_000, kl=50.0, delta=0.05), 4)
+        0.1353
     """
     return kl_inverse(check_fraction("risk", risk), complexity(n, kl, delta))
 
@@ -150,6 +219,19 @@ def paper(risk: float, *, n: int, kl: float, delta: float) -> float:
     """The paper's theorem: risk + min{e + sqrt(e(e + 2 risk)), sqrt(e/2)}, e = (KL + log(2 sqrt(n)/delta))/n.
 
     Both terms relax the inverse of kl, by kl(q||p) >= (p-q)^2/(2p) and by Pinsker's inequality: never below `seeger`.
+
+    Args:
+        risk: Gibbs risk on the bound set, or an upper bound on it, as a fraction.
+        n: Number of bound examples, such as 10_000.
+        kl: KL(Q||P) in nats, at least 0.
+        delta: Probability with which the bound may fail, such as 0.05.
+
+    Returns:
+        An upper bound on the Gibbs risk on new data.
+
+    Example:
+        >>> round(pp.bounds.paper(0.1, n=10_000, kl=50.0, delta=0.05), 4)
+        0.1405
     """
     risk, n = check_fraction("risk", risk), check_count("n", n)
     kl, delta = check_nonnegative("kl", kl), check_delta(delta)
@@ -165,6 +247,20 @@ def catoni(risk: float, *, n: int, kl: float, delta: float, c: float | None = No
     Without c it is the least over CATONI_GRID, each at delta/20 (union bound: log 20 more nats). There is no xi(n) in
     it, which makes it the tighter one for small KL. (Catoni, "PAC-Bayesian supervised classification", 2007, theorem
     1.2.6.)
+
+    Args:
+        risk: Gibbs risk on the bound set, or an upper bound on it, as a fraction.
+        n: Number of bound examples, such as 10_000.
+        kl: KL(Q||P) in nats, at least 0.
+        delta: Probability with which the bound may fail, such as 0.05.
+        c: The constant, fixed without the bound set; None tries CATONI_GRID. See `catoni_constant`.
+
+    Returns:
+        An upper bound on the Gibbs risk on new data.
+
+    Example:
+        >>> round(pp.bounds.catoni(0.1, n=10_000, kl=50.0, delta=0.05, c=0.34), 4)
+        0.1337
     """
     risk, n = check_fraction("risk", risk), check_count("n", n)
     kl, delta = check_nonnegative("kl", kl), check_delta(delta)
@@ -179,7 +275,20 @@ def catoni(risk: float, *, n: int, kl: float, delta: float, c: float | None = No
 def catoni_constant(risk: float, *, n: int, kl: float, delta: float) -> float:
     """The c of `catoni` that is best for a risk and a KL that are expected before the bound set is looked at.
 
-    Of a geometric grid from .01 to 10, fine enough that the next value would not be better by a hundredth of the gap.
+    Of a geometric grid from 0.01 to 10, fine enough that the next value would not be better by a hundredth of the gap.
+
+    Args:
+        risk: The expected risk, as a fraction.
+        n: Number of bound examples, such as 10_000.
+        kl: The expected KL in nats; 0 will do.
+        delta: Probability with which the bound may fail, such as 0.05.
+
+    Returns:
+        The constant c.
+
+    Example:
+        >>> round(pp.bounds.catoni_constant(0.1, n=10_000, kl=50.0, delta=0.05), 4)
+        0.34
     """
     check_fraction("risk", risk)
     return min((0.01 * 1.1**k for k in range(73)), key=lambda c: catoni(risk, n=n, kl=kl, delta=delta, c=c))
@@ -195,9 +304,27 @@ def excess_loss(
         R(Q) <= clopper_pearson(h*; delta_reference) + kl_inverse(plus, C) - kl_inverse_lower(minus, C),
         C = (KL + log(2 xi(n)/delta))/n;    fails with probability at most delta + delta_reference.
 
-    `reference_errors` counts h*'s errors; `plus` and `minus` are the two empirical means under Q, of which an upper
-    bound of plus and a lower bound of minus will do. Where Q and h* mostly agree both are small, and the price of the
-    KL is that of a small risk. (Mhammedi, Grünwald and Guedj 2019; the split into two kl: Wu and Seldin 2022.)
+    Where Q and h* mostly agree, plus and minus are small, and the price of the KL is that of a small risk. (Mhammedi,
+    Grünwald and Guedj 2019; the split into two kl: Wu and Seldin 2022.)
+
+    Args:
+        reference_errors: Wrong answers of h* on the bound set.
+        plus: Mean share of examples on which a draw errs and h* does not, or an upper bound on it.
+        minus: Mean share of examples on which h* errs and a draw does not, or a lower bound on it.
+        n: Number of bound examples, such as 10_000.
+        kl: KL(Q||P) in nats, at least 0.
+        delta_reference: Probability with which the bound on h* may fail.
+        delta: Probability with which the bound on the two differences may fail.
+
+    Returns:
+        An upper bound on the Gibbs risk on new data.
+
+    Example:
+        >>> bound = pp.bounds.excess_loss(
+        ...     reference_errors=900, plus=0.02, minus=0.01, n=10_000, kl=50.0, delta_reference=0.01, delta=0.04
+        ... )
+        >>> round(bound, 4)
+        0.1333
     """
     plus, minus = check_fraction("plus", plus), check_fraction("minus", minus)
     c = complexity(n, kl, check_delta(delta) / 2.0)
@@ -213,6 +340,18 @@ def clopper_pearson(errors: int, *, n: int, delta: float) -> float:
 
     Holds with probability 1 - delta for a fixed predictor and n i.i.d. examples; 1 if errors = n, 1 - delta^(1/n) if
     errors = 0; equal to the (1 - delta)-quantile of Beta(errors + 1, n - errors). (Clopper and Pearson, 1934.)
+
+    Args:
+        errors: Number of wrong answers.
+        n: Number of examples.
+        delta: Probability with which the bound may fail, such as 0.05.
+
+    Returns:
+        An upper bound on the error rate on new data.
+
+    Example:
+        >>> round(pp.bounds.clopper_pearson(1_000, n=10_000, delta=0.05), 4)
+        0.1051
     """
     (errors, n), delta = check_part("errors", errors, "n", n), check_delta(delta)
     if errors == n:
@@ -234,10 +373,22 @@ def clopper_pearson(errors: int, *, n: int, delta: float) -> float:
 def disintegrated(errors: int, *, n: int, log_ratio: float, delta: float) -> float:
     """Bound on the error rate of ONE network h drawn from Q: kl_inverse(errors/n, (log_ratio + log(xi(n)/delta))/n).
 
-    log_ratio = log dQ/dP(h), whose mean under Q is the KL; `errors` are h's own on the n examples. Holds with
-    probability 1 - delta over the examples and the draw. A log_ratio below -log(xi(n)/delta) makes the right side
-    negative, which only happens when the bound fails: it is then read as 0, and the bound is errors/n itself.
+    Holds with probability 1 - delta over the examples and the draw. A log_ratio below -log(xi(n)/delta) makes the right
+    side negative, which only happens when the bound fails: it is then read as 0, and the bound is errors/n itself.
     (Catoni 2007; with kl and xi(n), Rivasplata et al., "PAC-Bayes analysis beyond the usual bounds", 2020.)
+
+    Args:
+        errors: Wrong answers of h on the bound set.
+        n: Number of bound examples, such as 10_000.
+        log_ratio: log dQ/dP(h), whose mean under Q is the KL.
+        delta: Probability with which the bound may fail, such as 0.05.
+
+    Returns:
+        An upper bound on the error rate of h on new data.
+
+    Example:
+        >>> round(pp.bounds.disintegrated(1_000, n=10_000, log_ratio=50.0, delta=0.05), 4)
+        0.1353
     """
     (errors, n), delta = check_part("errors", errors, "n", n), check_delta(delta)
     if not log_ratio > -math.inf:
@@ -252,8 +403,21 @@ def agreement(gibbs_bound: float, *, disagreements: int, m: int, delta: float) -
     """Bound on the error rate of a fixed network f that mostly agrees with Q: R(f) <= R(Q) + Pr[h(x) != f(x)].
 
     f errs only where a draw h errs too or differs from it. The second probability is bounded by Clopper-Pearson from
-    the number of `disagreements` on m fresh inputs, without labels, each with its own independent draw h; f and Q are
-    fixed before these inputs are seen. Fails with probability at most delta more than `gibbs_bound`.
+    the disagreements on m fresh inputs, without labels, each with its own independent draw h. f and Q are fixed before
+    these inputs are seen.
+
+    Args:
+        gibbs_bound: A bound on the Gibbs risk of Q.
+        disagreements: Number of inputs on which f and the draw differ.
+        m: Number of unlabelled inputs.
+        delta: Probability with which this bound may fail beyond that of `gibbs_bound`.
+
+    Returns:
+        An upper bound on the error rate of f on new data.
+
+    Example:
+        >>> round(pp.bounds.agreement(0.15, disagreements=20, m=1_000, delta=0.01), 4)
+        0.1829
     """
     disagreements, m = check_part("disagreements", disagreements, "m", m)
     return _cap(check_fraction("gibbs_bound", gibbs_bound) + clopper_pearson(disagreements, n=m, delta=delta))
@@ -264,6 +428,16 @@ def vote(gibbs_bound: float) -> float:
 
     Where the vote errs, draws of probability at least 1/2 err (Markov's inequality; two classes or the most voted of
     more). No further delta is spent.
+
+    Args:
+        gibbs_bound: A bound on the Gibbs risk of Q.
+
+    Returns:
+        An upper bound on the error rate of the vote on new data.
+
+    Example:
+        >>> round(pp.bounds.vote(0.15), 4)
+        0.3
     """
     return min(1.0, 2.0 * check_fraction("gibbs_bound", gibbs_bound))
 
@@ -299,11 +473,20 @@ class LedgerEntry(TypedDict):
 class Ledger:
     """How delta is spent: delta = pac_bayes + monte_carlo + reference + unlabelled, by the union bound.
 
-    `reference` pays for the reference network of `excess_loss`, `unlabelled` for the inputs of `agreement`. Where the
-    best is reported of a `grid` of K priors fixed in advance, and of m `certified` posteriors or drawn networks, every
-    bound is computed at its share divided by K m: `pac_bayes_each` and so on; `delta_each` for the held-out baseline.
+    Where the best is reported of a `grid` of K priors fixed in advance, and of m `certified` posteriors or drawn
+    networks, every bound is computed at its share divided by K m: `pac_bayes_each` and so on; `delta_each` for the
+    held-out baseline.
 
-        >>> print(Ledger.split(0.05, grid=10))
+    Args:
+        pac_bayes: Share of the PAC-Bayes bound.
+        monte_carlo: Share of the Monte-Carlo step.
+        reference: Share of the reference network of `excess_loss`.
+        unlabelled: Share of the unlabelled inputs of `agreement`.
+        grid: How many priors, fixed in advance, this one was chosen among.
+        certified: How many certificates this one may be chosen among.
+
+    Example:
+        >>> print(pp.bounds.Ledger.split(0.05, grid=10))
         delta 0.05 = 0.04 PAC-Bayes + 0.01 Monte Carlo, each divided by 10 for a grid of 10 priors
     """
 
@@ -336,7 +519,19 @@ class Ledger:
         grid: int = 1,
         certified: int = 1,
     ) -> "Ledger":
-        """Spend the given fractions of delta on the other steps, the rest of it on the PAC-Bayes bound."""
+        """Spends fractions of delta on the other steps, and what is left on the PAC-Bayes bound.
+
+        Args:
+            delta: Probability with which the certificate as a whole may fail.
+            monte_carlo_share: Fraction for the Monte-Carlo step.
+            reference_share: Fraction for the reference network of `excess_loss`.
+            unlabelled_share: Fraction for the unlabelled inputs of `agreement`.
+            grid: How many priors, fixed in advance, this one was chosen among.
+            certified: How many certificates this one may be chosen among.
+
+        Returns:
+            The ledger.
+        """
         delta = check_delta(delta)
         shares = [monte_carlo_share, reference_share, unlabelled_share]
         if not sum(shares) < 1.0:
