@@ -7,17 +7,27 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: venv demo test lint format clean
 
-venv: .venv/.installed
-	@$(BIN)/python -c "from importlib.metadata import version; v = version('torch'); \
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+CHECK_TORCH = $(BIN)/python -c "from importlib.metadata import version; v = version('torch'); \
 	raise SystemExit(None if v.split('+')[0] == '$(TORCH)' else f'torch {v} is installed in .venv, but constraints.txt \
 	asks for torch $(TORCH): run \"make clean\" and then \"make venv\".')"
 
+venv: .venv/.installed
+	@$(CHECK_TORCH)
+
 .venv/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[plot,export,track,sweep,dev]'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) -e '.[plot,export,track,sweep,dev]'
+	touch .venv/.demo $@
+
+# The library and its figures alone, which install in a fraction of the time; make venv adds the rest to them.
+.venv/.demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) -e '.[plot]'
 	touch $@
 
-demo: venv
+demo: .venv/.demo
+	@$(CHECK_TORCH)
 	$(BIN)/pacprune demo
 
 test: lint
