@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pacprune import models
 from pacprune.bench import deployment
+from pacprune.data import DATA_SETS, split
 from pacprune.deploy import export
 from pacprune.masking import weights
 from pacprune.runs import commands, store
@@ -53,20 +55,14 @@ def test_an_onnx_file_of_a_run_gives_its_outputs(run: Path, tmp_path: Path) -> N
         assert torch.allclose(torch.from_numpy(found), model(x), atol=1e-5)
 
 
-@pytest.mark.parametrize("data", deployment.SHAPES)
-@pytest.mark.parametrize("name", ["mlp", "lenet5", "resnet20"])
+@pytest.mark.parametrize("data", DATA_SETS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_the_network_is_built_without_its_data(data: str, name: str, tmp_path: Path) -> None:
     if data == "digits" and name != "mlp":
         return  # too small for these
-    from pacprune import models
-
-    x = torch.zeros(1, *deployment.SHAPES[data])
-    channels, side = x.shape[1], x.shape[-1]
-    model = {
-        "mlp": lambda: models.mlp(x[0].numel()),
-        "lenet5": lambda: models.lenet5(channels, side),
-        "resnet20": lambda: models.resnet20(channels),
-    }[name]()
+    row = DATA_SETS[data]
+    x, y = torch.zeros(20, *row.shape), torch.arange(20) % row.classes
+    model = models.build(name, split(x, y, standardise=False))
     store.begin(tmp_path, "osp", opt.Osp(data=data, model=name, data_dir="/nowhere"))
     store.write_model(tmp_path / "model.safetensors", model)
     store.finish(tmp_path, {})

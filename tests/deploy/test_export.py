@@ -40,6 +40,17 @@ def ideal(model: nn.Module) -> int:
     return sum(int(w.count_nonzero()) * w.element_size() + w.numel() // 8 for w in many) + rest
 
 
+@pytest.mark.parametrize("format", export.FORMATS)
+def test_every_format_is_written_whole(format: str, tmp_path: Path) -> None:
+    if format == "onnx":
+        pytest.importorskip("onnxscript")
+    path = tmp_path / export.FORMATS[format].file
+    model, example = pruned("mlp", 0.9)
+    sentence = export.write(path, model, format=format, example=example)
+    assert sentence.startswith(f"{format}: {path.stat().st_size:,} bytes in {path}")
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["mlp", "lenet5", "resnet20"])
 @pytest.mark.parametrize("sparsity", [0.8, 0.95])

@@ -6,7 +6,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,13 @@ from torch import Tensor, nn
 
 from pacprune import models
 from pacprune.bench import timing
+from pacprune.data.datasets import DATA_SETS
 from pacprune.deploy import export as formats
 from pacprune.deploy import slim
 from pacprune.masking import weights
 from pacprune.runs import store
 from pacprune.types import Progress
 
-SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
-"""Shape of an example, so that a network can be exported where its data are not."""
-FILES = {"safetensors": "packed.safetensors", "onnx": "model.onnx", "dense": "dense.safetensors", "slim": "slim.pt2"}
 BATCHES = (1, 256)
 BLOCK = 4
 """Side of the blocks of the BSR form, where the layer can be divided by it."""
@@ -41,9 +38,9 @@ def network(folder: Path) -> tuple[nn.Module, Tensor]:
     path = folder / "model.safetensors"
     if not path.is_file():
         raise ValueError(f"{folder} holds no {path.name}: name the folder of one finished run, not of the demo")
-    x = torch.randn(max(BATCHES), *SHAPES[options.data], generator=torch.Generator().manual_seed(0))
-    like: Any = SimpleNamespace(train=SimpleNamespace(x=x, y=torch.zeros(1)), classes=10)
-    model = models.build(options.model, like)
+    data_set = DATA_SETS[options.data]  # not the data, which may not be here
+    x = torch.randn(max(BATCHES), *data_set.shape, generator=torch.Generator().manual_seed(0))
+    model = models.build_for(options.model, data_set.shape, data_set.classes)
     model.load_state_dict(load_file(path))
     return model.eval(), x
 
@@ -53,7 +50,7 @@ def export(run: Path, *, format: str, out: Path | None = None) -> dict[str, Any]
     if format not in formats.FORMATS:
         raise ValueError(f"format {format!r} is unknown; use one of {', '.join(formats.FORMATS)}")
     model, x = network(run)
-    path = run / FILES[format] if out is None else out
+    path = run / formats.FORMATS[format].file if out is None else out
     pattern = getattr(store.recorded(run)[1], "pattern", None)  # pbp has none
     said = formats.write(path, model, format=format, example=x, pattern=pattern)
     return {"run": str(run), "format": format, "file": str(path), "bytes": path.stat().st_size, "said": said}

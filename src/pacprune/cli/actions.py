@@ -14,6 +14,7 @@ from pacprune.cli import calculator
 from pacprune.cli.console import Device, Json, Seed, Where, data_state, show, user_errors, write
 from pacprune.cli.progress import progress_bars
 from pacprune.data import datasets, download
+from pacprune.deploy.export import FORMATS
 from pacprune.methods.table import METHODS, pruning_methods
 from pacprune.paper import frame, recipes
 from pacprune.runs import cluster, commands, events, locks, report, store
@@ -242,7 +243,9 @@ def rebuild(
 
 def export(
     run: Annotated[Path, typer.Argument(help=f"Folder of a finished run of {WITH_NETWORK}.")],
-    format: Annotated[str, typer.Option(help=f"{', '.join(deployment.FILES)}.")] = "safetensors",
+    format: Annotated[
+        str, typer.Option(help=", ".join(f"{name} ({row.sentence})" for name, row in FORMATS.items()) + ".")
+    ] = "safetensors",
     out: Annotated[Path | None, typer.Option(help="File to write [in RUN, named by the format].")] = None,
     seed: Seed = 0,
     device: Device = "cpu",

@@ -1,4 +1,4 @@
-"""Files that leave the laboratory: packed and plain safetensors, ONNX, torch programs; masks of torch.nn.utils.prune.
+"""Files for deployment: packed and plain safetensors, ONNX, torch programs; masks of torch.nn.utils.prune.
 
 A packed file holds, for all tensors of two or more dimensions together, one bit per weight (`mask`) and the weights
 that are not zero (`kept`); everything else is stored as it is (`rest`). `layout` says which tensor lies where.
@@ -11,7 +11,8 @@ import logging
 import math
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,20 @@ from pacprune.deploy import slim
 from pacprune.files import digest, write_atomically
 from pacprune.masking import patterns, weights
 
-FORMATS = ("safetensors", "onnx", "dense", "slim")
+__all__ = [
+    "FORMATS",
+    "Format",
+    "Packed",
+    "from_torch_prune",
+    "load",
+    "save",
+    "save_dense",
+    "save_onnx",
+    "save_program",
+    "to_torch_prune",
+    "write",
+]
+
 FORMAT, VERSION = "pacprune packed", "1"
 ONNX_LIMIT = 2**31
 """Bytes of a protobuf message: an ONNX file that holds its weights is smaller."""
@@ -44,30 +58,89 @@ class _Entry(NamedTuple):
     tied: str | None = None
 
 
-def write(path: str | Path, model: nn.Module, *, format: str, example: Tensor, pattern: str | None = None) -> str:
-    """Writes the model in one of FORMATS, whole or not at all; returns a sentence about what was written.
+@dataclass(frozen=True)
+class Format:
+    """A row of FORMATS.
 
-    With a `pattern`, "2:4" or "1:4", every weight is checked to follow it, and the sentence and a packed file say so.
+    Args:
+        file: The name of such a file in the folder of a run.
+        save: Called as save(path, model, example, pattern); returns what else there is to say about the file.
+        sentence: What such a file holds.
+
+    Example:
+        >>> pp.export.FORMATS["onnx"].file
+        'model.onnx'
+    """
+
+    file: str
+    save: Callable[[Path, nn.Module, Tensor, str | None], str]
+    sentence: str
+
+
+def write(path: str | Path, model: nn.Module, *, format: str, example: Tensor, pattern: str | None = None) -> str:
+    """Writes a model in one of FORMATS, whole or not at all.
+
+    Args:
+        path: The file to write; one that exists is replaced.
+        model: A plain model, such as `harden` leaves it.
+        format: safetensors, onnx, dense or slim.
+        example: One batch of inputs, of any size.
+        pattern: "2:4" or "1:4" checks that every weight follows the pattern. The returned sentence and a packed file
+            say so.
+
+    Returns:
+        A sentence about what was written.
+
+    Raises:
+        ValueError: If the format is unknown, the path is a folder, or a weight breaks the pattern.
+
+    Example:
+        >>> pp.export.write("net.safetensors", model, format="dense", example=x)
+        'dense: 5,... bytes in net.safetensors'
     """
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is unknown; use one of {', '.join(FORMATS)}")
-    path, said = Path(path), ""
+    path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file to write")
     if pattern is not None:
         _check_pattern(weights.prunable(model), pattern)
-        said = f", {pattern}"
-    if format == "safetensors":
-        save(path, model, pattern=pattern)
-    elif format == "dense":
-        save_dense(path, model)
-    elif format == "onnx":
-        save_onnx(path, model, example)
-    else:
-        found = slim.slim(model, example)
-        save_program(path, found.model, example)
-        said = f" ({found})"  # without its dead channels, a row's groups of weights are others
-    return f"{format}: {path.stat().st_size:,} bytes in {path}{said}"
+    details = FORMATS[format].save(path, model, example, pattern)
+    return f"{format}: {path.stat().st_size:,} bytes in {path}{details}"
+
+
+def _write_packed(path: Path, model: nn.Module, example: Tensor, pattern: str | None) -> str:
+    save(path, model, pattern=pattern)
+    return _pattern_detail(pattern)
+
+
+def _write_dense(path: Path, model: nn.Module, example: Tensor, pattern: str | None) -> str:
+    save_dense(path, model)
+    return _pattern_detail(pattern)
+
+
+def _write_onnx(path: Path, model: nn.Module, example: Tensor, pattern: str | None) -> str:
+    save_onnx(path, model, example)
+    return _pattern_detail(pattern)
+
+
+def _write_slim(path: Path, model: nn.Module, example: Tensor, pattern: str | None) -> str:
+    """The pattern is not mentioned: without its dead channels, a row's groups of weights are others."""
+    slimmed = slim.slim(model, example)
+    save_program(path, slimmed.model, example)
+    return f" ({slimmed})"
+
+
+def _pattern_detail(pattern: str | None) -> str:
+    return "" if pattern is None else f", {pattern}"
+
+
+FORMATS = {
+    "safetensors": Format("packed.safetensors", _write_packed, "packed: one bit per weight, and the kept values"),
+    "onnx": Format("model.onnx", _write_onnx, "for ONNX Runtime"),
+    "dense": Format("dense.safetensors", _write_dense, "the plain state dict, zeros included"),
+    "slim": Format("slim.pt2", _write_slim, "a torch program without its dead channels"),
+}
 
 
 # --- Packed safetensors.
@@ -77,35 +150,52 @@ def save(path: str | Path, model: nn.Module | Mapping[str, Tensor], *, pattern: 
     """Writes a plain model or state dict packed: k values, D/8 bytes of mask, the rest, and a few hundred bytes.
 
     A tied tensor is stored once. A weight of -0.0 counts as pruned; where there are any, one more bit per zero says so.
-    A `pattern` that all tensors of two or more dimensions follow is noted in the metadata; otherwise it is refused.
+
+    Args:
+        path: The file to write; one that exists is replaced.
+        model: A plain model, or its state dict.
+        pattern: "2:4" or "1:4" is noted in the metadata if all tensors of two or more dimensions follow it, and
+            refused otherwise.
+
+    Example:
+        >>> pp.export.save("packed.safetensors", model)
+        >>> pp.export.load("packed.safetensors")["1.weight"].shape
+        torch.Size([16, 64])
     """
     state = _state(model)
+    matrices = {name: t for name, t in state.items() if t.ndim >= 2 and t.is_floating_point()}
     if pattern is not None:
-        _check_pattern({n: t for n, t in state.items() if t.ndim >= 2 and t.is_floating_point()}, pattern)
+        _check_pattern(matrices, pattern)
     parts: dict[str, list[Tensor]] = {}
-    entries, owners, kept, total = [], {}, 0, 0
+    entries: list[_Entry] = []
+    owners: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
-        first = owners.setdefault(_place(tensor), name)
-        if first != name:
-            entries.append(_Entry(name, tied=first))
+        owner = owners.setdefault(_place(tensor), name)
+        if owner != name:
+            entries.append(_Entry(name, tied=owner))
             continue
         entry, pieces = _packed(name, tensor.detach().cpu().contiguous())
         entries.append(entry)
         for part, values in pieces.items():
             parts.setdefault(part, []).append(values)
-        if tensor.ndim >= 2 and tensor.is_floating_point():
-            total, kept = total + tensor.numel(), kept + int(_nonzero(_bits(tensor)).sum())
-    flat = {part: torch.cat(values) for part, values in parts.items()}
-    text = json.dumps([list(entry) for entry in entries], separators=(",", ":"))
-    flat["layout"] = torch.frombuffer(bytearray(zlib.compress(text.encode(), 9)), dtype=torch.uint8)
-    numbers = {"kept": str(kept), "total": str(total), "sparsity": f"{1 - kept / total if total else 0.0:.6f}"}
-    about = {"format": FORMAT, "version": VERSION, **numbers, "sha256": digest(state)}
-    about |= {} if pattern is None else {"pattern": pattern}
-    write_atomically(Path(path), to_bytes(flat, metadata=about))
+    tensors = {part: torch.cat(values) for part, values in parts.items()}
+    layout = json.dumps([list(entry) for entry in entries], separators=(",", ":"))
+    tensors["layout"] = torch.frombuffer(bytearray(zlib.compress(layout.encode(), 9)), dtype=torch.uint8)
+    first_owners = [matrices[name] for name in owners.values() if name in matrices]
+    metadata = {"format": FORMAT, "version": VERSION, **_counts(first_owners), "sha256": digest(state)}
+    metadata |= {} if pattern is None else {"pattern": pattern}
+    write_atomically(Path(path), to_bytes(tensors, metadata=metadata))
 
 
-def _check_pattern(plain: Mapping[str, Tensor], pattern: str) -> None:
-    for name, weight in plain.items():
+def _counts(matrices: list[Tensor]) -> dict[str, str]:
+    """How many weights there are, how many of them are kept, and the sparsity, as metadata."""
+    total = sum(matrix.numel() for matrix in matrices)
+    kept = sum(int(_nonzero(_bits(matrix)).sum()) for matrix in matrices)
+    return {"kept": str(kept), "total": str(total), "sparsity": f"{1 - kept / total if total else 0.0:.6f}"}
+
+
+def _check_pattern(tensors: Mapping[str, Tensor], pattern: str) -> None:
+    for name, weight in tensors.items():
         patterns.check(weight, *patterns.parse(pattern), name=name)
 
 
@@ -137,7 +227,20 @@ def _nonzero(bits: Tensor) -> Tensor:
 
 
 class Packed(Mapping[str, Tensor]):
-    """A packed file as a read-only state dict: each tensor is read and unpacked when it is asked for, and only then."""
+    """A packed file as a read-only state dict: each tensor is read and unpacked when it is asked for, and only then.
+
+    Args:
+        path: A file that `save` wrote.
+
+    Raises:
+        ValueError: If the file is not there or is not packed by pacprune.
+
+    Example:
+        >>> pp.export.save("packed.safetensors", model)
+        >>> packed = pp.export.Packed("packed.safetensors")
+        >>> packed.metadata["total"], len(packed)
+        ('1184', 4)
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -148,47 +251,47 @@ class Packed(Mapping[str, Tensor]):
             self.metadata: dict[str, str] = self._file.metadata() or {}
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read as safetensors ({error}); export it again") from None
-        found = self.metadata.get("format"), self.metadata.get("version")
-        if found != (FORMAT, VERSION):
+        format, version = self.metadata.get("format"), self.metadata.get("version")
+        if (format, version) != (FORMAT, VERSION):
             raise ValueError(
-                f"{path} has format {found[0]!r} version {found[1]!r}, not {FORMAT!r} version {VERSION}; "
+                f"{path} has format {format!r} version {version!r}, not {FORMAT!r} version {VERSION}; "
                 "read plain files with safetensors.torch.load_file"
             )
-        self._places: dict[str, tuple[_Entry, dict[str, slice]]] = {}
+        self._slices: dict[str, tuple[_Entry, dict[str, slice]]] = {}
         self.tied: dict[str, str] = {}
         ends: dict[str, int] = {}
         for entry in self._layout():
             if entry.tied is not None:
                 self.tied[entry.name] = entry.tied
                 continue
-            place = {}
+            slices = {}
             for part, length in _lengths(entry).items():
                 start = ends.get(part, 0)
                 ends[part] = start + length
-                place[part] = slice(start, start + length)
-            self._places[entry.name] = entry, place
+                slices[part] = slice(start, start + length)
+            self._slices[entry.name] = entry, slices
             self.tied[entry.name] = entry.name
 
     def _layout(self) -> list[_Entry]:
         try:
             lines = json.loads(zlib.decompress(self._file.get_tensor("layout").numpy().tobytes()))
-            return [_Entry(name, tuple(shape), *more) for name, shape, *more in lines]
+            return [_Entry(name, tuple(shape), *rest) for name, shape, *rest in lines]
         except (SafetensorError, zlib.error, ValueError, TypeError) as error:
             raise ValueError(f"the layout of {self.path} cannot be read ({error}); export it again") from None
 
     def __getitem__(self, name: str) -> Tensor:
-        entry, place = self._places[self.tied[name]]
-        read = {part.partition(".")[0]: self._file.get_slice(part)[where] for part, where in place.items()}
+        entry, slices = self._slices[self.tied[name]]
+        pieces = {part.partition(".")[0]: self._file.get_slice(part)[where] for part, where in slices.items()}
         if entry.kept is None:
-            return read["rest"].reshape(entry.shape)
-        keep = _unpack(read["mask"], math.prod(entry.shape))
-        kept = read["kept"]
+            return pieces["rest"].reshape(entry.shape)
+        keep = _unpack(pieces["mask"], math.prod(entry.shape))
+        kept = pieces["kept"]
         bits = torch.zeros(len(keep), dtype=_BITS[kept.element_size()])
         bits[keep] = kept.view(bits.dtype)
         if entry.negative:
             zeros = (~keep).nonzero().reshape(-1)
             minus = torch.tensor(-0.0).to(kept.dtype).view(bits.dtype)
-            bits[zeros[_unpack(read["minus"], len(zeros))]] = minus
+            bits[zeros[_unpack(pieces["minus"], len(zeros))]] = minus
         return bits.view(kept.dtype).reshape(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -199,18 +302,33 @@ class Packed(Mapping[str, Tensor]):
 
 
 def load(path: str | Path) -> dict[str, Tensor]:
-    """The state dict of a packed file, bit for bit as it was; names of a tied tensor share one. The hash is checked."""
+    """The state dict of a packed file, bit for bit as it was, once its hash is checked.
+
+    Args:
+        path: A file that `save` wrote.
+
+    Returns:
+        A state dict for `load_state_dict`; the names of a tied tensor share one tensor.
+
+    Raises:
+        ValueError: If the file is not packed by pacprune, or is damaged.
+
+    Example:
+        >>> pp.export.save("packed.safetensors", model)
+        >>> model.load_state_dict(pp.export.load("packed.safetensors"))
+        <All keys matched successfully>
+    """
     packed = Packed(path)
     state: dict[str, Tensor] = {}
     try:
-        for name, first in packed.tied.items():
-            state[name] = packed[name] if first == name else state[first]
-        found = digest(state)
+        for name, owner in packed.tied.items():
+            state[name] = packed[name] if owner == name else state[owner]
+        sha256 = digest(state)
     except (SafetensorError, RuntimeError, IndexError) as error:
         raise ValueError(f"{path} is damaged ({error}); export it again") from None
-    if found != packed.metadata["sha256"]:
+    if sha256 != packed.metadata["sha256"]:
         raise ValueError(
-            f"{path} is damaged: its tensors have SHA-256 {found[:12]}..., "
+            f"{path} is damaged: its tensors have SHA-256 {sha256[:12]}..., "
             f"but {packed.metadata['sha256'][:12]}... was noted; export it again"
         )
     return state
@@ -221,8 +339,8 @@ def _lengths(entry: _Entry) -> dict[str, int]:
     size = math.prod(entry.shape)
     if entry.kept is None:
         return {f"rest.{entry.dtype}": size}
-    found = {"mask": math.ceil(size / 8), f"kept.{entry.dtype}": entry.kept}
-    return found | ({"minus": math.ceil((size - entry.kept) / 8)} if entry.negative else {})
+    lengths = {"mask": math.ceil(size / 8), f"kept.{entry.dtype}": entry.kept}
+    return lengths | ({"minus": math.ceil((size - entry.kept) / 8)} if entry.negative else {})
 
 
 def _pack(bits: Tensor) -> Tensor:
@@ -251,13 +369,32 @@ def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_dense(path: str | Path, model: nn.Module) -> None:
-    """Writes the plain state dict, zeros included; a tied tensor under each of its names, as `load_state_dict` asks."""
+    """Writes the plain state dict, zeros included; a tied tensor under each of its names, as `load_state_dict` asks.
+
+    Args:
+        path: The file to write; `safetensors.torch.load_file` reads it.
+        model: A plain model.
+
+    Example:
+        >>> pp.export.save_dense("dense.safetensors", model)
+    """
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in _state(model).items()}
     write_atomically(Path(path), to_bytes(state))
 
 
 def save_program(path: str | Path, model: nn.Module, example: Tensor) -> None:
-    """Writes the module as a torch program: `torch.export.load(path).module()` runs it, without pacprune."""
+    """Writes the module as a torch program: `torch.export.load(path).module()` runs it, without pacprune.
+
+    Args:
+        path: The file to write, such as net.pt2.
+        model: A plain model in eval mode.
+        example: One batch of inputs, of any size.
+
+    Example:
+        >>> pp.export.save_program("net.pt2", model.eval(), x)
+        >>> torch.export.load("net.pt2").module()(x[:3]).shape
+        torch.Size([3, 10])
+    """
     program = slim.traced(model, torch.zeros_like(slim.batch(example)))
     for node in program.graph.nodes:
         # Stack traces are half of a small file, and name folders of this machine.
@@ -268,7 +405,19 @@ def save_program(path: str | Path, model: nn.Module, example: Tensor) -> None:
 
 
 def save_onnx(path: str | Path, model: nn.Module, example: Tensor) -> None:
-    """Writes one ONNX file for batches of any size, with the input `input` and the output `output`."""
+    """Writes one ONNX file for batches of any size, with the input `input` and the output `output`.
+
+    Args:
+        path: The file to write, such as net.onnx.
+        model: A plain model of less than 2 GiB.
+        example: One batch of inputs, of any size.
+
+    Raises:
+        ValueError: If the extra `export` is not installed, or the model is too large for one file.
+
+    Example:
+        >>> pp.export.save_onnx("net.onnx", model, x)  # doctest: +SKIP
+    """
     for name in ("onnx", "onnxscript"):
         extra(name, "export")
     if slim.size(model) >= ONNX_LIMIT:
@@ -284,13 +433,13 @@ def save_onnx(path: str | Path, model: nn.Module, example: Tensor) -> None:
         warnings.simplefilter("ignore")  # about the exporter's own parts, as is what it logs
         log.setLevel(logging.ERROR)
         try:
-            found = torch.onnx.export(
+            exported = torch.onnx.export(
                 program, dynamo=True, input_names=["input"], output_names=["output"], verbose=False, optimize=True
             )
         finally:
             log.setLevel(before)
-    assert found is not None
-    write_atomically(Path(path), found.model_proto.SerializeToString())
+    assert exported is not None
+    write_atomically(Path(path), exported.model_proto.SerializeToString())
 
 
 def extra(name: str, group: str) -> Any:
@@ -305,12 +454,25 @@ def extra(name: str, group: str) -> Any:
 
 
 def to_torch_prune(model: nn.Module) -> nn.Module:
-    """Hands the zeros of a plain model to torch.nn.utils.prune, in place: NAME becomes NAME_orig and NAME_mask."""
+    """Hands the zeros of a plain model to torch.nn.utils.prune, in place: NAME becomes NAME_orig and NAME_mask.
+
+    Args:
+        model: A plain model; the mask of `apply_mask` counts where there is one, its zeros otherwise.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> pp.osp(model, split.train, pp.Config(epochs=1), sparsity=0.9).sparsity
+        0.9003...
+        >>> sorted(pp.export.to_torch_prune(model).state_dict())[1:3]
+        ['1.weight_mask', '1.weight_orig']
+    """
     plain = weights.prunable(model)
     noted = {}
     for module, mask in weights.noted_masks(model):
-        own = dict(module.named_parameters())
-        noted |= {id(own[name]): keep for name, keep in mask.items()}
+        parameters = dict(module.named_parameters())
+        noted |= {id(parameters[name]): keep for name, keep in mask.items()}
         weights.apply_mask(module, None)
     for weight in plain.values():
         keep = noted.get(id(weight), weight != 0)
@@ -321,23 +483,40 @@ def to_torch_prune(model: nn.Module) -> nn.Module:
 
 
 def from_torch_prune(model: nn.Module) -> dict[str, Tensor]:
-    """Takes the masks of torch.nn.utils.prune over, in place: a plain model whose zeros `fit` keeps; returns them."""
-    found: dict[int, Tensor] = {}
+    """Takes the masks of torch.nn.utils.prune over, in place: a plain model whose zeros `fit` keeps.
+
+    Args:
+        model: A model that torch.nn.utils.prune masked.
+
+    Returns:
+        The mask: True where a weight is kept.
+
+    Raises:
+        ValueError: If the model has no such masks.
+
+    Example:
+        >>> from torch.nn.utils import prune
+        >>> _ = prune.l1_unstructured(model[1], "weight", amount=0.5)
+        >>> mask = pp.export.from_torch_prune(model)
+        >>> int(mask["1.weight"].sum())
+        512
+    """
+    masks: dict[int, Tensor] = {}
     for module in model.modules():
         names = [name.removesuffix("_mask") for name in module._buffers if name.endswith("_mask")]
         names = [name for name in names if f"{name}_orig" in module._parameters]
         for name in names:
             keep = getattr(module, f"{name}_mask").bool()
             prune.remove(module, name)
-            found[id(module._parameters[name])] = keep
+            masks[id(module._parameters[name])] = keep
         rest = [name for name in module._parameters if name not in names]
         for name in (*names, *rest) if names else ():  # a parameter put back is the last; weights come first
             module._parameters[name] = module._parameters.pop(name)
-    if not found:
+    if not masks:
         raise ValueError(
             f"{type(model).__name__} has no masks of torch.nn.utils.prune among its {sum(1 for _ in model.buffers())} "
             "buffers; prune it first, or use pp.apply_mask"
         )
-    mask = {name: found[id(w)] for name, w in weights.prunable(model).items() if id(w) in found}
+    mask = {name: masks[id(w)] for name, w in weights.prunable(model).items() if id(w) in masks}
     weights.apply_mask(model, mask)
     return mask
