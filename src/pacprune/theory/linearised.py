@@ -1,17 +1,20 @@
-"""Networks as linear models: f(x; w0) + J(x)(w - w0), with one feature per prunable weight.
+"""Networks as linear models: f(x; w0) + J(x)(w - w0), with one feature per prunable weight. Public as `pp.wide`.
 
 The features psi(x) = df(x; w0)/dw are gradients with respect to the weights, so that a mask on weights is a mask on
-features and pacprune.linear applies; what the network computes at w0 moves into the targets. `output` is the index of
-one output, or None for all: every output of every example is then a row of its own, (example, output) in that order, so
-that the squared loss is the mean over examples and outputs and one mask serves all outputs. Parameters that are not
-prunable (biases, norms) stay at their values; the network is evaluated in eval mode and never changed.
+features and `pp.linear` applies. What the network computes at w0 moves into the targets.
 
-    from pacprune import linear, wide
-    p = wide.problem(model, x, y)
-    linear.gibbs_risk(p, wide.flat(pp.prunable(model)), keep_prob)
+`output` is the index of one output, or None for all. With None every output of every example is a row of its own,
+(example, output) in that order. The squared loss is then the mean over examples and outputs, and one mask serves all
+outputs.
+
+Parameters that are not prunable (biases, norms) stay at their values. The network is evaluated in eval mode and never
+changed.
+
+    p = pp.wide.problem(model, x, y)
+    pp.linear.gibbs_risk(p, pp.wide.flat(pp.prunable(model)), keep_prob)
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
 
@@ -23,6 +26,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pacprune.masking import weights
 from pacprune.masking.criteria import plain_rnn
 from pacprune.theory import linear
+
+__all__ = [
+    "BLOCK",
+    "features",
+    "flat",
+    "kernel",
+    "kernel_regression",
+    "linearised",
+    "problem",
+    "targets",
+    "unflat",
+]
 
 BLOCK = 2**25
 """Gradients are held in blocks of at most so many numbers: 256 MiB in float64."""
@@ -41,18 +56,45 @@ class _Network(NamedTuple):
 class _Jacobian(NamedTuple):
     """f(x; w0) of shape (n, C), and two linear maps: a change of the weights -> J(x) change, and its transpose."""
 
-    now: Tensor
+    start_outputs: Tensor
     times: Callable[[Values], Tensor]
     transposed: Callable[[Tensor], dict[str, Tensor]]
 
 
 def flat(values: Values) -> Tensor:
-    """The weights (or keep probabilities, or a mask) of all tensors as one vector (D,), ordered as the features."""
+    """The weights (or keep probabilities, or a mask) of all tensors as one vector, ordered as the features.
+
+    Args:
+        values: Tensors by parameter name.
+
+    Returns:
+        A vector of shape (D,), detached.
+
+    Example:
+        >>> pp.wide.flat(pp.prunable(model)).shape
+        torch.Size([1184])
+    """
     return torch.cat([value.detach().reshape(-1) for value in values.values()])
 
 
 def unflat(vector: Tensor, like: Values) -> dict[str, Tensor]:
-    """The inverse of `flat`: the names and shapes of `like`, the numbers of `vector`."""
+    """The inverse of `flat`: the names and shapes of `like`, the numbers of `vector`.
+
+    Args:
+        vector: One number per weight, of shape (D,).
+        like: Tensors by parameter name, such as `pp.prunable(model)`.
+
+    Returns:
+        The parts of `vector` by parameter name.
+
+    Raises:
+        ValueError: If the vector has another length.
+
+    Example:
+        >>> keep_prob = pp.wide.unflat(torch.full((1184,), 0.5), pp.prunable(model))
+        >>> {name: tuple(p.shape) for name, p in keep_prob.items()}
+        {'1.weight': (16, 64), '3.weight': (10, 16)}
+    """
     size = sum(value.numel() for value in like.values())
     if vector.shape != (size,):
         raise ValueError(f"the vector has shape {tuple(vector.shape)}, but there are {size} weights; give ({size},)")
@@ -64,15 +106,33 @@ def unflat(vector: Tensor, like: Values) -> dict[str, Tensor]:
 
 
 def linearised(model: nn.Module, values: Values, x: Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """f(x; w0) + J(x)(w - w0) for the weights w = `values` (all outputs), without J itself."""
+    """f(x; w0) + J(x)(w - w0) for the weights w = `values`, without J itself.
+
+    Args:
+        model: A plain model, at w0.
+        values: Weights by parameter name; those that are left out stay at w0.
+        x: Inputs, one per row.
+        dtype: What is computed in.
+
+    Returns:
+        All outputs, of shape (n, C).
+
+    Raises:
+        ValueError: If a name or shape is not one of the model's weights.
+
+    Example:
+        >>> halved = {name: w / 2 for name, w in pp.prunable(model).items()}
+        >>> pp.wide.linearised(model, halved, x[:5]).shape
+        torch.Size([5, 10])
+    """
     net = _network(model, weights.prunable, dtype)
     for name, value in values.items():
         if name not in net.start or value.shape != net.start[name].shape:
-            known = ", ".join(f"{n} {tuple(w.shape)}" for n, w in net.start.items())
-            raise ValueError(f"{name} with shape {tuple(value.shape)} is no weight of the model, which has {known}")
+            names = ", ".join(f"{n} {tuple(w.shape)}" for n, w in net.start.items())
+            raise ValueError(f"{name} with shape {tuple(value.shape)} is no weight of the model, which has {names}")
     step = {n: values[n].detach().to(w) - w if n in values else torch.zeros_like(w) for n, w in net.start.items()}
     jacobian = _jacobian(net, x)
-    return jacobian.now + jacobian.times(step)
+    return jacobian.start_outputs + jacobian.times(step)
 
 
 def features(
@@ -83,9 +143,23 @@ def features(
     prunable: weights.Prunable = weights.prunable,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """psi = df/dw at w0, one row per example (per example and output for output=None): (rows, D).
+    """psi = df/dw at w0, one row per example (per example and output for output=None).
 
     All rows at once; `problem` and `kernel` need no such matrix.
+
+    Args:
+        model: A plain model, at w0.
+        x: Inputs, one per row.
+        output: The index of one output, or None for all.
+        prunable: Which weights have features; by default all tensors of two or more dimensions.
+        dtype: What is computed in.
+
+    Returns:
+        A matrix of shape (rows, D).
+
+    Example:
+        >>> pp.wide.features(model, x[:5], output=3).shape
+        torch.Size([5, 1184])
     """
     net = _network(model, prunable, dtype)
     return torch.cat([_rows(net, part, output) for part in _blocks(net, x, output)])
@@ -102,11 +176,27 @@ def targets(
 ) -> Tensor:
     """y - f(x; w0) + psi(x)'w0, one number per row: what psi'w has to meet for the linearised network to meet y.
 
-    y has shape (n,) with an `output`, (n, C) without.
+    Args:
+        model: A plain model, at w0.
+        x: Inputs, one per row.
+        y: Numbers of shape (n,) with an `output`, (n, C) without; classes one-hot.
+        output: The index of one output, or None for all.
+        prunable: Which weights have features; by default all tensors of two or more dimensions.
+        dtype: What is computed in.
+
+    Returns:
+        A vector of shape (rows,).
+
+    Raises:
+        ValueError: If y has another shape, or a number is not finite.
+
+    Example:
+        >>> pp.wide.targets(model, x[:5], (y[:5] == 3).double(), output=3).shape
+        torch.Size([5])
     """
     net = _network(model, prunable, dtype)
     jacobian = _jacobian(net, x)
-    return (_wanted(jacobian.now, y, output) + _column(jacobian.times(net.start), output)).reshape(-1)
+    return (_residuals(jacobian.start_outputs, y, output) + _column(jacobian.times(net.start), output)).reshape(-1)
 
 
 def problem(
@@ -120,17 +210,34 @@ def problem(
 ) -> linear.Problem:
     """The linear problem of `features` and `targets`, for any D: its covariance is an operator, never a D x D matrix.
 
-    Risks, their gradients and linear.flow take it as it is; what needs the matrix itself (least_squares, best_mask)
+    Risks, their gradients and linear.flow take it as it is. What needs the matrix itself (least_squares, best_mask)
     takes linear.problem(features(...), targets(...)).
+
+    Args:
+        model: A plain model, at w0.
+        x: Inputs, one per row.
+        y: Numbers of shape (n,) with an `output`, (n, C) without; classes one-hot.
+        output: The index of one output, or None for all.
+        prunable: Which weights have features; by default all tensors of two or more dimensions.
+        dtype: What is computed in.
+
+    Returns:
+        The problem, for the functions of `pp.linear`.
+
+    Example:
+        >>> p = pp.wide.problem(model, x[:20], (y[:20] == 3).double(), output=3)
+        >>> w = pp.wide.flat(pp.prunable(model))
+        >>> bool(pp.linear.gibbs_risk(p, w, torch.full_like(w, 0.5)) > 0)
+        True
     """
     net = _network(model, prunable, dtype)
-    wanted = targets(model, x, y, output=output, prunable=prunable, dtype=dtype)
+    row_targets = targets(model, x, y, output=output, prunable=prunable, dtype=dtype)
     covariance = _Covariance(net, x, output)
     # The operator has the two abilities of a matrix that risks and gradients use.
     return linear.Problem(
         covariance=cast(Tensor, covariance),
-        alignment=covariance.pull(wanted).double() / len(wanted),
-        power=wanted.double().square().mean(),
+        alignment=covariance.pull(row_targets).double() / len(row_targets),
+        power=row_targets.double().square().mean(),
     )
 
 
@@ -139,22 +246,23 @@ class _Covariance:
 
     def __init__(self, net: _Network, x: Tensor, output: int | None) -> None:
         self.start, self.output, self.jacobian = net.start, output, _jacobian(net, x)
-        self.rows = _column(self.jacobian.now, output).numel()
+        self.rows = _column(self.jacobian.start_outputs, output).numel()
         squares = sum(_rows(net, part, output).square().sum(0) for part in _blocks(net, x, output))
         self.squares = cast(Tensor, squares).double() / self.rows
 
     def pull(self, rows: Tensor) -> Tensor:
         """psi' r for one number r per row."""
-        now = self.jacobian.now
+        outputs = self.jacobian.start_outputs
         if self.output is None:
-            full = rows.reshape(now.shape)
+            full = rows.reshape(outputs.shape)
         else:
-            full = torch.zeros_like(now).index_copy(1, torch.tensor([self.output], device=now.device), rows[:, None])
+            column = torch.tensor([self.output], device=outputs.device)
+            full = torch.zeros_like(outputs).index_copy(1, column, rows[:, None])
         # Not `flat`, which would cut the graph.
         return torch.cat([part.reshape(-1) for part in self.jacobian.transposed(full).values()])
 
     def _times(self, vector: Tensor) -> Tensor:
-        change = self.jacobian.times(unflat(vector.to(self.jacobian.now), self.start))
+        change = self.jacobian.times(unflat(vector.to(self.jacobian.start_outputs), self.start))
         return self.pull(_column(change, self.output)).double() / self.rows
 
     def __matmul__(self, columns: Tensor) -> Tensor:
@@ -178,24 +286,49 @@ def kernel(
     prunable: weights.Prunable = weights.prunable,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The empirical neural tangent kernel psi(x)'psi(x'), one entry per pair of rows; without `other`, of x itself.
+    """The empirical neural tangent kernel psi(x)'psi(x'), one entry per pair of rows (Jacot et al. 2018).
 
-    In blocks: of each side no more than BLOCK gradients are held at a time, and those of `other` are computed again for
-    every block of x (Jacot et al. 2018, with gradients in the prunable weights alone).
+    Gradients are those in the prunable weights alone. In blocks: of each side no more than BLOCK gradients are held at
+    a time, and those of `other` are computed again for every block of x.
+
+    Args:
+        model: A plain model, at w0.
+        x: Inputs, one per row.
+        other: Other inputs x', or None for x itself.
+        output: The index of one output, or None for all.
+        prunable: Which weights have features; by default all tensors of two or more dimensions.
+        dtype: What is computed in.
+
+    Returns:
+        A matrix of shape (rows of x, rows of x').
+
+    Example:
+        >>> gram = pp.wide.kernel(model, x[:5], output=3)
+        >>> gram.shape, torch.allclose(gram, gram.T)
+        (torch.Size([5, 5]), True)
     """
     net = _network(model, prunable, dtype)
-    parts, others = _blocks(net, x, output), None if other is None else _blocks(net, other, output)
+    blocks = _blocks(net, x, output)
+    if other is None:
+        return _symmetric_kernel(net, blocks, output)
+    other_blocks = _blocks(net, other, output)
     strips = []
-    for i, part in enumerate(parts):
-        psi = _rows(net, part, output)
-        seen = parts[:i] if others is None else others
-        blocks = [psi @ _rows(net, them, output).mT for them in seen]
-        strips.append(torch.cat([*blocks, psi @ psi.mT] if others is None else blocks, dim=1))
-    if others is not None:
-        return torch.cat(strips)
-    full = torch.zeros(strips[-1].shape[1], strips[-1].shape[1], dtype=dtype, device=strips[-1].device)
+    for block in blocks:
+        psi = _rows(net, block, output)
+        strips.append(torch.cat([psi @ _rows(net, b, output).mT for b in other_blocks], dim=1))
+    return torch.cat(strips)
+
+
+def _symmetric_kernel(net: _Network, blocks: Sequence[Tensor], output: int | None) -> Tensor:
+    """The kernel of x with itself: the part below the diagonal, and its mirror image."""
+    strips = []
+    for i, block in enumerate(blocks):
+        psi = _rows(net, block, output)
+        strips.append(torch.cat([*(psi @ _rows(net, b, output).mT for b in blocks[:i]), psi @ psi.mT], dim=1))
+    size = strips[-1].shape[1]
+    full = strips[-1].new_zeros(size, size)
     start = 0
-    for strip in strips:  # the part below the diagonal, and its mirror image
+    for strip in strips:
         end = start + len(strip)
         full[start:end, :end], full[:end, start:end] = strip, strip.mT
         start = end
@@ -213,25 +346,47 @@ def kernel_regression(
     prunable: weights.Prunable = weights.prunable,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """f(x'; w0) + K(x', x) (K(x, x) + ridge I)^-1 (y - f(x; w0)) for x' = `inputs`, in the shape of y.
+    """f(x'; w0) + K(x', x) (K(x, x) + ridge I)^-1 (y - f(x; w0)) for x' = `inputs`.
 
-    The linearised network at the minimiser of sum (output - y)^2 + ridge |w - w0|^2; ridge = 0 takes the
+    The linearised network at the minimiser of sum (output - y)^2 + ridge |w - w0|^2. ridge = 0 takes the
     pseudo-inverse: training to the end, of all minimisers the one nearest to w0.
+
+    Args:
+        model: A plain model, at w0.
+        x: Training inputs, one per row.
+        y: Numbers of shape (n,) with an `output`, (n, C) without; classes one-hot.
+        inputs: Where to predict, x'.
+        ridge: The price of |w - w0|^2, such as 0.01; at least 0.
+        output: The index of one output, or None for all.
+        prunable: Which weights have features; by default all tensors of two or more dimensions.
+        dtype: What is computed in.
+
+    Returns:
+        Predictions of shape (n',) with an `output`, (n', C) without.
+
+    Raises:
+        ValueError: If ridge is negative, or y does not fit the outputs.
+
+    Example:
+        >>> labels = (y[:20] == 3).double()
+        >>> predictions = pp.wide.kernel_regression(model, x[:20], labels, x[:20], ridge=1e-6, output=3)
+        >>> bool((predictions - labels).abs().max() < 0.01)
+        True
     """
     if not ridge >= 0:
         raise ValueError(f"ridge is {ridge}, but it multiplies a squared norm; give 0 or a positive number")
     net = _network(model, prunable, dtype)
-    more = {"output": output, "prunable": prunable, "dtype": dtype}
-    gram = kernel(model, x, **more)
-    short = _wanted(net.apply(net.start, x), y, output).reshape(-1)
+    options = {"output": output, "prunable": prunable, "dtype": dtype}
+    gram = kernel(model, x, **options)
+    residuals = _residuals(net.apply(net.start, x), y, output).reshape(-1)
     if ridge:
         gram.diagonal().add_(ridge)
-        solved = torch.linalg.solve(gram, short)
+        coefficients = torch.linalg.solve(gram, residuals)
     else:
         rtol = linear.RANK if dtype == torch.float64 else None
-        solved = torch.linalg.pinv(gram, rtol=rtol, hermitian=True) @ short
-    now = _column(net.apply(net.start, inputs), output)
-    return now + (kernel(model, inputs, x, **more) @ solved).reshape(now.shape)
+        coefficients = torch.linalg.pinv(gram, rtol=rtol, hermitian=True) @ residuals
+    start_outputs = _column(net.apply(net.start, inputs), output)
+    return start_outputs + (kernel(model, inputs, x, **options) @ coefficients).reshape(start_outputs.shape)
 
 
 # --- Parts
@@ -243,15 +398,17 @@ def _network(model: nn.Module, prunable: weights.Prunable, dtype: torch.dtype) -
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     start = {name: value(weight) for name, weight in prunable(model).items()}
-    every = (*model.named_parameters(), *model.named_buffers())
-    rest = {name: value(tensor) for name, tensor in every if name not in start}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    rest = {name: value(tensor) for name, tensor in tensors if name not in start}
 
     def apply(theta: Values, x: Tensor) -> Tensor:
         with _derivable(model):
             out = functional_call(model, {**rest, **theta}, (value(x),))
         if not isinstance(out, Tensor) or out.ndim not in (1, 2) or len(out) != len(x):
-            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"the model returns {got} for {len(x)} examples; wrap it so that it returns (n, outputs)")
+            returned = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(
+                f"the model returns {returned} for {len(x)} examples; wrap it so that it returns (n, outputs)"
+            )
         return out.reshape(len(x), -1)
 
     return _Network(start, apply, _recurrent(model))
@@ -260,7 +417,7 @@ def _network(model: nn.Module, prunable: weights.Prunable, dtype: torch.dtype) -
 @contextmanager
 def _derivable(model: nn.Module) -> Iterator[None]:
     """Eval mode, with attention and RNNs by plain matrix products: fused kernels lack second derivatives."""
-    fused, blocked = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
+    mha_before, mkldnn_before = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
     torch.backends.mha.set_fastpath_enabled(False)
     if _recurrent(model):
         torch.backends.mkldnn.enabled = False
@@ -269,8 +426,8 @@ def _derivable(model: nn.Module) -> Iterator[None]:
             model.eval()
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-        torch.backends.mkldnn.enabled = blocked
+        torch.backends.mha.set_fastpath_enabled(mha_before)
+        torch.backends.mkldnn.enabled = mkldnn_before
 
 
 def _recurrent(model: nn.Module) -> bool:
@@ -279,9 +436,9 @@ def _recurrent(model: nn.Module) -> bool:
 
 def _jacobian(net: _Network, x: Tensor) -> _Jacobian:
     """J as the derivative of its own transpose r -> J'r, which is linear: reverse mode twice, as every layer allows."""
-    now, pull = vjp(lambda theta: net.apply(theta, x), net.start)[:2]
-    _, push = vjp(lambda rows: pull(rows)[0], torch.zeros_like(now))[:2]
-    return _Jacobian(now.detach(), lambda direction: push(direction)[0], lambda rows: pull(rows)[0])
+    outputs, pull = vjp(lambda theta: net.apply(theta, x), net.start)[:2]
+    _, push = vjp(lambda rows: pull(rows)[0], torch.zeros_like(outputs))[:2]
+    return _Jacobian(outputs.detach(), lambda direction: push(direction)[0], lambda rows: pull(rows)[0])
 
 
 def _column(outputs: Tensor, output: int | None) -> Tensor:
@@ -293,19 +450,19 @@ def _column(outputs: Tensor, output: int | None) -> Tensor:
     return outputs[:, output]
 
 
-def _wanted(now: Tensor, y: Tensor, output: int | None) -> Tensor:
-    """y - f(x; w0), once y has the shape of the outputs asked for."""
-    now = _column(now, output).detach()
-    if y.shape != now.shape:
+def _residuals(outputs: Tensor, y: Tensor, output: int | None) -> Tensor:
+    """y - f(x; w0), once y has the shape of the chosen outputs."""
+    outputs = _column(outputs, output).detach()
+    if y.shape != outputs.shape:
         raise ValueError(
-            f"y has shape {tuple(y.shape)}, but there are outputs of shape {tuple(now.shape)} to compare it with; "
+            f"y has shape {tuple(y.shape)}, but there are outputs of shape {tuple(outputs.shape)} to compare it with; "
             "give one number for each, for classes one-hot"
         )
-    short = y.to(now) - now
-    if not bool(short.isfinite().all()):
-        bad = int((~y.isfinite()).sum()), int((~now.isfinite()).sum())
+    residuals = y.to(outputs) - outputs
+    if not bool(residuals.isfinite().all()):
+        bad = int((~y.isfinite()).sum()), int((~outputs.isfinite()).sum())
         raise ValueError(f"{bad[0]} targets and {bad[1]} outputs are not finite; remove those examples")
-    return short
+    return residuals
 
 
 def _blocks(net: _Network, x: Tensor, output: int | None) -> tuple[Tensor, ...]:
@@ -319,12 +476,12 @@ def _blocks(net: _Network, x: Tensor, output: int | None) -> tuple[Tensor, ...]:
 def _rows(net: _Network, x: Tensor, output: int | None) -> Tensor:
     """psi for every row of these examples: (rows, D)."""
 
-    def one(theta: Values, example: Tensor) -> Tensor:
+    def outputs_of(theta: Values, example: Tensor) -> Tensor:
         return _column(net.apply(theta, example[None]), output)[0].reshape(-1)
 
     if net.recurrent:  # which vmap cannot run
-        each = [jacrev(one)(net.start, example) for example in x]
-        found = {name: torch.stack([jacobian[name] for jacobian in each]) for name in net.start}
+        per_example = [jacrev(outputs_of)(net.start, example) for example in x]
+        jacobians = {name: torch.stack([jacobian[name] for jacobian in per_example]) for name in net.start}
     else:
-        found = vmap(jacrev(one), (None, 0))(net.start, x)
-    return torch.cat([found[name].flatten(2) for name in net.start], dim=2).flatten(0, 1)
+        jacobians = vmap(jacrev(outputs_of), (None, 0))(net.start, x)
+    return torch.cat([jacobians[name].flatten(2) for name in net.start], dim=2).flatten(0, 1)
