@@ -14,39 +14,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+__all__ = ["barrier", "gathered", "joined", "on_rank0", "part", "rank", "world"]
+
 _T = TypeVar("_T")
 _BUCKET = 2**22
 """About how many numbers are summed over the ranks in one exchange."""
 _PATIENCE = timedelta(minutes=10)
 """How long the ranks wait for each other where a stage starts: they have done the same work up to there."""
-_own: list[tuple[Any, Any]] = []
-"""(the process group, its gloo group for messages between the hosts)."""
+_host_group: list[tuple[Any, Any]] = []
+"""(the process group, its gloo group for messages between the hosts); empty until one is asked for."""
 
 
 @contextmanager
 def joined(device: str = "cpu") -> Iterator[torch.device]:
-    """Joins the ranks that torchrun started and leaves them at the end; gives this rank's device.
+    """Joins the ranks that torchrun started, for as long as the `with` block lasts.
 
-    gloo on a CPU, nccl on GPUs, of which every rank takes its own by LOCAL_RANK. Alone, there is nothing to join.
+    The ranks exchange messages by gloo on a CPU and by nccl on GPUs, of which every rank takes its own by LOCAL_RANK. A
+    process that was not started by torchrun has nothing to join.
 
-        with ranks.joined("cuda") as device:
-            pp.pft(model.to(device), data, config, sparsity=0.9, folder="run")
+    Args:
+        device: "cpu", or "cuda" for one GPU per rank.
+
+    Returns:
+        A context that gives this rank's device.
+
+    Example:
+        >>> with pp.ranks.joined("cpu") as device:  # torchrun --nproc-per-node 2 script.py
+        ...     pruned = pp.osp(model.to(device), (x, y), pp.Config(epochs=1), sparsity=0.9)
+        >>> device
+        device(type='cpu')
     """
     try:
-        here = torch.device(device)
+        rank_device = torch.device(device)
     except RuntimeError as failure:
         reason = str(failure).partition("\n")[0]
         raise ValueError(f"the device {device!r} cannot be used here ({reason}); use --device cpu") from None
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        yield here
+        yield rank_device
         return
-    if here.type == "cuda":
-        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if here.index is None else here.index)
-        torch.cuda.set_device(here)
-    dist.init_process_group("nccl" if here.type == "cuda" else "gloo")
-    yield here
+    if rank_device.type == "cuda":
+        number = int(os.environ["LOCAL_RANK"]) if rank_device.index is None else rank_device.index
+        rank_device = torch.device("cuda", number)
+        torch.cuda.set_device(rank_device)
+    dist.init_process_group("nccl" if rank_device.type == "cuda" else "gloo")
+    yield rank_device
     # Not after a failure: the other ranks may wait in an exchange that leaving in order would wait for, too.
-    _own.clear()
+    _host_group.clear()
     # A model that fully_shard has cut holds the group in a cycle; only once nobody does are the group's threads ended,
     # and one that let go of a tensor while the interpreter shuts down would abort a job that is done.
     gc.collect()
@@ -54,17 +67,45 @@ def joined(device: str = "cpu") -> Iterator[torch.device]:
 
 
 def world() -> int:
-    """How many processes train together."""
+    """How many processes train together.
+
+    Returns:
+        Their number; 1 outside torchrun.
+
+    Example:
+        >>> pp.ranks.world()
+        1
+    """
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
+    """The number of this process, from 0.
+
+    Returns:
+        A number below `world()`; 0 outside torchrun.
+
+    Example:
+        >>> if pp.ranks.rank() == 0:
+        ...     print("said once")
+        said once
+    """
     return dist.get_rank() if world() > 1 else 0
 
 
 def part(count: int) -> tuple[int, int]:
-    """The contiguous range of `count` things that this rank takes; sizes differ by one at most."""
+    """The contiguous range of `count` things that this rank takes; sizes differ by one at most.
+
+    Args:
+        count: How many there are, for all ranks together.
+
+    Returns:
+        (first, end) of this rank's range.
+
+    Example:
+        >>> pp.ranks.part(1437)
+        (0, 1437)
+    """
     return count * rank() // world(), count * (rank() + 1) // world()
 
 
@@ -98,61 +139,88 @@ def contact(*, sure: bool = True) -> Iterator[None]:
 def _hosts() -> Any:
     """A group that takes CPU tensors and Python values: the ranks' own if it is gloo, else one beside it."""
     world_group = dist.group.WORLD
-    if not _own or _own[0][0] is not world_group:
-        made = world_group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        _own[:] = [(world_group, made)]
-    return _own[0][1]
+    if not _host_group or _host_group[0][0] is not world_group:
+        group = world_group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        _host_group[:] = [(world_group, group)]
+    return _host_group[0][1]
 
 
 def barrier() -> None:
-    """Waits for all ranks, and says which did not come."""
+    """Waits for all ranks, and says which did not come.
+
+    Example:
+        >>> pp.ranks.barrier()
+    """
     if world() > 1:
         with contact():
             dist.monitored_barrier(_hosts(), timeout=_PATIENCE, wait_all_ranks=True)
 
 
-def gathered(own: _T) -> list[_T]:
-    """What every rank gave, by rank."""
+def gathered(value: _T) -> list[_T]:
+    """What every rank gave, by rank; all ranks have to call it.
+
+    Args:
+        value: This rank's, which must be picklable.
+
+    Returns:
+        One value per rank.
+
+    Example:
+        >>> pp.ranks.gathered("of rank 0")
+        ['of rank 0']
+    """
     if world() == 1:
-        return [own]
-    found: list[Any] = [None] * world()
+        return [value]
+    values: list[Any] = [None] * world()
     with contact():
-        dist.all_gather_object(found, own, group=_hosts())
-    return found
+        dist.all_gather_object(values, value, group=_hosts())
+    return values
 
 
 def on_rank0(make: Callable[[], _T]) -> _T:
-    """What rank 0 makes, on all ranks; only rank 0 calls `make`, and where it fails all ranks fail."""
+    """What rank 0 makes, on all ranks; only rank 0 calls `make`, and where it fails all ranks fail.
+
+    Args:
+        make: A function without arguments, such as one that reads or writes a file; its result must be picklable.
+
+    Returns:
+        What it returned on rank 0.
+
+    Example:
+        >>> pp.ranks.on_rank0(lambda: "written by one rank alone")
+        'written by one rank alone'
+    """
     if world() == 1:
         return make()
-    found: list[Any] = [None, ""]
+    message: list[Any] = [None, ""]
     failure: Exception | None = None
     if rank() == 0:
         try:
-            found[0] = make()
+            message[0] = make()
         except Exception as raised:
-            failure, found[1] = raised, f"{type(raised).__name__}: {raised}"
+            failure, message[1] = raised, f"{type(raised).__name__}: {raised}"
     with contact():
-        dist.broadcast_object_list(found, src=0, group=_hosts())
+        dist.broadcast_object_list(message, src=0, group=_hosts())
     if failure is not None:
         raise failure
-    if found[1]:
-        raise ConnectionError(f"rank 0 failed, and rank {rank()} ends with it; its reason was {found[1]}")
-    return found[0]
+    result, reason = message
+    if reason:
+        raise ConnectionError(f"rank 0 failed, and rank {rank()} ends with it; its reason was {reason}")
+    return result
 
 
-def require_equal(own: Mapping[str, tuple[str, str]]) -> None:
+def require_equal(digests: Mapping[str, tuple[str, str]]) -> None:
     """Refuses when a rank holds something else than rank 0: {what: (its digest, what to do)}, the first one named."""
     if world() == 1:
         return
-    found = gathered({what: digest for what, (digest, _) in own.items()})
-    for what, (_, advice) in own.items():
-        others = [r for r, one in enumerate(found) if one[what] != found[0][what]]
-        if others:
-            alone = f"rank {others[0]} differs from rank 0 in its"
-            many = f"ranks {', '.join(map(str, others))} differ from rank 0 in their"
-            both = f"{found[others[0]][what][:20]} and {found[0][what][:20]}"
-            raise ValueError(f"{many if others[1:] else alone} {what} ({both}); {advice}")
+    by_rank = gathered({what: digest for what, (digest, _) in digests.items()})
+    for what, (_, advice) in digests.items():
+        differing = [r for r, theirs in enumerate(by_rank) if theirs[what] != by_rank[0][what]]
+        if differing:
+            alone = f"rank {differing[0]} differs from rank 0 in its"
+            several = f"ranks {', '.join(map(str, differing))} differ from rank 0 in their"
+            both = f"{by_rank[differing[0]][what][:20]} and {by_rank[0][what][:20]}"
+            raise ValueError(f"{several if differing[1:] else alone} {what} ({both}); {advice}")
 
 
 def sum_(value: Tensor) -> Tensor:
@@ -193,9 +261,9 @@ def average_(buffers: Sequence[Tensor]) -> None:
             base = buffer.clone()
             dist.broadcast(base, src=0)
             # Not the plain mean: (x + x + x) / 3 need not be x, and of an infinite x there is no difference.
-            apart = torch.where(buffer == base, 0, buffer - base)
-            dist.all_reduce(apart)
-            buffer.copy_(torch.where(apart == 0, base, base + apart / world()))
+            difference = torch.where(buffer == base, 0, buffer - base)
+            dist.all_reduce(difference)
+            buffer.copy_(torch.where(difference == 0, base, base + difference / world()))
 
 
 class Gradients:
@@ -242,9 +310,9 @@ class Gradients:
     def _send(self) -> None:
         number = len(self._sent)
         bucket, flags = self._buckets[number], self._ones[number]
-        given = [p.grad is not None for p in bucket]
-        if not all(given):
-            flags = torch.tensor(given, dtype=flags.dtype, device=flags.device)
+        has_gradient = [p.grad is not None for p in bucket]
+        if not all(has_gradient):
+            flags = torch.tensor(has_gradient, dtype=flags.dtype, device=flags.device)
         flat = torch.cat([flags, *((torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket)])
         with contact():
             self._sent.append((flat, dist.all_reduce(flat, async_op=True)))
