@@ -35,7 +35,7 @@ def right(model: nn.Module) -> bool:
     """Whether every weight is what its parameters, read now, give."""
     wanted = []
     for site in attachment.sites(model):
-        part = site.sampler.part()
+        part = site.sampler.inputs()
         assert part is not None
         wanted.append(kernels.draw([part], site.sampler.law(part))[0].detach())
     return all(torch.equal(a, b) for a, b in zip(drawn(model), wanted, strict=True))
@@ -181,7 +181,7 @@ def test_the_old_draw_is_given_back_before_the_new_one_is_made(monkeypatch: pyte
     drawn(model)
     drawn(model)
     pp.resample_(model)
-    old = weakref.ref(attachment.sites(model)[0].sampler.pool._drawn[attachment.sites(model)[0].sampler].value)  # type: ignore[union-attr]
+    old = weakref.ref(attachment.sites(model)[0].sampler.pool._cached[attachment.sites(model)[0].sampler].value)  # type: ignore[union-attr]
     plain = kernels.draw_fast
     alive = []
     monkeypatch.setattr(kernels, "draw_fast", lambda parts, law: alive.append(old()) or plain(parts, law))
@@ -263,7 +263,7 @@ def test_the_reference_draws_the_same_up_to_rounding() -> None:
     model = build()
     for mode in (True, False):
         for site in attachment.sites(model.train(mode)):
-            part = site.sampler.part()
+            part = site.sampler.inputs()
             assert part is not None
             law = site.sampler.law(part)
             torch.testing.assert_close(site.where(), reference.draw([part], law)[0], rtol=1e-5, atol=1e-6)

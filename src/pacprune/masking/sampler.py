@@ -24,25 +24,30 @@ def casts(module: nn.Module) -> bool:
     return type(module).forward in _CAST
 
 
-class _Drawn(NamedTuple):
+class _CachedDraw(NamedTuple):
     """One weight's draw, with all that it follows from."""
 
     value: Tensor
     law: Law
-    part: SampleInputs
+    inputs: SampleInputs
     steps: int
     stamp: tuple[int, ...]
     memory: tuple[Tensor, ...]
     """Holds the memory that was read, so that no new tensor can have its address."""
 
-    def fresh(self, part: SampleInputs, law: Law) -> bool:
+    def fresh(self, inputs: SampleInputs, law: Law) -> bool:
         """Whether a new draw would give the same: the same tensors, none of them written to, and none given away."""
-        if self.steps != _steps[0] or self.law != law or any(a is not b for a, b in zip(self.part, part, strict=True)):
+        if self.steps != _steps[0] or self.law != law:
             return False
-        return self.stamp == _stamp(part, self.value)
+        if any(old is not new for old, new in zip(self.inputs, inputs, strict=True)):
+            return False
+        return self.stamp == _stamp(inputs, self.value)
 
 
-_steps, _never = [0], itertools.count()
+_steps = [0]
+"""How many steps optimisers have taken."""
+_unequal = itertools.count()
+"""Numbers that occur once."""
 
 
 def _count_step(*_: object) -> None:
@@ -54,18 +59,18 @@ def _count_step(*_: object) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-def _stamp(part: SampleInputs, value: Tensor) -> tuple[int, ...]:
+def _stamp(inputs: SampleInputs, value: Tensor) -> tuple[int, ...]:
     """Changes when a tensor is written to or given other memory, and in other modes, streams and graphs."""
-    given = [t for t in (*part[:5], part.shift, part.sharpness) if t is not None]
+    tensors = [t for t in (*inputs[:5], inputs.shift, inputs.sharpness) if t is not None]
     # Tensors of inference mode have no version: a parameter that is one could be anything at the next read.
-    found = [next(_never) if t.is_inference() else t._version for t in given]
-    found += [t.data_ptr() for t in given]
+    stamp = [next(_unequal) if t.is_inference() else t._version for t in tensors]
+    stamp += [t.data_ptr() for t in tensors]
     # Who writes into a drawn weight must not spoil later reads, and what inference mode made is of no use outside it.
-    found += [-1 if value.is_inference() else value._version, torch.is_inference_mode_enabled()]
-    if part.mean.is_cuda:
+    stamp += [-1 if value.is_inference() else value._version, torch.is_inference_mode_enabled()]
+    if inputs.mean.is_cuda:
         # The replay of a graph writes without a trace, and memory belongs to the stream that asked for it.
-        found += [torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(part.mean.device).cuda_stream]
-    return tuple(found)
+        stamp += [torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(inputs.mean.device).cuda_stream]
+    return tuple(stamp)
 
 
 class Pool:
@@ -77,7 +82,7 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self._drawn: weakref.WeakKeyDictionary[Sampler, _Drawn | None] = weakref.WeakKeyDictionary()
+        self._cached: weakref.WeakKeyDictionary[Sampler, _CachedDraw | None] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._holds = False
 
@@ -88,43 +93,44 @@ class Pool:
         """Drops every draw, and its memory."""
         if self._holds:
             with self._lock:
-                for sampler in list(self._drawn):
-                    self._drawn[sampler] = None
+                for sampler in list(self._cached):
+                    self._cached[sampler] = None
                 self._holds = False
 
-    def read(self, sampler: "Sampler", part: SampleInputs, law: Law) -> Tensor | None:
+    def read(self, sampler: "Sampler", inputs: SampleInputs, law: Law) -> Tensor | None:
         """The present draw of this sampler's weight; None where it must be drawn by itself, in plain torch."""
-        drawn = self._drawn.get(sampler)
-        if drawn is not None and drawn.fresh(part, law):
-            return drawn.value
-        del drawn  # the last one that would hold the old memory
+        cached = self._cached.get(sampler)
+        if cached is not None and cached.fresh(inputs, law):
+            return cached.value
+        del cached  # the last one that would hold the old memory
         with self._lock:
-            return self._draw(sampler, part, law)
+            return self._draw_changed(sampler, inputs, law)
 
-    def _draw(self, sampler: "Sampler", part: SampleInputs, law: Law) -> Tensor | None:
-        if kernels.fast_backend(part) is None:
+    def _draw_changed(self, sampler: "Sampler", inputs: SampleInputs, law: Law) -> Tensor | None:
+        """Draws this weight, and every other one that a new draw would change, in one launch."""
+        if kernels.fast_backend(inputs) is None:
             return None
-        changed = {sampler: part}
-        for other in list(self._drawn):
-            theirs = None if other is sampler else other.part()
-            if theirs is None or theirs.mean.device != part.mean.device or other.law(theirs) != law:
-                continue
-            if not self._fresh(other, theirs, law):
-                changed[other] = theirs
-        for other in changed:
-            self._drawn[other] = None  # gives the old memory back before the new is asked for
+        changed = {sampler: inputs, **self._changed_beside(sampler, inputs.mean.device, law)}
+        for member in changed:
+            self._cached[member] = None  # gives the old memory back before the new is asked for
         values = kernels.draw_fast(list(changed.values()), law)
         self._holds = True
-        for (other, theirs), value in zip(changed.items(), values, strict=True):
-            if value is None:
-                continue
-            memory = tuple(t.detach() for t in theirs[:3] if t is not None)
-            self._drawn[other] = _Drawn(value, law, theirs, _steps[0], _stamp(theirs, value), memory)
+        for (member, read), value in zip(changed.items(), values, strict=True):
+            if value is not None:
+                memory = tuple(t.detach() for t in read[:3] if t is not None)
+                self._cached[member] = _CachedDraw(value, law, read, _steps[0], _stamp(read, value), memory)
         return values[0]
 
-    def _fresh(self, sampler: "Sampler", part: SampleInputs, law: Law) -> bool:
-        drawn = self._drawn.get(sampler)
-        return drawn is not None and drawn.fresh(part, law)
+    def _changed_beside(self, sampler: "Sampler", device: torch.device, law: Law) -> "dict[Sampler, SampleInputs]":
+        """The other samplers of this device and law whose draw is out of date, with what they read."""
+        changed = {}
+        for member, cached in list(self._cached.items()):
+            inputs = None if member is sampler else member.inputs()
+            if inputs is None or inputs.mean.device != device or member.law(inputs) != law:
+                continue
+            if cached is None or not cached.fresh(inputs, law):
+                changed[member] = inputs
+        return changed
 
 
 class _Where:
@@ -258,20 +264,20 @@ class Sampler(nn.Module):
         choice = patterns.relaxed(logits, self.beta) if self.training else patterns.hard(logits)
         return mean * self._kept(choice, mean).to(mean.dtype)
 
-    def law(self, part: SampleInputs) -> Law:
+    def law(self, inputs: SampleInputs) -> Law:
         """How gates become weights in the present mode."""
         mode = self.estimator if self.training else kernels.HARD
         # A std that is not the buffer is a parameter, and a parameter is its logarithm.
-        return Law(self.mapping, self.coupling, mode, self.beta, part.std is not self._buffers["std"])
+        return Law(self.mapping, self.coupling, mode, self.beta, inputs.std is not self._buffers["std"])
 
-    def part(self) -> SampleInputs | None:
+    def inputs(self) -> SampleInputs | None:
         """The tensors that the present draw is made of; None for a sampler that was taken out of its model."""
         where = self._where()
         if where is None:
             return None
-        return self._part(where.original0, where.original1, getattr(where, "original2", None))  # type: ignore[arg-type]
+        return self._inputs(where.original0, where.original1, getattr(where, "original2", None))  # type: ignore[arg-type]
 
-    def _part(self, mean: Tensor, gate: Tensor, log_std: Tensor | None) -> SampleInputs:
+    def _inputs(self, mean: Tensor, gate: Tensor, log_std: Tensor | None) -> SampleInputs:
         seed, step, shift, sharpness, _, std = self._buffers.values()  # by name each would be searched for
         std = std if log_std is None else log_std
         return SampleInputs(mean, gate, std, seed, step, self.offset, shift, sharpness, self._dtype(mean))  # type: ignore[arg-type]
@@ -287,16 +293,16 @@ class Sampler(nn.Module):
         """The weight."""
         if self.pattern is not None:
             return self._masked(mean, gate)
-        part = self._part(mean, gate, log_std)
-        law = self.law(part)
+        inputs = self._inputs(mean, gate, log_std)
+        law = self.law(inputs)
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # a tracer sees every draw
-            return kernels.sample(part, law)
+            return kernels.sample(inputs, law)
         if torch._C._are_functorch_transforms_active():
-            return kernels.sample(part, law)
+            return kernels.sample(inputs, law)
         where = self._where()
         if where is None or where.original0 is not mean:  # called by hand, or a replica in another thread
-            return kernels.sample(part, law)
-        return kernels.sample(part, law, self.pool.read(self, part, law))
+            return kernels.sample(inputs, law)
+        return kernels.sample(inputs, law, self.pool.read(self, inputs, law))
 
 
 class Shards(nn.ModuleList):
@@ -320,19 +326,20 @@ class Shards(nn.ModuleList):
         """The parameter that fully_shard gathers."""
         return self._weight[0]
 
-    def part(self) -> tuple[SampleInputs, Law]:
+    def inputs(self) -> tuple[SampleInputs, Law]:
         """What this rank's rows are drawn from, and how."""
         sampler = self[0]
         assert isinstance(sampler, Sampler)
-        part = sampler._part(sharded.local(self.original0.detach()), sharded.local(self.original1.detach()), None)
-        return part, sampler.law(part)
+        mean, gate = (sharded.local(p.detach()) for p in (self.original0, self.original1))
+        inputs = sampler._inputs(mean, gate, None)
+        return inputs, sampler.law(inputs)
 
     def _backward(self, weight: Tensor) -> None:
         out, weight.grad = weight.grad, None
         assert out is not None
-        pair, (part, law) = (self.original0, self.original1), self.part()
+        pair, (inputs, law) = (self.original0, self.original1), self.inputs()
         needs = (pair[0].requires_grad, pair[1].requires_grad, False)
-        gradients = kernels.gradients(part, law, sharded.local(out), needs)
+        gradients = kernels.gradients(inputs, law, sharded.local(out), needs)
         for p, gradient in zip(pair, gradients, strict=False):
             if gradient is not None and p.grad is not None:
                 sharded.local(p.grad).add_(gradient)
@@ -356,12 +363,12 @@ class Shards(nn.ModuleList):
 
 @torch.no_grad()
 def sample_shards_(shards: Sequence[Shards]) -> None:
-    """Makes the present sample of all these weights, where fully_shard gathers them from: before every forward pass."""
+    """Makes the present draw of all these weights, where fully_shard gathers them from: before every forward pass."""
     by_law: dict[Law, list[tuple[Tensor, SampleInputs]]] = {}
     for weight_shards in shards:
-        part, law = weight_shards.part()
-        if part.mean.numel():  # a rank may have no rows of a small tensor
-            by_law.setdefault(law, []).append((sharded.local(weight_shards.weight.detach()), part))
+        inputs, law = weight_shards.inputs()
+        if inputs.mean.numel():  # a rank may have no rows of a small tensor
+            by_law.setdefault(law, []).append((sharded.local(weight_shards.weight.detach()), inputs))
     for law, pairs in by_law.items():
-        rows, parts = zip(*pairs, strict=True)
-        torch._foreach_copy_(rows, kernels.draw(parts, law))  # type: ignore[attr-defined]
+        rows, all_inputs = zip(*pairs, strict=True)
+        torch._foreach_copy_(rows, kernels.draw(all_inputs, law))  # type: ignore[attr-defined]
