@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import math
 import shutil
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -399,3 +401,52 @@ def test_a_run_that_was_broken_off_goes_on_to_fade(tmp_path: Path) -> None:
 def test_only_gates_have_a_start_that_fades() -> None:
     with pytest.raises(ValueError, match="fade is for gates, which the control 'magnitude' has not; leave it out"):
         pp.Budget(0.5, control="magnitude", fade=True)
+
+
+# --- What a step calls.
+
+
+def calls_by_file(act: Callable[[], Any]) -> Counter[str]:
+    """How often a call goes into a file of the library from another one, while this is done."""
+    root, visits = Path(pp.__file__).parent, Counter[str]()
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        file, caller = frame.f_code.co_filename, frame.f_back
+        if event != "call" or not file.startswith(str(root)):
+            return
+        while caller is not None and not caller.f_code.co_filename.startswith(str(root)):
+            caller = caller.f_back
+        if caller is None or caller.f_code.co_filename != file:
+            visits[str(Path(file).relative_to(root))] += 1
+
+    sys.setprofile(count)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return visits
+
+
+def test_a_plain_model_asks_nothing_of_sharding() -> None:
+    def train() -> None:
+        pp.pft(net(), (X, Y), CONFIG, sparsity=0.5)
+        model = attached()
+        pp.fit(model, (X, Y), CONFIG, budget=pp.Budget(0.5, control="projection"))
+        pp.harden(model)
+
+    visits = calls_by_file(train)
+    assert visits["training/step.py"] > 60
+    assert visits["distributed/sharded.py"] == 0
+
+
+def test_a_step_goes_from_file_to_file_less_than_fifty_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    visits: list[Counter[str]] = []
+    take = step.Step.__call__
+
+    def counted(self: step.Step, number: int, examples: Any) -> int:
+        visits.append(calls_by_file(lambda: take(self, number, examples)))
+        return self.count
+
+    monkeypatch.setattr(step.Step, "__call__", counted)
+    pp.pft(net(), (X, Y), CONFIG, sparsity=0.5)
+    assert visits[9].total() < 50, visits[9]  # of the mask stage, which has 10 steps

@@ -27,36 +27,35 @@ def algorithm1_(model: nn.Module, loss: Callable[[], Tensor], *, samples: int) -
             f"Algorithm 1 needs one gate for every weight, but those of the pattern {pattern[0]}:{pattern[1]} choose "
             f"among groups of {pattern[1]}; use samples=0, or another mapping"
         )
-    ones = [torch.zeros_like(site.gate) for site in sites]
-    loss_of_ones = [torch.zeros_like(site.gate) for site in sites]
+    open_counts = [torch.zeros_like(site.gate) for site in sites]
+    losses_when_open = [torch.zeros_like(site.gate) for site in sites]
     total = torch.zeros((), device=sites[0].gate.device)
     with weights.modes_kept(model):
         for site in sites:
             site.sampler.eval()
         for k in range(samples):
             if k:
-                attachment.resample_(model)
+                attachment.advance_(sites)
             value = loss()
             (value / samples).backward()
             total += value.detach()
-            for site, count, with_one in zip(sites, ones, loss_of_ones, strict=True):
+            for site, count, when_open in zip(sites, open_counts, losses_when_open, strict=True):
                 gate = _present_gate(site).to(count.dtype)
                 count += gate
-                with_one += gate * value.detach()
-    for site, count, with_one in zip(sites, ones, loss_of_ones, strict=True):
+                when_open += gate * value.detach()
+    for site, count, when_open in zip(sites, open_counts, losses_when_open, strict=True):
         if site.gate.requires_grad:
             both = (count > 0) & (count < samples)
-            zeta = with_one / count.clamp_min(1) - (total - with_one) / (samples - count).clamp_min(1)
+            zeta = when_open / count.clamp_min(1) - (total - when_open) / (samples - count).clamp_min(1)
             torch.sigmoid(site.logit()).backward(torch.where(both, zeta, 0.0))
     return total / samples
 
 
 def _present_gate(site: attachment.AttachedWeight) -> Tensor:
     """The hard gates of the present step."""
-    s = site.sampler
-    word = philox.words(
-        site.gate.numel(), seed=s.seed, step=s.step, stream=philox.GATE, offset=s.offset, device=site.gate.device
-    )
+    sampler, gate = site.sampler, site.gate
+    counter = {"seed": sampler.seed, "step": sampler.step, "offset": sampler.offset}
+    word = philox.words(gate.numel(), stream=philox.GATE, device=gate.device, **counter)
     return kernels.hard_gate(site.keep_prob(), word)
 
 
