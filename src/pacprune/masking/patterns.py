@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from pacprune import philox
 
-PATTERNS = ("1:4", "2:4")
-KERNEL = (2, 4)
+__all__ = ["KERNEL", "PATTERNS", "check", "sparsity", "to_semi_structured", "top"]
+
+PATTERNS = {"1:4": (1, 4), "2:4": (2, 4)}
+"""(N, M) of every pattern."""
+KERNEL = PATTERNS["2:4"]
 """What the sparse kernels of GPUs multiply with; 1:4 is a special case of it."""
 CHOICE = -3
 """The dimension of a gate's choices, before rows and groups: as the last one, so short, softmax would be slow."""
@@ -21,15 +24,28 @@ _KERNEL_TYPES = (torch.float16, torch.bfloat16)
 
 
 def parse(pattern: str) -> tuple[int, int]:
-    """(N, M) of "N:M"."""
+    """(N, M) of a pattern, which is a key of `PATTERNS`."""
     if pattern not in PATTERNS:
         raise ValueError(f"pattern {pattern!r} is unknown; use one of {', '.join(PATTERNS)}")
-    n, _, m = pattern.partition(":")
-    return int(n), int(m)
+    return PATTERNS[pattern]
 
 
 def sparsity(pattern: str) -> float:
-    """1 - N / M."""
+    """The fraction that a pattern prunes, 1 - N / M.
+
+    Args:
+        pattern: A key of `PATTERNS`, such as "2:4".
+
+    Returns:
+        A fraction in (0, 1).
+
+    Raises:
+        ValueError: If the pattern is unknown.
+
+    Example:
+        >>> pp.patterns.sparsity("2:4")
+        0.5
+    """
     n, m = parse(pattern)
     return 1 - n / m
 
@@ -47,28 +63,63 @@ def grouped(weight: Tensor, m: int, *, name: str = "the weight", members: bool =
 
 
 def top(scores: Mapping[str, Tensor], pattern: str, ties: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The mask that keeps the N largest scores of every group of M; equals by `ties`, then the first ones."""
+    """The mask that keeps the N largest scores of every group of M.
+
+    Args:
+        scores: One number per weight, larger = keep.
+        pattern: A key of `PATTERNS`, such as "2:4".
+        ties: What decides between equal scores, larger = keep; then, and without it, the first ones are kept.
+
+    Returns:
+        A mask: True where a weight is kept.
+
+    Raises:
+        ValueError: If the pattern is unknown, or a tensor cannot be cut into groups of M.
+
+    Example:
+        >>> mask = pp.patterns.top(pp.scores.magnitude(model), "2:4")
+        >>> sum(int(m.sum()) for m in mask.values())
+        592
+    """
     n, m = parse(pattern)
-    found = {}
+    mask = {}
     for name, score in scores.items():
         groups = grouped(score.detach(), m, name=name)
         order = torch.arange(m, device=score.device).expand_as(groups)
-        for key in ([] if ties is None else [grouped(ties[name].detach(), m, name=name)]) + [groups]:
+        tie_groups = [] if ties is None else [grouped(ties[name].detach(), m, name=name)]
+        for key in (*tie_groups, groups):
             # From the last key to the first, since a stable sort leaves equals as the sort before put them.
             order = order.gather(-1, torch.argsort(key.gather(-1, order), dim=-1, descending=True, stable=True))
         keep = torch.zeros(groups.shape, dtype=torch.bool, device=score.device)
-        found[name] = keep.scatter_(-1, order[..., :n], True).reshape(score.shape)
-    return found
+        mask[name] = keep.scatter_(-1, order[..., :n], True).reshape(score.shape)
+    return mask
 
 
-def first(scores: Mapping[str, Tensor], pattern: str) -> dict[str, Tensor]:
-    """The scores, infinite where the pattern keeps a weight: pruned by these little by little, a model ends in it."""
-    kept = top(scores, pattern)
-    return {name: torch.where(kept[name], torch.inf, score) for name, score in scores.items()}
+def protected_scores(scores: Mapping[str, Tensor], pattern: str) -> dict[str, Tensor]:
+    """The scores, infinite where the pattern keeps a weight: pruned by these step by step, a model ends in it."""
+    mask = top(scores, pattern)
+    return {name: torch.where(mask[name], torch.inf, score) for name, score in scores.items()}
 
 
 def check(weight: Tensor, n: int, m: int, *, name: str = "the weight") -> None:
-    """Refuses a weight with more than N nonzeros in a group of M, or a mask (bool) with other than N."""
+    """Refuses a weight with more than N nonzeros in a group of M, or a mask with other than N.
+
+    Args:
+        weight: A weight of shape [out, ...], or a mask of type bool.
+        n: How many of a group are kept.
+        m: The size of a group.
+        name: What the error calls the weight.
+
+    Raises:
+        ValueError: If a group does not fit.
+
+    Example:
+        >>> pp.patterns.check(torch.tensor([[1.0, 0.0, 0.0, 2.0]]), 2, 4)
+        >>> pp.patterns.check(torch.ones(1, 4), 2, 4, name="fc.weight")
+        Traceback (most recent call last):
+            ...
+        ValueError: fc.weight is not 2:4: 1 of its 1 groups differ, and group 0 of row 0 keeps 4 of 4; ...
+    """
     counts = (grouped(weight.detach(), m, name=name) != 0).sum(-1)
     wrong = (counts != n) if weight.dtype == torch.bool else (counts > n)
     if bool(wrong.any()):
@@ -80,10 +131,25 @@ def check(weight: Tensor, n: int, m: int, *, name: str = "the weight") -> None:
 
 
 def to_semi_structured(model: nn.Module) -> list[str]:
-    """Hands the Linear weights that are 2:4, in place, to torch's semi-structured kernels; returns their names.
+    """Hands the Linear weights that are 2:4, in place, to torch's semi-structured kernels.
 
     For inference alone, on CUDA, in float16 or bfloat16. Layers that are not 2:4, and shapes that the kernels do not
     take, stay as they are.
+
+    Args:
+        model: A pruned model; it is changed in place.
+
+    Returns:
+        The names of the weights that were handed over.
+
+    Raises:
+        ValueError: If a weight is not on CUDA in float16 or bfloat16, or no weight can be handed over.
+
+    Example:
+        >>> pp.patterns.to_semi_structured(model)
+        Traceback (most recent call last):
+            ...
+        ValueError: 1.weight is torch.float32 on cpu, but semi-structured kernels take float16 or bfloat16 on CUDA; ...
     """
     layers = {f"{n}.weight".lstrip("."): m for n, m in model.named_modules() if type(m) is nn.Linear}
     for name, layer in layers.items():
@@ -92,23 +158,27 @@ def to_semi_structured(model: nn.Module) -> list[str]:
                 f"{name} is {layer.weight.dtype} on {layer.weight.device}, but semi-structured kernels take "
                 "float16 or bfloat16 on CUDA; call model.to('cuda', torch.bfloat16) first"
             )
-    found = []
+    handed_over = []
     for name, layer in layers.items():
-        rows, columns = layer.weight.shape
-        if rows % 32 or columns % 64:  # what the kernels of both of torch's libraries take
-            continue
-        n, m = KERNEL
-        if bool(((grouped(layer.weight.detach(), m) != 0).sum(-1) > n).any()):
-            continue
-        sparse = torch.sparse.to_sparse_semi_structured(layer.weight.detach())
-        layer.weight = nn.Parameter(sparse, requires_grad=False)
-        found.append(name)
-    if not found:
+        if _fits_kernel(layer.weight.detach()):
+            sparse = torch.sparse.to_sparse_semi_structured(layer.weight.detach())
+            layer.weight = nn.Parameter(sparse, requires_grad=False)
+            handed_over.append(name)
+    if not handed_over:
         raise ValueError(
             f"none of the {len(layers)} Linear layers has a 2:4 weight with rows in multiples of 32 and columns in "
             "multiples of 64; prune with pattern='2:4' or '1:4' first"
         )
-    return found
+    return handed_over
+
+
+def _fits_kernel(weight: Tensor) -> bool:
+    """Whether a weight is 2:4, in a shape that the kernels of both of torch's libraries take."""
+    rows, columns = weight.shape
+    if rows % 32 or columns % 64:
+        return False
+    n, m = KERNEL
+    return not bool(((grouped(weight, m) != 0).sum(-1) > n).any())
 
 
 # --- The gate of a group: one choice among C(M, N).
@@ -119,24 +189,28 @@ def choices(n: int, m: int) -> list[tuple[int, ...]]:
     return list(itertools.combinations(range(m), n))
 
 
-def spread(each: Tensor, n: int, m: int) -> Tensor:
-    """[rows, groups, M] numbers of weights as [C(M, N), rows, groups] of choices: sums over the weights that one keeps.
+def spread(numbers: Tensor, n: int, m: int) -> Tensor:
+    """[rows, groups, M] numbers of weights as [C(M, N), rows, groups] of choices: sums over what a choice keeps.
 
     Of logits of keep_prob, these are the logits of what independent gates keep, given that it is exactly N:
     Pr(S | |S| = N) is proportional to prod_{i in S} p_i / (1 - p_i).
     """
-    return _sums(each.unbind(-1), choices(n, m), dim=CHOICE)
+    return _sums(numbers.unbind(-1), choices(n, m), dim=CHOICE)
 
 
-def membership(chosen: Tensor, n: int, m: int) -> Tensor:
+def membership(choice_probs: Tensor, n: int, m: int) -> Tensor:
     """[C(M, N), rows, groups] probabilities of choices as [rows, groups, M] of weights being kept: they add up to N."""
     sets = choices(n, m)
-    return _sums(chosen.unbind(CHOICE), [[c for c, kept in enumerate(sets) if i in kept] for i in range(m)], dim=-1)
+    return _sums(
+        choice_probs.unbind(CHOICE), [[c for c, kept in enumerate(sets) if i in kept] for i in range(m)], dim=-1
+    )
 
 
 def _sums(entries: Sequence[Tensor], lists: Sequence[Sequence[int]], *, dim: int) -> Tensor:
     """Sums over listed entries: a product with a 0/1 matrix that autocast cannot round."""
-    return torch.stack([sum((entries[j] for j in rest), entries[first]) for first, *rest in lists], dim=dim)
+    return torch.stack(
+        [sum((entries[j] for j in rest), entries[protected_scores]) for protected_scores, *rest in lists], dim=dim
+    )
 
 
 def gumbel(logits: Tensor, *, seed: Tensor, step: Tensor, offset: int) -> Tensor:

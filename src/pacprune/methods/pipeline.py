@@ -287,7 +287,7 @@ def reachable_mask(
     """The mask of the largest weights; on the way to a pattern, at a lower sparsity, those that it drops last."""
     if pattern is None:
         return magnitude_mask(model, sparsity, prunable, min_per_layer)
-    order = patterns.first(magnitude(model, prunable=prunable), pattern)
+    order = patterns.protected_scores(magnitude(model, prunable=prunable), pattern)
     return masks.top_k(order, sparsity=sparsity, total=weights.total(model))
 
 

@@ -206,7 +206,7 @@ def _move_mask_(pairs: Sequence[tuple[Tensor, Tensor]], plan: Budget, progress: 
     """The mask of one network, at the density of this moment."""
     scores = {str(i): weight.abs() for i, (weight, _) in enumerate(pairs)}
     if plan.pattern is not None:
-        scores = patterns.first(scores, plan.pattern)
+        scores = patterns.protected_scores(scores, plan.pattern)
     # Tensors by themselves only where they have to be: every one more is looked at.
     joined = plan.min_per_layer == 0 and not any(is_sharded(weight) for weight, _ in pairs)
     mask = masks.top_k(
