@@ -200,11 +200,11 @@ def test_excess_loss_stays_a_fraction():
 def test_catoni_pays_for_its_grid():
     assert np.allclose(bounds.CATONI_GRID, np.geomspace(0.02, 8.0, 20), rtol=1e-14, atol=0.0)
     for risk, n, kl in [(0.0, 100, 0.0), (0.1, 12_000, 5.0), (0.5, 60_000, 0.0), (0.02, 500, 400.0)]:
-        each = [bounds.catoni(risk, n=n, kl=kl, delta=0.05 / 20, c=c) for c in bounds.CATONI_GRID]
-        assert bounds.catoni(risk, n=n, kl=kl, delta=0.05) == min(each)
+        divided = [bounds.catoni(risk, n=n, kl=kl, delta=0.05 / 20, c=c) for c in bounds.CATONI_GRID]
+        assert bounds.catoni(risk, n=n, kl=kl, delta=0.05) == min(divided)
         # log 20 nats are the price: the same bound at KL + log 20 and the whole delta.
         paid = [bounds.catoni(risk, n=n, kl=kl + math.log(20), delta=0.05, c=c) for c in bounds.CATONI_GRID]
-        assert min(each) == pytest.approx(min(paid), rel=1e-13)
+        assert min(divided) == pytest.approx(min(paid), rel=1e-13)
 
 
 def test_the_catoni_grid_is_dense_enough():
@@ -229,8 +229,8 @@ def test_catoni_with_a_fixed_c_beats_seeger_at_small_kl():
 
 def test_disintegrated_takes_the_ratio_of_the_draw():
     n, delta = 1000, 0.05
-    same = bounds.disintegrated(100, n=n, log_ratio=30.0, delta=delta)
-    assert same == pytest.approx(bounds.seeger(0.1, n=n, kl=30.0, delta=delta), rel=1e-13)
+    bound = bounds.disintegrated(100, n=n, log_ratio=30.0, delta=delta)
+    assert bound == pytest.approx(bounds.seeger(0.1, n=n, kl=30.0, delta=delta), rel=1e-13)
     values = [bounds.disintegrated(100, n=n, log_ratio=r, delta=delta) for r in (-1e9, -20.0, -5.0, 0.0, 9.0, math.inf)]
     assert values == sorted(values)
     assert values[0] == values[1] == pytest.approx(0.1, rel=1e-14)
@@ -275,10 +275,10 @@ def test_ledger_with_every_entry():
     ledger = Ledger.split(0.05, monte_carlo_share=0.2, reference_share=0.1, unlabelled_share=0.3, grid=2, certified=5)
     assert ledger.delta == pytest.approx(0.05)
     assert (ledger.reference, ledger.unlabelled, ledger.pac_bayes) == pytest.approx((0.005, 0.015, 0.02))
-    each = (ledger.pac_bayes_each, ledger.monte_carlo_each, ledger.reference_each, ledger.unlabelled_each)
-    assert each == pytest.approx((0.002, 0.001, 0.0005, 0.0015))
+    shares = (ledger.pac_bayes_each, ledger.monte_carlo_each, ledger.reference_each, ledger.unlabelled_each)
+    assert shares == pytest.approx((0.002, 0.001, 0.0005, 0.0015))
     assert ledger.delta_each == pytest.approx(0.005)
-    assert sum(each) * ledger.candidates == pytest.approx(ledger.delta)
+    assert sum(shares) * ledger.candidates == pytest.approx(ledger.delta)
 
 
 def test_ledger_prints_and_saves():
@@ -304,8 +304,8 @@ def test_catonis_constant_for_an_expected_risk_is_tighter_than_seeger_and_than_t
     n, kl, delta = 12_000, 3.0, 0.04 / 100
     c = bounds.catoni_constant(0.01, n=n, kl=0.0, delta=delta)
     for risk in (0.008, 0.01, 0.012):  # the guess need not be exact
-        own = bounds.catoni(risk, n=n, kl=kl, delta=delta, c=c)
-        assert risk < own < bounds.catoni(risk, n=n, kl=kl, delta=delta) < 1
-        assert own < bounds.seeger(risk, n=n, kl=kl, delta=delta)
+        bound = bounds.catoni(risk, n=n, kl=kl, delta=delta, c=c)
+        assert risk < bound < bounds.catoni(risk, n=n, kl=kl, delta=delta) < 1
+        assert bound < bounds.seeger(risk, n=n, kl=kl, delta=delta)
     with pytest.raises(ValueError, match=r"risk is 1\.5"):
         bounds.catoni_constant(1.5, n=n, kl=0.0, delta=delta)

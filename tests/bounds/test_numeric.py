@@ -21,8 +21,8 @@ def grid() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_it_is_the_inverse_of_the_bounds_on_a_grid():
     q, c, expected = grid()
-    found = numeric.kl_inverse(q, c)
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-299)
+    inverse = numeric.kl_inverse(q, c)
+    assert torch.allclose(inverse, expected, rtol=1e-12, atol=1e-299)
     random = torch.Generator().manual_seed(0)
     q = torch.rand(2000, generator=random, dtype=torch.float64) ** 3
     c = torch.exp(torch.empty(2000, dtype=torch.float64).uniform_(-25, 3, generator=random))
@@ -38,9 +38,9 @@ def test_five_steps_are_enough_everywhere(monkeypatch):
 
 def test_shapes_and_types_are_those_of_arithmetic():
     q, c = torch.rand(3, 1), torch.rand(4, dtype=torch.float64).requires_grad_()
-    found = numeric.kl_inverse(q.requires_grad_(), c)
-    assert (found.shape, found.dtype) == ((3, 4), torch.float64)
-    found.sum().backward()
+    inverse = numeric.kl_inverse(q.requires_grad_(), c)
+    assert (inverse.shape, inverse.dtype) == ((3, 4), torch.float64)
+    inverse.sum().backward()
     assert q.grad is not None
     assert c.grad is not None
     assert (q.grad.shape, q.grad.dtype) == ((3, 1), torch.float32)
@@ -57,12 +57,12 @@ def test_its_slopes_are_those_of_finite_differences_and_of_the_formula(q, c):
     p = p.item()
     assert to_c == pytest.approx(p * (1 - p) / (p - q), rel=1e-9)
     assert to_q == pytest.approx(p * (1 - p) / (p - q) * math.log(p * (1 - q) / (q * (1 - p))), rel=1e-9)
-    for found, at, other in (
+    for slope, point, along in (
         (to_q, q, lambda t: bounds.kl_inverse(t, c)),
         (to_c, c, lambda t: bounds.kl_inverse(q, t)),
     ):
-        h = 1e-4 * at
-        assert found == pytest.approx((other(at + h) - other(at - h)) / (2 * h), rel=1e-3)
+        h = 1e-4 * point
+        assert slope == pytest.approx((along(point + h) - along(point - h)) / (2 * h), rel=1e-3)
 
 
 def test_its_slopes_are_finite_at_the_ends_and_right_where_there_is_a_limit():
@@ -70,8 +70,8 @@ def test_its_slopes_are_finite_at_the_ends_and_right_where_there_is_a_limit():
     gradients = torch.autograd.grad(numeric.kl_inverse(q.requires_grad_(), c.requires_grad_()).sum(), (q, c))
     assert all(torch.isfinite(g).all() and (g >= 0).all() for g in gradients)
 
-    def slopes(*at: float) -> list[float]:
-        leaves = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in at]
+    def slopes(*point: float) -> list[float]:
+        leaves = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in point]
         return [float(g) for g in torch.autograd.grad(numeric.kl_inverse(*leaves), leaves)]
 
     assert slopes(0.0, 0.3)[1] == pytest.approx(math.exp(-0.3))
@@ -92,6 +92,6 @@ def test_it_is_captured_and_does_not_wait():
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = numeric.kl_inverse(q, c)
+        captured = numeric.kl_inverse(q, c)
     graph.replay()
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-299)
+    assert torch.allclose(captured, expected, rtol=1e-12, atol=1e-299)

@@ -21,12 +21,12 @@ def pair(size: int = 60) -> tuple[SpikeSlab, SpikeSlab]:
     """Two distributions over one tensor that overlap but differ in gates, means and widths."""
     generator = torch.Generator().manual_seed(0)
 
-    def one(shift: float, std: float) -> SpikeSlab:
+    def slab(shift: float, std: float) -> SpikeSlab:
         keep_prob = torch.sigmoid(2 * torch.randn(size, generator=generator) + shift)
         mean = 0.3 * torch.randn(size, generator=generator)
         return SpikeSlab({"w": keep_prob}, {"w": mean}, {"w": torch.tensor(std)}, {}, size)
 
-    return one(0.5, 0.4), one(-0.5, 0.5)
+    return slab(0.5, 0.4), slab(-0.5, 0.5)
 
 
 @functools.cache
@@ -43,10 +43,10 @@ def log_ratio(w: np.ndarray, q: SpikeSlab, p: SpikeSlab) -> np.ndarray:
 
 def test_kl_is_the_mean_of_the_log_ratio_over_draws():
     q, p = pair()
-    for one, two in ((q, p), (p, q)):
-        ratio = log_ratio(many(one), one, two)
-        assert abs(ratio.mean() - float(kl(one, two))) < 4 * ratio.std() / DRAWS**0.5
-        assert ratio.std() / DRAWS**0.5 < 0.02 * float(kl(one, two))  # the test can tell
+    for posterior, prior in ((q, p), (p, q)):
+        ratio = log_ratio(many(posterior), posterior, prior)
+        assert abs(ratio.mean() - float(kl(posterior, prior))) < 4 * ratio.std() / DRAWS**0.5
+        assert ratio.std() / DRAWS**0.5 < 0.02 * float(kl(posterior, prior))  # the test can tell
 
 
 def test_every_weight_is_kept_as_often_as_its_keep_prob_says_and_independently():
@@ -58,8 +58,8 @@ def test_every_weight_is_kept_as_often_as_its_keep_prob_says_and_independently()
     assert stats.binomtest(int(kept.sum()), DRAWS * len(p), p.mean()).pvalue > 1e-3
     # No two gates of a draw and no two draws of a gate go together.
     centred = (kept - p) / np.sqrt(p * (1 - p))
-    for one, two in ((centred[:, 1:], centred[:, :-1]), (centred[1:], centred[:-1])):
-        assert abs((one * two).mean()) * one.size**0.5 < 4
+    for later, earlier in ((centred[:, 1:], centred[:, :-1]), (centred[1:], centred[:-1])):
+        assert abs((later * earlier).mean()) * later.size**0.5 < 4
 
 
 def test_a_slab_has_its_moments_where_it_is_kept_and_is_exactly_zero_elsewhere():

@@ -65,20 +65,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_true_certificate_is_valid_at_every_level(folder: Path) -> None:
-    one, two, three = pp.verify(folder), check(folder), check(folder, replay=True, draws=300)
-    for report in (one, two, three):
+    arithmetic, recounted, replayed = pp.verify(folder), check(folder), check(folder, replay=True, draws=300)
+    for report in (arithmetic, recounted, replayed):
         assert report.valid, report.failure
         assert str(report).endswith("VALID")
-    assert len(one.checks) < len(two.checks) < len(three.checks)
+    assert len(arithmetic.checks) < len(recounted.checks) < len(replayed.checks)
 
     def trusts(report: audit.Report, word: str) -> bool:
         return any(word in line for line in report.trusted)
 
-    assert trusts(one, "the split")
-    assert not trusts(two, "the split")
-    assert trusts(two, "the errors of every one and the disagreements")
-    assert not trusts(three, "disagreements")
-    for report in (one, two, three):
+    assert trusts(arithmetic, "the split")
+    assert not trusts(recounted, "the split")
+    assert trusts(recounted, "the errors of every one and the disagreements")
+    assert not trusts(replayed, "disagreements")
+    for report in (arithmetic, recounted, replayed):
         assert trusts(report, "order in time")
 
 
@@ -118,8 +118,8 @@ def test_own_data_with_a_declared_split_needs_the_split(tmp_path: Path) -> None:
     report = check(place, split)
     assert report.valid, report.failure
     assert any("as declared by the issuer" in line for line in report.trusted)
-    other = make(indices=(lists[0], lists[1].flip(0)), split_declared_random=True)
-    assert "split: indices of bound" in str(check(place, other).failure)
+    reordered = make(indices=(lists[0], lists[1].flip(0)), split_declared_random=True)
+    assert "split: indices of bound" in str(check(place, reordered).failure)
     undeclared = dataclasses.replace(split, declared=False)
     assert "split: declared is True" in str(check(place, undeclared).failure)
 
@@ -222,8 +222,8 @@ def test_the_wrong_data_is_refused(folder: Path) -> None:
     split = digits()
     assert "split: files" in str(check(folder, digits(files={"digits.npz": "0" * 64})).failure)
     assert "split: seed is 0 in the certificate but 1" in str(check(folder, pp.data.digits(seed=1)).failure)
-    other = pp.data.digits(seed=1, unlabelled=150)
-    assert "split: indices of prior" in str(check(folder, dataclasses.replace(other, seed=0)).failure)
+    reseeded = pp.data.digits(seed=1, unlabelled=150)
+    assert "split: indices of prior" in str(check(folder, dataclasses.replace(reseeded, seed=0)).failure)
     augmented = dataclasses.replace(split.bound, x=split.bound.x.flip(-1))
     assert "split: content of bound" in str(check(folder, digits(bound=augmented)).failure)
 
@@ -319,10 +319,10 @@ def test_a_fished_network_is_refused(tmp_path: Path) -> None:
     assert "recount: the mask of the single draw network is not the draw of its seed" in str(check(place).failure)
 
 
-@pytest.mark.parametrize(("what", "less"), [("reference", 1), ("single_draw", 1), ("thresholded", 9)])
-def test_errors_of_a_network_that_are_too_few_are_refused(what: str, less: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "hidden"), [("reference", 1), ("single_draw", 1), ("thresholded", 9)])
+def test_errors_of_a_network_that_are_too_few_are_refused(what: str, hidden: int, tmp_path: Path) -> None:
     def lower(record: Record, tensors: Tensors) -> None:
-        record[what]["errors"] -= less
+        record[what]["errors"] -= hidden
         consistent(record, tensors)
 
     place = forged(tmp_path, lower)

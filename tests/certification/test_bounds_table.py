@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from test_certify import again, digits, issued
+from test_certify import certify_again, digits, issued
 
 import pacprune as pp
 from pacprune.certification import bounds_table, decode
@@ -37,7 +37,7 @@ def test_a_bound_lies_in_the_unit_interval_and_falls_with_delta(name: str) -> No
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_bound_is_left_out_only_without_its_inputs(name: str) -> None:
     none = digits().unlabelled.subset(slice(0))
-    assert (name in again(split=digits(unlabelled=none)).bounds) != BOUNDS[name].needs_unlabelled
+    assert (name in certify_again(split=digits(unlabelled=none)).bounds) != BOUNDS[name].needs_unlabelled
     assert name in issued().cert.bounds
     assert BOUNDS[name].label in str(issued().cert)
 
@@ -45,7 +45,7 @@ def test_a_bound_is_left_out_only_without_its_inputs(name: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", RISK_BOUNDS)
 def test_every_declaration_gives_a_certificate_that_verifies(family: str, method: str, tmp_path: Path) -> None:
-    cert = again(family=family, method=method)
+    cert = certify_again(family=family, method=method)
     assert cert.record["claim"]["family"] == family
     assert cert.pac_bayes["monte_carlo"]["method"] == method
     report = pp.verify(cert.save(tmp_path))
@@ -63,6 +63,6 @@ def test_a_risk_bound_is_above_the_risk_and_falls_with_delta(method: str) -> Non
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=f"declare one of {', '.join(FAMILIES)}"):
-        again(family="vote")
+        certify_again(family="vote")
     with pytest.raises(ValueError, match=f"use one of {', '.join(RISK_BOUNDS)}"):
-        again(method="hoeffding")
+        certify_again(method="hoeffding")

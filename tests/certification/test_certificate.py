@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from test_certify import again, digits, issued, network
+from test_certify import certify_again, digits, issued, network
 from torch import nn
 
 import pacprune as pp
@@ -47,11 +47,11 @@ FILES = [
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    found: dict[str, Any] = {"pp": pp, "folder": tmp_path_factory.mktemp("story")}
+    names: dict[str, Any] = {"pp": pp, "folder": tmp_path_factory.mktemp("story")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(found["folder"])
-        exec(STORY, found)
-    return SimpleNamespace(**found)
+        patch.chdir(names["folder"])
+        exec(STORY, names)
+    return SimpleNamespace(**names)
 
 
 def test_the_story_runs_as_written(story: SimpleNamespace) -> None:
@@ -225,11 +225,11 @@ def test_the_mean_of_log_ratio_is_the_kl_and_its_scatter_sqrt_2_kl(std: float) -
     q = dataclasses.replace(p, keep_prob=moved, mean=means if std else p.mean)
     divergence = float(kl(q, p))
     assert 30 < divergence < 150
-    found = np.array(
+    ratios = np.array(
         [log_ratio(q, p, draw_weights(q, seed=1, step=t), draw_masks(q, seed=1, step=t)) for t in range(600)]
     )
-    assert found.mean() == pytest.approx(divergence, abs=5 * found.std() / math.sqrt(600))
-    assert found.std() == pytest.approx(math.sqrt(2 * divergence), rel=0.3)
+    assert ratios.mean() == pytest.approx(divergence, abs=5 * ratios.std() / math.sqrt(600))
+    assert ratios.std() == pytest.approx(math.sqrt(2 * divergence), rel=0.3)
 
 
 def test_the_thresholded_bound_needs_unlabelled_inputs() -> None:
@@ -244,7 +244,7 @@ def test_the_thresholded_bound_needs_unlabelled_inputs() -> None:
     expected = bounds.agreement(transfer, disagreements=stated["disagreements"], m=150, delta=0.01)
     assert run.cert.bounds["thresholded"] == pytest.approx(expected)
     none = run.split.unlabelled.subset(torch.arange(0))
-    cert = again(split=digits(unlabelled=none))
+    cert = certify_again(split=digits(unlabelled=none))
     assert "thresholded" not in cert.bounds
     assert cert.record["thresholded"]["inputs"] == 0
 
@@ -269,9 +269,9 @@ def test_the_winner_in_words(bound: float, q_equals_p: float, held_out: float, w
     assert certificate.Certificate(record, {}).winner.startswith(words)
 
 
-@pytest.mark.parametrize(("value", "shown"), [(0.1, "0.1000"), (0.10001, "0.1001"), (0.0, "0.0000"), (1.0, "1.0000")])
-def test_four_digits_are_never_rounded_down(value: float, shown: str) -> None:
-    assert certificate.rounded_up(value) == shown
+@pytest.mark.parametrize(("value", "text"), [(0.1, "0.1000"), (0.10001, "0.1001"), (0.0, "0.0000"), (1.0, "1.0000")])
+def test_four_digits_are_never_rounded_down(value: float, text: str) -> None:
+    assert certificate.rounded_up(value) == text
 
 
 # --- Saving and loading.
@@ -283,17 +283,17 @@ def test_saving_and_loading_keep_every_bit(tmp_path: Path) -> None:
     assert folder == tmp_path / "a" / "b"
     assert sorted(p.name for p in folder.iterdir()) == FILES
     first = {name: (folder / name).read_bytes() for name in FILES}
-    found = decode.load(folder)
+    loaded = decode.load(folder)
     for file, tensors in cert.tensors.items():
-        assert found.tensors[file].keys() == tensors.keys()
+        assert loaded.tensors[file].keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert found.tensors[file][name].dtype == tensor.dtype
-            assert torch.equal(found.tensors[file][name], tensor)
+            assert loaded.tensors[file][name].dtype == tensor.dtype
+            assert torch.equal(loaded.tensors[file][name], tensor)
     added = {"files", "digest"}
-    assert {key: value for key, value in found.record.items() if key not in added} == cert.record
-    assert found.record["digest"] == certificate.digest(found.record)
-    assert str(found) == str(cert)
-    found.save(folder)
+    assert {key: value for key, value in loaded.record.items() if key not in added} == cert.record
+    assert loaded.record["digest"] == certificate.digest(loaded.record)
+    assert str(loaded) == str(cert)
+    loaded.save(folder)
     assert {name: (folder / name).read_bytes() for name in FILES} == first
 
 
@@ -318,9 +318,9 @@ def test_what_cannot_be_loaded_is_told_in_one_sentence(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"certificate\.json is not valid JSON .* ask the issuer"):
             decode.load(folder)
-    for wrong, found in (({"version": 2}, "version 2"), ({"format": "other"}, "'other' version 1")):
+    for wrong, words in (({"version": 2}, "version 2"), ({"format": "other"}, "'other' version 1")):
         path.write_text(json.dumps(record | wrong))
-        with pytest.raises(ValueError, match=rf"{found}, but this is for 'pacprune certificate' version 1"):
+        with pytest.raises(ValueError, match=rf"{words}, but this is for 'pacprune certificate' version 1"):
             decode.load(folder)
     path.write_text("[1]")
     with pytest.raises(ValueError, match="is list, but this is for"):

@@ -58,10 +58,10 @@ def issued() -> SimpleNamespace:
     )
 
 
-def again(**changed: Any) -> pp.Certificate:
+def certify_again(**changed: Any) -> pp.Certificate:
     run = issued()
-    known = {"model": run.model, "prior": run.prior, "split": digits()} | FAST | changed
-    return pp.certify(known.pop("model"), known.pop("prior"), known.pop("split"), **known)
+    arguments = {"model": run.model, "prior": run.prior, "split": digits()} | FAST | changed
+    return pp.certify(arguments.pop("model"), arguments.pop("prior"), arguments.pop("split"), **arguments)
 
 
 # --- What one asks for.
@@ -69,7 +69,7 @@ def again(**changed: Any) -> pp.Certificate:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_family_is_declared_beforehand(family: str) -> None:
-    cert = again(family=family)
+    cert = certify_again(family=family)
     assert cert.record["claim"] == {"family": family, "bound": cert.bounds[family]}
     assert cert.bound == issued().cert.bounds[family]
     assert cert.ledger.delta == pytest.approx(0.05)
@@ -77,18 +77,18 @@ def test_the_family_is_declared_beforehand(family: str) -> None:
 
 
 def test_a_smaller_delta_costs() -> None:
-    small, usual = again(delta=0.001), issued().cert
+    small, usual = certify_again(delta=0.001), issued().cert
     assert all(small.bounds[name] > usual.bounds[name] for name in usual.bounds)
     assert small.statement.startswith("With probability at least 99.9 % ")
     assert small.ledger.delta == pytest.approx(0.001)
 
 
 def test_sampling_stops_when_the_slack_is_small_enough() -> None:
-    run, told = issued(), []
-    cert = again(draws=3000, tolerance=0.5, progress=lambda *what: told.append(what[:3]))
+    run, calls = issued(), []
+    cert = certify_again(draws=3000, tolerance=0.5, progress=lambda *what: calls.append(what[:3]))
     assert cert.draws == 1000
-    assert [stage for stage, done, _ in told if done == cert.draws] == ["posterior draws", "prior draws"]
-    strict = again(draws=4000, tolerance=0.006)
+    assert [stage for stage, done, _ in calls if done == cert.draws] == ["posterior draws", "prior draws"]
+    strict = certify_again(draws=4000, tolerance=0.006)
     plus, minus = (strict.tensors["draws.safetensors"][f"posterior/{what}"].sum() for what in ("plus", "minus"))
     estimate = strict.record["reference"]["errors"] / strict.n + int(plus - minus) / (25 * strict.draws)
     assert strict.risk_upper - estimate <= 0.006
@@ -98,12 +98,12 @@ def test_sampling_stops_when_the_slack_is_small_enough() -> None:
 
 
 def test_chernoff_is_an_option_that_does_not_stop_early(tmp_path: Path) -> None:
-    cert = again(method="chernoff", draws=1100, tolerance=0.5)
+    cert = certify_again(method="chernoff", draws=1100, tolerance=0.5)
     assert cert.draws == 1100
     assert cert.risk_upper == cert.record["monte_carlo"]["posterior"]["chernoff"]
     assert pp.verify(cert.save(tmp_path)).valid
     with pytest.raises(ValueError, match="method 'luck' is unknown"):
-        again(method="luck")
+        certify_again(method="luck")
 
 
 def test_a_posterior_without_slabs_or_without_training() -> None:
@@ -127,17 +127,17 @@ def test_certifying_twice_gives_the_same_certificate_and_counts() -> None:
     run = issued()
     before = {n: t.clone() for n, t in run.model.state_dict().items()}
     state = torch.get_rng_state()
-    one = again()
+    before_noise = certify_again()
     torch.set_rng_state(state)
     torch.randn(3)
-    other = again(model=pp.resample_(copy.deepcopy(run.model)))
-    calls = [cert.record["certify_calls"] for cert in (one, other)]
+    after_noise = certify_again(model=pp.resample_(copy.deepcopy(run.model)))
+    calls = [cert.record["certify_calls"] for cert in (before_noise, after_noise)]
     assert calls[1] == calls[0] + 1 > 1
-    assert {**one.record, "certify_calls": 0} == {**other.record, "certify_calls": 0}
-    assert f"certified {calls[1]} times against this prior" in str(other)
-    for file, tensors in one.tensors.items():
-        assert tensors.keys() == other.tensors[file].keys()
-        assert all(torch.equal(t, other.tensors[file][name]) for name, t in tensors.items())
+    assert {**before_noise.record, "certify_calls": 0} == {**after_noise.record, "certify_calls": 0}
+    assert f"certified {calls[1]} times against this prior" in str(after_noise)
+    for file, tensors in before_noise.tensors.items():
+        assert tensors.keys() == after_noise.tensors[file].keys()
+        assert all(torch.equal(t, after_noise.tensors[file][name]) for name, t in tensors.items())
     assert all(torch.equal(t, before[n]) for n, t in run.model.state_dict().items())
 
 
@@ -170,7 +170,7 @@ def test_a_second_prior_on_the_same_examples_must_be_paid_for() -> None:
 
 
 def test_a_choice_among_certificates_is_paid_for() -> None:
-    ten, usual = again(certified=10), issued().cert
+    ten, usual = certify_again(certified=10), issued().cert
     assert ten.ledger.certified == 10
     assert all(ten.bounds[name] > usual.bounds[name] for name in usual.bounds)
     assert "a choice among 10 certificates" in str(ten)
@@ -188,11 +188,11 @@ def test_parts_that_overlap_are_refused() -> None:
     )
     n = len(split.bound)
     with pytest.raises(ValueError, match=f"prior and bound share 5 of {n} examples; they must be disjoint"):
-        again(split=digits(prior=joined))
+        certify_again(split=digits(prior=joined))
     with pytest.raises(ValueError, match="bound and unlabelled share 5 of 5 examples"):
-        again(split=digits(unlabelled=dataclasses.replace(first, name="unlabelled")))
+        certify_again(split=digits(unlabelled=dataclasses.replace(first, name="unlabelled")))
     with pytest.raises(ValueError, match="another bound set"):
-        again(split=digits(bound=split.bound.subset(last)))
+        certify_again(split=digits(bound=split.bound.subset(last)))
 
 
 @pytest.mark.parametrize("what", ["mean", "std"])
@@ -204,7 +204,7 @@ def test_standardisation_by_more_than_the_prior_part_is_refused(what: str) -> No
         for name, part in (("prior", split.prior), ("bound", split.bound), ("unlabelled", split.unlabelled))
     }
     with pytest.raises(ValueError, match=r"not standardised by the prior part.*use those of split\.prior"):
-        again(split=digits(**parts))
+        certify_again(split=digits(**parts))
 
 
 def test_honest_standardisation_of_awkward_columns_is_accepted() -> None:
@@ -219,18 +219,18 @@ def test_what_lies_outside_q_is_frozen() -> None:
     with torch.no_grad():
         model[4].bias[1] += 1e-6
     with pytest.raises(ValueError, match=r"^4\.bias lies outside Q but differs from its value in the prior"):
-        again(model=model)
+        certify_again(model=model)
     model = copy.deepcopy(issued().model)
     model[2].running_var[3] *= 1.001
     with pytest.raises(ValueError, match=r"^2\.running_var lies outside Q"):
-        again(model=model)
+        certify_again(model=model)
 
 
 def test_a_prior_that_changed_is_refused() -> None:
     run = issued()
-    other = dataclasses.replace(run.prior, std={n: 2 * s for n, s in run.prior.std.items()})
-    with pytest.raises(ValueError, match=f"another prior \\({run.prior.hash[:12]}\\) than .*\\({other.hash[:12]}\\)"):
-        again(prior=other)
+    wider = dataclasses.replace(run.prior, std={n: 2 * s for n, s in run.prior.std.items()})
+    with pytest.raises(ValueError, match=f"another prior \\({run.prior.hash[:12]}\\) than .*\\({wider.hash[:12]}\\)"):
+        certify_again(prior=wider)
 
 
 @pytest.mark.parametrize("how", ["fit", "validation", "snip", "batchnorm"])
@@ -264,21 +264,21 @@ def test_other_refusals() -> None:
     model = copy.deepcopy(issued().model)
     weights.notes(model).receipt = None
     with pytest.raises(ValueError, match=r"no receipt .* train Q with pp\.fit_posterior"):
-        again(model=model)
+        certify_again(model=model)
     with pytest.raises(ValueError, match="the prior has seen the bound set"):
-        again(prior=pp.read(issued().model))
+        certify_again(prior=pp.read(issued().model))
     with pytest.raises(ValueError, match="family 'hoeffding' is unknown; declare one of seeger, catoni, excess"):
-        again(family="hoeffding")
+        certify_again(family="hoeffding")
     with pytest.raises(ValueError, match="expected_risk is 5; it must lie strictly between 0 and 1"):
-        again(family="catoni", expected_risk=5)
+        certify_again(family="catoni", expected_risk=5)
     with pytest.raises(ValueError, match="draws is 0"):
-        again(draws=0)
+        certify_again(draws=0)
     with pytest.raises(ValueError, match="delta is 0"):
-        again(delta=0.0)
+        certify_again(delta=0.0)
     with pytest.raises(ValueError, match="certified"):
-        again(certified=0)
+        certify_again(certified=0)
     with pytest.raises(ValueError, match=r"pp\.attach"):
-        again(model=network())
+        certify_again(model=network())
     split = digits()
     model, prior = prior_of(split, std=0.0)
     pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
@@ -318,9 +318,9 @@ def test_a_pruned_network_has_a_held_out_certificate() -> None:
     assert cert.statement.startswith(f"With probability at least 99 % over the draw of the {cert.n} bound examples, ")
     chosen = pp.certify_held_out(model, split, delta=0.01, certified=20)
     assert chosen.bound == bounds.clopper_pearson(errors, n=cert.n, delta=0.01 / 20)
-    other = network()
-    other.load_state_dict(cert.tensors["model.safetensors"], strict=True)
-    assert pp.error(other, split.bound) == cert.risk
+    loaded = network()
+    loaded.load_state_dict(cert.tensors["model.safetensors"], strict=True)
+    assert pp.error(loaded, split.bound) == cert.risk
     pp.fit(model, split.train, pp.Config(epochs=1, lr=0.0))
     with pytest.raises(ValueError, match=f"the network has seen the bound set: {cert.n} of its {cert.n} examples"):
         pp.certify_held_out(model, split)
@@ -330,13 +330,13 @@ def test_a_pruned_network_has_a_held_out_certificate() -> None:
 
 def test_the_best_of_several_networks_must_be_paid_for() -> None:
     split = digits()
-    one, two = network(), network()
-    torch.nn.init.zeros_(two[1].weight)
-    pp.certify_held_out(one, split)
-    pp.certify_held_out(one, split)  # the same network again is no choice
+    model, rival = network(), network()
+    torch.nn.init.zeros_(rival[1].weight)
+    pp.certify_held_out(model, split)
+    pp.certify_held_out(model, split)  # the same network again is no choice
     with pytest.raises(ValueError, match=r"network number 2 certified on these bound examples.*certified=1"):
-        pp.certify_held_out(two, split)
-    assert pp.certify_held_out(two, split, certified=2).ledger.certified == 2
+        pp.certify_held_out(rival, split)
+    assert pp.certify_held_out(rival, split, certified=2).ledger.certified == 2
 
 
 def test_batch_statistics_in_evaluation_are_refused() -> None:

@@ -86,11 +86,11 @@ def make(name: str = "mlp", std: float = 0.3) -> tuple[nn.Module, SpikeSlab, pp.
 
 def wrong_of(model: nn.Module, weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
     """Plainly: the weights copied into a plain module, the examples one batch."""
-    other = copy.deepcopy(model).eval()
+    plain = copy.deepcopy(model).eval()
     with torch.no_grad():
         for name, w in weights.items():
-            other.get_parameter(name).copy_(w)
-        return other(x).argmax(1) != y
+            plain.get_parameter(name).copy_(w)
+        return plain(x).argmax(1) != y
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -99,11 +99,11 @@ def test_many_draws_in_one_call_are_the_draws_one_by_one(name: str) -> None:
     steps = torch.tensor([0, 7, 3, 2**31])
     x = part.x.reshape(4, 15, *part.x.shape[1:])
     with evaluating(model):
-        found = drawn_networks.outputs(model, slab, x, seed=5, steps=steps)
+        outputs = drawn_networks.outputs(model, slab, x, seed=5, steps=steps)
         for k, step in enumerate(steps.tolist()):
-            one = functional_call(model, draw_weights(slab, seed=5, step=step), (x[k],))
-            torch.testing.assert_close(found[k], one, rtol=1e-4, atol=1e-5)
-    assert found.shape == (4, 15, 3)
+            alone = functional_call(model, draw_weights(slab, seed=5, step=step), (x[k],))
+            torch.testing.assert_close(outputs[k], alone, rtol=1e-4, atol=1e-5)
+    assert outputs.shape == (4, 15, 3)
 
 
 def test_an_error_of_the_network_itself_is_not_hidden() -> None:
@@ -114,17 +114,17 @@ def test_an_error_of_the_network_itself_is_not_hidden() -> None:
 
 def test_minibatches_are_uniform_independent_and_with_replacement() -> None:
     n, batch, draws = 40, 25, 4000
-    found = drawn_networks.minibatches(n, batch, seed=11, steps=torch.arange(draws), device=CPU)
-    assert found.shape == (draws, batch)
-    assert (int(found.min()), int(found.max())) == (0, n - 1)
-    assert stats.chisquare(np.bincount(found.reshape(-1).numpy(), minlength=n)).pvalue > 1e-3
+    batches = drawn_networks.minibatches(n, batch, seed=11, steps=torch.arange(draws), device=CPU)
+    assert batches.shape == (draws, batch)
+    assert (int(batches.min()), int(batches.max())) == (0, n - 1)
+    assert stats.chisquare(np.bincount(batches.reshape(-1).numpy(), minlength=n)).pvalue > 1e-3
     # Within a draw: pairs of neighbours, equal ones included, are as likely as each other.
-    pairs = (found[:, 0::2][:, :12] * n + found[:, 1::2]).reshape(-1).numpy()
+    pairs = (batches[:, 0::2][:, :12] * n + batches[:, 1::2]).reshape(-1).numpy()
     assert stats.chisquare(np.bincount(pairs, minlength=n * n)).pvalue > 1e-3
     # Across draws: what draw t holds says nothing about draw t + 1. Slices of an epoch would never repeat.
-    pairs = (found[0::2] * n + found[1::2]).reshape(-1).numpy()
+    pairs = (batches[0::2] * n + batches[1::2]).reshape(-1).numpy()
     assert stats.chisquare(np.bincount(pairs, minlength=n * n)).pvalue > 1e-3
-    distinct = np.array([len(set(row)) for row in found.tolist()])
+    distinct = np.array([len(set(row)) for row in batches.tolist()])
     assert distinct.mean() == pytest.approx(n * (1 - (1 - 1 / n) ** batch), abs=0.15)
 
 
@@ -138,26 +138,26 @@ def test_minibatches_are_a_function_of_seed_and_step() -> None:
 def test_the_counts_are_those_of_a_plain_loop() -> None:
     model, slab, part = make("convolution with BatchNorm")
     reference = wrong_of(model, drawn_networks.thresholded(slab), part.x, part.y)
-    found = drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=13, draws=40)
-    assert (len(found), found.batch, found.wrong.dtype) == (40, 13, torch.int32)
+    counts = drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=13, draws=40)
+    assert (len(counts), counts.batch, counts.wrong.dtype) == (40, 13, torch.int32)
     for t in range(40):
         index = drawn_networks.minibatches(60, 13, seed=2, steps=torch.tensor([t]), device=CPU)[0]
         wrong = wrong_of(model, draw_weights(slab, seed=2, step=t), part.x[index], part.y[index])
-        other = reference[index]
-        assert int(found.wrong[t]) == int(wrong.sum())
-        assert int(found.plus[t]) == int((wrong & ~other).sum())
-        assert int(found.minus[t]) == int((~wrong & other).sum())
-    assert found.wrong.unique().numel() > 2
+        expected = reference[index]
+        assert int(counts.wrong[t]) == int(wrong.sum())
+        assert int(counts.plus[t]) == int((wrong & ~expected).sum())
+        assert int(counts.minus[t]) == int((~wrong & expected).sum())
+    assert counts.wrong.unique().numel() > 2
 
 
 def test_the_mean_is_the_gibbs_risk() -> None:
     model, slab, part = make()
     none = torch.zeros(60, dtype=torch.bool)
-    found = drawn_networks.monte_carlo(model, slab, part, none, seed=8, batch=25, draws=2000)
+    counts = drawn_networks.monte_carlo(model, slab, part, none, seed=8, batch=25, draws=2000)
     full = [wrong_of(model, draw_weights(slab, seed=9, step=t), part.x, part.y).double().mean() for t in range(400)]
-    assert float(found.wrong.double().mean()) / 25 == pytest.approx(float(torch.stack(full).mean()), abs=0.01)
-    assert torch.equal(found.plus, found.wrong)
-    assert int(found.minus.sum()) == 0
+    assert float(counts.wrong.double().mean()) / 25 == pytest.approx(float(torch.stack(full).mean()), abs=0.01)
+    assert torch.equal(counts.plus, counts.wrong)
+    assert int(counts.minus.sum()) == 0
 
 
 def test_neither_the_chunk_nor_the_number_of_draws_changes_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +165,8 @@ def test_neither_the_chunk_nor_the_number_of_draws_changes_a_draw(monkeypatch: p
     reference = drawn_networks.errors(model, drawn_networks.thresholded(slab), part)
 
     def table(draws: int) -> Tensor:
-        found = drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=10, draws=draws)
-        return torch.stack([found.wrong, found.plus, found.minus])
+        counts = drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=10, draws=draws)
+        return torch.stack([counts.wrong, counts.plus, counts.minus])
 
     whole = table(90)
     monkeypatch.setattr(drawn_networks, "_chunk", lambda slab, device: 7)
@@ -178,14 +178,14 @@ def test_neither_the_chunk_nor_the_number_of_draws_changes_a_draw(monkeypatch: p
 
 def test_an_early_stop_keeps_the_whole_prefix() -> None:
     model, slab, part = make()
-    reference, asked = drawn_networks.errors(model, drawn_networks.thresholded(slab), part), []
+    reference, watched = drawn_networks.errors(model, drawn_networks.thresholded(slab), part), []
 
     def watch(counts: drawn_networks.Counts) -> tuple[bool, dict[str, float]]:
-        asked.append(len(counts))
-        return len(asked) == 2, {"bound": 0.5}
+        watched.append(len(counts))
+        return len(watched) == 2, {"bound": 0.5}
 
-    told: list[tuple[str, int, int]] = []
-    found = drawn_networks.monte_carlo(
+    progress_rows: list[tuple[str, int, int]] = []
+    stopped = drawn_networks.monte_carlo(
         model,
         slab,
         part,
@@ -195,13 +195,13 @@ def test_an_early_stop_keeps_the_whole_prefix() -> None:
         draws=5000,
         watch=watch,
         stage="here",
-        progress=lambda stage, done, total, row: told.append((stage, done, total)),
+        progress=lambda stage, done, total, row: progress_rows.append((stage, done, total)),
     )
-    assert asked == [1000, 1250]  # on every device, however many it draws at once
-    assert len(found) == told[-1][1] == 1250
-    assert {(stage, total) for stage, _, total in told} == {("here", 5000)}
-    whole = drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=5, draws=len(found))
-    assert torch.equal(whole.wrong, found.wrong)
+    assert watched == [1000, 1250]  # on every device, however many it draws at once
+    assert len(stopped) == progress_rows[-1][1] == 1250
+    assert {(stage, total) for stage, _, total in progress_rows} == {("here", 5000)}
+    whole = drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=5, draws=len(stopped))
+    assert torch.equal(whole.wrong, stopped.wrong)
     with pytest.raises(ValueError, match="draws is 0; at least 1"):
         drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=5, draws=0)
 
@@ -210,12 +210,12 @@ def test_the_thresholded_network_keeps_the_expected_number() -> None:
     slab = make()[1]
     keep_prob = {name: torch.linspace(0.1, 0.9, p.numel()).reshape(p.shape) for name, p in slab.keep_prob.items()}
     slab = SpikeSlab(keep_prob, slab.mean, slab.std, slab.rest, slab.total)
-    found = drawn_networks.thresholded(slab)
-    kept = sum(int((w != 0).sum()) for w in found.values())
+    network = drawn_networks.thresholded(slab)
+    kept = sum(int((w != 0).sum()) for w in network.values())
     assert kept == round(sum(float(p.double().sum()) for p in keep_prob.values()))
-    least = min(float(keep_prob[n][w != 0].min()) for n, w in found.items())
-    assert least >= max(float(keep_prob[n][w == 0].max()) for n, w in found.items())
-    assert all(torch.equal(w[w != 0], slab.mean[n][w != 0]) for n, w in found.items())
+    least = min(float(keep_prob[n][w != 0].min()) for n, w in network.items())
+    assert least >= max(float(keep_prob[n][w == 0].max()) for n, w in network.items())
+    assert all(torch.equal(w[w != 0], slab.mean[n][w != 0]) for n, w in network.items())
 
 
 def test_errors_and_disagreements_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,10 +226,10 @@ def test_errors_and_disagreements_are_those_of_a_plain_loop(monkeypatch: pytest.
     expected, plain = 0, copy.deepcopy(model).eval()
     for t in range(60):  # an independent draw for every input
         both = (functional_call(plain, w, (part.x[t : t + 1],)) for w in (fixed, draw_weights(slab, seed=4, step=t)))
-        one, other = (int(out.argmax()) for out in both)
-        expected += one != other
-    found = drawn_networks.disagreements(model, slab, fixed, part.x, seed=4)
-    assert 0 < found == expected
+        fixed_class, drawn_class = (int(out.argmax()) for out in both)
+        expected += fixed_class != drawn_class
+    counted = drawn_networks.disagreements(model, slab, fixed, part.x, seed=4)
+    assert 0 < counted == expected
     monkeypatch.setattr(drawn_networks, "_chunk", lambda slab, device: 11)
     assert drawn_networks.disagreements(model, slab, fixed, part.x, seed=4) == expected
     assert model.training

@@ -63,9 +63,9 @@ def test_published_certificates_are_as_the_type_says(folder: Path) -> None:
 
 def test_a_published_certificate_is_written_again_to_the_byte(tmp_path: Path) -> None:
     folder = STORED[-2]
-    again = decode.load(folder).save(tmp_path, packed=True)
+    copied = decode.load(folder).save(tmp_path, packed=True)
     for file in folder.iterdir():
-        assert (again / file.name).read_bytes() == file.read_bytes()
+        assert (copied / file.name).read_bytes() == file.read_bytes()
 
 
 def test_a_held_out_certificate_has_no_prior() -> None:

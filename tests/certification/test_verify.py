@@ -72,8 +72,8 @@ def read(folder: Path) -> Record:
 def write(folder: Path, record: Record, *, digests: bool) -> None:
     """Writes the record; with `digests`, as a forger does: the hashes of files and record are brought up to date."""
     if digests:
-        found = {name: folder / name for name in record["files"] if (folder / name).is_file()}
-        record["files"] |= {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()}
+        paths = {name: folder / name for name in record["files"] if (folder / name).is_file()}
+        record["files"] |= {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
         record["digest"] = certificate.digest(record)
     (folder / "certificate.json").write_text(json.dumps(record, indent=2) + "\n")
 
@@ -103,11 +103,11 @@ def matching(record: Record, pattern: str) -> list[tuple[Any, ...]]:
 
 def put(record: Record, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Record:
     """A copy with one value changed."""
-    parent = found = copy.deepcopy(record)
+    parent = changed = copy.deepcopy(record)
     for key in path[:-1]:
         parent = parent[key]
     parent[path[-1]] = change(parent.get(path[-1]) if isinstance(parent, dict) else parent[path[-1]])
-    return found
+    return changed
 
 
 def other_number(value: Any, rng: np.random.Generator) -> Any:
@@ -177,10 +177,10 @@ def test_a_thousand_changes_are_refused_by_their_digests(valid: Path, folder: Pa
     for changes in range(501, 1001):
         name = names[changes % len(names)]
         content = bytearray((valid / name).read_bytes())
-        at = int(rng.integers(len(content) if changes % 4 < 2 else 1000))  # half of them in the first 1000 bytes
-        content[at] ^= int(rng.integers(1, 256))
+        offset = int(rng.integers(len(content) if changes % 4 < 2 else 1000))  # half of them in the first 1000 bytes
+        content[offset] ^= int(rng.integers(1, 256))
         (folder / name).write_bytes(content)
-        passed += [] if refused(folder) else [(name, at)]
+        passed += [] if refused(folder) else [(name, offset)]
         shutil.copy(valid / name, folder)
     assert (passed, changes, refused(folder)) == ([], 1000, "")
 
@@ -220,14 +220,14 @@ def test_changed_tensors_are_refused_by_arithmetic_when_the_digests_are_made_to_
             key = sorted(changed)[trial % len(changed)]
             flat = changed[key].view(-1)
             nonzero = torch.nonzero(flat).view(-1)
-            at = nonzero[int(rng.integers(len(nonzero)))]
-            half = flat[at] / 2 if re.search("keep_prob|std", key) else 0.5
-            flat[at] += -half if flat.is_floating_point() else 1
+            position = nonzero[int(rng.integers(len(nonzero)))]
+            half = flat[position] / 2 if re.search("keep_prob|std", key) else 0.5
+            flat[position] += -half if flat.is_floating_point() else 1
             save_file(changed, folder / f"{file}.safetensors")
             if file == "distributions" and trial // len(changed) % 2:
                 record = rehashed(record, changed)
             write(folder, record, digests=True)
-            passed += [] if refused(folder) else [(key, int(at))]
+            passed += [] if refused(folder) else [(key, int(position))]
             changes += 1
         shutil.copy(valid / f"{file}.safetensors", folder)
     assert (passed, changes) == ([], 240)
@@ -238,12 +238,12 @@ def rehashed(record: Record, tensors: dict[str, torch.Tensor]) -> Record:
     for whose, parts in (("prior", 3), ("posterior", 3), ("rest", 0)):
         prefixes = [f"{whose}/{part}/" for part in ("keep_prob", "mean", "std")[:parts]]
         hashes[whose] = arithmetic.tensor_hash(arrays, *prefixes, "rest/")
-    found = copy.deepcopy(record) | {"hashes": hashes}
+    changed = copy.deepcopy(record) | {"hashes": hashes}
     for whose in ("posterior", "prior"):
-        found["monte_carlo"][whose]["seed"] = certify.seed_of(hashes, f"{whose} draws")
-    found["single_draw"]["seed"] = certify.seed_of(hashes, "single draw")
-    found["thresholded"]["seed"] = certify.seed_of(hashes, "unlabelled draws")
-    return found
+        changed["monte_carlo"][whose]["seed"] = certify.seed_of(hashes, f"{whose} draws")
+    changed["single_draw"]["seed"] = certify.seed_of(hashes, "single draw")
+    changed["thresholded"]["seed"] = certify.seed_of(hashes, "unlabelled draws")
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -377,11 +377,11 @@ def test_tensors_of_all_types_are_read_and_hashed_as_the_package_does() -> None:
     state = {"half": torch.randn(3, 2).half(), "brain": torch.randn(5).bfloat16(), "double": torch.randn(()).double()}
     state |= {"count": torch.tensor(7), "bytes": torch.arange(9).byte(), "flags": torch.tensor([True, False])}
     state |= {"small": torch.arange(3).int(), "none": torch.zeros(0, 4), "plain": torch.randn(2, 3, 4)}
-    found = arithmetic.read_tensors(save(state))
-    assert arithmetic.tensor_hash(found, "") == certify.tensor_hash(state)
+    arrays = arithmetic.read_tensors(save(state))
+    assert arithmetic.tensor_hash(arrays, "") == certify.tensor_hash(state)
     for name, tensor in state.items():
         expected = tensor.float() if name == "brain" else tensor
-        assert np.array_equal(arithmetic._values(found[name]), expected.numpy())
+        assert np.array_equal(arithmetic._values(arrays[name]), expected.numpy())
 
 
 def test_the_file_needs_numpy_alone_and_runs_by_itself(valid: Path, folder: Path, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def certify(
     posterior = attachment.read(model)
     receipt = _refuse_broken_rules(model, prior, posterior, split, grid)
     ledger = BOUNDS["seeger"].ledger(delta, grid=grid, certified=certified)
-    candidate = _Candidate.of(model, prior, posterior, split)
+    candidate = _candidate(model, prior, posterior, split)
     step = _MonteCarlo(candidate, ledger, method, tolerance, draws, progress)
     of_q, q_counts = step.sample(posterior, "posterior draws")
     of_p, p_counts = step.sample(prior, "prior draws")
@@ -258,16 +258,6 @@ class _Candidate:
     hashes: dict[str, str]
     """Of prior, posterior and the rest that they share; all seeds follow from them."""
 
-    @classmethod
-    def of(cls, model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Split) -> "_Candidate":
-        """The candidate, which is the same on all ranks."""
-        plain = attachment.harden(copy.deepcopy(model))
-        rules.refuse_batch_statistics(plain)
-        hashes = {"prior": prior.hash, "posterior": posterior.hash, "rest": tensor_hash(prior.rest)}
-        same = {what: (hashes[what], "certify the same model on every rank") for what in ("prior", "posterior")}
-        ranks.require_equal(same | {"bound set": (split.bound.hash, "make the same split on every rank")})
-        return cls(plain, prior, posterior, split, hashes)
-
     def errors(self, network: dict[str, Tensor]) -> int:
         """Wrong answers on the bound set of the network with these weights."""
         return int(drawn_networks.errors(self.plain, network, self.split.bound).sum())
@@ -275,6 +265,21 @@ class _Candidate:
     def sparsity(self, network: dict[str, Tensor]) -> float:
         """Counted share of zeros of the network with these weights."""
         return sum(int((w == 0).sum()) for w in network.values()) / self.posterior.total
+
+
+def _candidate(model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Split) -> _Candidate:
+    """The candidate, which is the same on all ranks."""
+    plain = attachment.harden(copy.deepcopy(model))
+    rules.refuse_batch_statistics(plain)
+    hashes = {"prior": prior.hash, "posterior": posterior.hash, "rest": tensor_hash(prior.rest)}
+    ranks.require_equal(
+        {
+            "prior": (prior.hash, "certify the same model on every rank"),
+            "posterior": (posterior.hash, "certify the same model on every rank"),
+            "bound set": (split.bound.hash, "make the same split on every rank"),
+        }
+    )
+    return _Candidate(plain, prior, posterior, split, hashes)
 
 
 def tensor_hash(tensors: Mapping[str, Tensor]) -> str:

@@ -116,8 +116,8 @@ def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors,
         _require(rest == hashes["rest"], f"a network is saved with the frozen tensors {rest} and not {hashes['rest']}")
     q, p = ({name: _slab(tensors, whose, name) for name in names} for whose in BOTH)
     total, size = record["total"], sum(lam.size for lam, _, _ in q.values())
-    most = size + sum(t.size for key, t in tensors.items() if key.startswith("rest/") and t.ndim >= 2)
-    _require(size <= total <= most, f"total is {total}, but the tensors hold {size} to {most} weights")
+    limit = size + sum(t.size for key, t in tensors.items() if key.startswith("rest/") and t.ndim >= 2)
+    _require(size <= total <= limit, f"total is {total}, but the tensors hold {size} to {limit} weights")
     sparsity = sum(float((1 - lam).sum()) for lam, _, _ in q.values()) / total
     kl = sum((terms := {name: divergence(name, *q[name], *p[name]) for name in q}).values())
     yield f"sparsity and KL, {kl:.6g} nats, in float64", {"sparsity": sparsity, "kl_per_tensor": terms, "kl": kl}
@@ -159,11 +159,11 @@ def _claim(record: Any, ledgers: dict[str, Any], values: dict[str, float], famil
     family = _get(record, "claim", "family", kind=str)
     _require(family in families, f"claim.family is {family!r}, but must be one of {families}")
     bound, delta = record["bounds"][family]["bound"], ledgers[family]["delta"]
-    most = math.ceil(bound * 1e4 - 1e-9) / 1e4  # a certificate must not be rounded in its own favour
+    upper = math.ceil(bound * 1e4 - 1e-9) / 1e4  # a certificate must not be rounded in its own favour
     subject += f" {math.floor(record['sparsity'] * 1e4 + 1e-2) / 1e4:.4f})"
     sure = f"{(100 - 100 * Decimal(f'{delta:.12g}')).normalize():f}"
-    statement = f"With probability at least {sure} % over the draw of {subject} is at most {most:.4f}."
-    yield f"the claim, at most {most:.4f}, and its sentence", {"claim": {"bound": bound}, "statement": statement}
+    statement = f"With probability at least {sure} % over the draw of {subject} is at most {upper:.4f}."
+    yield f"the claim, at most {upper:.4f}, and its sentence", {"claim": {"bound": bound}, "statement": statement}
 
 
 def _ledgers(record: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], dict[str, list[float]]]:
@@ -233,8 +233,8 @@ def _thresholded(q: Slab, fixed: Tensors, k: int) -> int:
     # Which of full equals are kept goes by their place in the model, which no file tells: their values are compared.
     top, kept = order[max(0, w.size - k) :], order[w[order] != 0]
     top = top[mean[top] != 0]
-    same = len(top) == len(kept) and all((x[top] == x[kept]).all() for x in (lam, np.abs(mean)))
-    _require(same and (w == mean)[kept].all(), f"thresholded: not the means at the {k} largest keep_prob of Q")
+    equal = len(top) == len(kept) and all((x[top] == x[kept]).all() for x in (lam, np.abs(mean)))
+    _require(equal and (w == mean)[kept].all(), f"thresholded: not the means at the {k} largest keep_prob of Q")
     return int((w == 0).sum())
 
 
