@@ -12,13 +12,12 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from pacprune import kernels, models
-from pacprune.bench import sampler, subjects, timing
+from pacprune.bench import sampler, step, subjects, timing
 from pacprune.bench.timing import Row, Target, Times
 from pacprune.cli import app, console
 from pacprune.masking import attachment, weights
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SUBJECTS = ("sample", "step", "population", "certificate", "pattern")
 
 
 def call(*words: str) -> Result:
@@ -103,20 +102,20 @@ def test_what_does_not_fit_is_said_and_the_next_smaller_size_measured() -> None:
 
 
 def test_the_literal_mask_has_the_distribution_of_the_fused_one() -> None:
-    part = sampler._part(40_000, CPU)._replace(mean=torch.ones(40_000), gate=torch.full((40_000,), -1.0))
+    part = sampler._inputs(40_000, CPU)._replace(mean=torch.ones(40_000), gate=torch.full((40_000,), -1.0))
     (fused,) = kernels.draw([part], kernels.Law())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         other = sampler.literal(part.mean, part.gate)
-    for one, two in ((fused, other), (fused**2, other**2), ((fused > 0.5).float(), (other > 0.5).float())):
-        error = math.sqrt(float(one.var() + two.var()) / len(one))
-        assert abs(float(one.mean() - two.mean())) < 5 * error
+    for a, b in ((fused, other), (fused**2, other**2), ((fused > 0.5).float(), (other > 0.5).float())):
+        error = math.sqrt(float(a.var() + b.var()) / len(a))
+        assert abs(float(a.mean() - b.mean())) < 5 * error
 
 
 def test_the_four_states_of_a_network_are_what_they_are_called() -> None:
-    made = {name: make() for name, make in sampler._variants(lambda: models.mlp(20, hidden=(30,))).items()}
-    assert list(made) == ["dense", "PFT", "torch.nn.utils.prune", "literal F.gumbel_softmax"]
-    dense, stochastic, masked, literal = made.values()
+    nets = {name: make() for name, make in step._variants(lambda: models.mlp(20, hidden=(30,))).items()}
+    assert list(nets) == ["dense", "PFT", "torch.nn.utils.prune", "literal F.gumbel_softmax"]
+    dense, stochastic, masked, literal = nets.values()
     assert not attachment.sites(dense)
     assert [site.name for site in attachment.sites(stochastic)] == list(weights.prunable(dense))
     zeros = [float((m.weight == 0).float().mean()) for m in masked.modules() if isinstance(m, nn.Linear)]
@@ -128,10 +127,10 @@ def test_the_four_states_of_a_network_are_what_they_are_called() -> None:
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_step_trains_every_state(amp: bool) -> None:
     x, y = torch.randn(8, 20, generator=torch.Generator().manual_seed(0)), torch.zeros(8, dtype=torch.int64)
-    for name, make in sampler._variants(lambda: models.mlp(20, hidden=(30,))).items():
+    for name, make in step._variants(lambda: models.mlp(20, hidden=(30,))).items():
         model = make()
         before = [p.detach().clone() for p in model.parameters()]
-        sampler._loop(model, x, y, nn.functional.cross_entropy, amp=amp)()
+        step._loop(model, x, y, nn.functional.cross_entropy, amp=amp)()
         assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)), name
 
 
@@ -140,11 +139,11 @@ def test_a_step_trains_every_state(amp: bool) -> None:
 
 def check(result: dict[str, Any], subject: str) -> None:
     assert (result["subject"], result["sizes"], result["notes"]) == (subject, "smoke", [])
-    here = result["environment"]
-    assert here["torch"] == torch.__version__
-    assert here["kernels"] in ("reference", "cpu", "triton")
-    assert here["threads"] == torch.get_num_threads()
-    assert {"device", "dtype", "tf32", "pacprune", "commit"} <= here.keys()
+    machine = result["environment"]
+    assert machine["torch"] == torch.__version__
+    assert machine["kernels"] in ("reference", "cpu", "triton")
+    assert machine["threads"] == torch.get_num_threads()
+    assert {"device", "dtype", "tf32", "pacprune", "commit"} <= machine.keys()
     names = [row["name"] for row in result["rows"]]
     assert len(set(names)) == len(names) > 0
     for row in result["rows"]:
@@ -154,7 +153,7 @@ def check(result: dict[str, Any], subject: str) -> None:
         assert row["spread"] is None or row["spread"][0] <= row["ratio"] <= row["spread"][1]
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", subjects.SUBJECTS)
 def test_every_subject_runs_on_a_cpu(subject: str) -> None:
     done = call(subject, "--smoke", "--json")
     assert done.exit_code == 0, done.output
@@ -162,7 +161,7 @@ def test_every_subject_runs_on_a_cpu(subject: str) -> None:
     check(result, subject)
     assert all(row["value"] is None or row["unit"] == "networks" for row in result["rows"]), "a CPU shows ratios alone"
     assert all(row["target"] is None for row in result["rows"]), "a tiny size has no target"
-    found = " ".join(row["name"] + row["relative_to"] for row in result["rows"])
+    text = " ".join(row["name"] + row["relative_to"] for row in result["rows"])
     words = {
         "sample": ("copy bandwidth", "coupled", "hard", "std", "bfloat16", "reference", "gumbel", "cost per weight"),
         "step": ("MLP", "transformer", "torch.nn.utils.prune", "gumbel", "autocast"),
@@ -170,10 +169,10 @@ def test_every_subject_runs_on_a_cpu(subject: str) -> None:
         "certificate": ("slack", "one at a time"),
         "pattern": ("2:4", "CSR"),
     }
-    assert [word for word in words[subject] if word not in found] == []
+    assert [word for word in words[subject] if word not in text] == []
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", subjects.SUBJECTS)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_every_subject_runs_on_a_gpu(subject: str) -> None:
     result = subjects.run(subject, device="cuda", smoke=True)
@@ -194,7 +193,7 @@ def test_the_table_says_what_is_met(capsys: pytest.CaptureFixture[str]) -> None:
         "rows": [timing.as_dict(row) for row in rows],
         "notes": ["10 weights do not fit."],
     }
-    console.show(result, False, *subjects.shown(result))
+    console.show(result, False, *subjects.render(result))
     shown = " ".join(capsys.readouterr().out.split())
     for words in ("1.5 ms", "1.1 [1, 1.2]", "ratio at most 1.25", "yes", "NO", "10 weights do not fit.", "threads"):
         assert words in shown

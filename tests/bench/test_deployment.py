@@ -127,5 +127,5 @@ def test_a_missing_extra_is_a_note_of_the_profile(run: Path, monkeypatch: pytest
     monkeypatch.setattr(deployment.formats, "extra", missing)
     found = deployment.profile(run, seconds=0.0)
     assert 'ONNX: not measured: onnx cannot be imported; pip install "pacprune[export]"' in found["notes"]
-    *texts, _ = [part for part in deployment.shown(found) if isinstance(part, str)]
+    *texts, _ = [part for part in deployment.render(found) if isinstance(part, str)]
     assert "sparsity 0.9500" in texts[0]

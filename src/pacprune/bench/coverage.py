@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pacprune import bounds
-from pacprune.bench.synthetic import STUDIES, Finding
+from pacprune.bench.synthetic import STUDIES, Violations
 from pacprune.bounds.numeric import check_count, check_delta
 from pacprune.types import Progress
 
@@ -45,8 +45,8 @@ def run(trials: int, *, seed: int = 0, delta: float = 0.05, progress: Progress |
     trials, delta = check_count("trials", trials, least=FEWEST), check_delta(delta)
     rows = []
     for done, study in enumerate(STUDIES):
-        for found in study(np.random.default_rng([seed, done]), trials, delta):
-            rows.append(_row(found, delta))
+        for violations in study(np.random.default_rng([seed, done]), trials, delta):
+            rows.append(_row(violations, delta))
         if progress:
             progress("coverage", done + 1, len(STUDIES), {})
     return rows
@@ -72,20 +72,20 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         yield "All bounds hold, and every planted fault was caught."
 
 
-def _row(found: Finding, delta: float) -> Row:
-    trials, violations = found.violated.size, int(found.violated.sum())
+def _row(study: Violations, delta: float) -> Row:
+    trials, violations = study.violated.size, int(study.violated.sum())
     tail = (1.0 - CONFIDENCE) / 2.0
     low = 1.0 - bounds.clopper_pearson(trials - violations, n=trials, delta=tail)
     return Row(
-        bound=found.bound,
-        predictor=found.predictor,
-        population=found.population,
+        bound=study.bound,
+        predictor=study.predictor,
+        population=study.population,
         trials=trials,
         violations=violations,
         rate=violations / trials,
         ci_low=low,
         ci_high=bounds.clopper_pearson(violations, n=trials, delta=tail),
         delta=delta,
-        planted_fault=found.planted_fault,
-        ok=(low > delta) == found.planted_fault,
+        planted_fault=study.planted_fault,
+        ok=(low > delta) == study.planted_fault,
     )

@@ -5,6 +5,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ def export(run: Path, *, format: str, out: Path | None = None) -> dict[str, Any]
     model, x = network(run)
     path = run / formats.FORMATS[format].file if out is None else out
     pattern = getattr(store.recorded(run)[1], "pattern", None)  # pbp has none
-    said = formats.write(path, model, format=format, example=x, pattern=pattern)
-    return {"run": str(run), "format": format, "file": str(path), "bytes": path.stat().st_size, "said": said}
+    sentence = formats.write(path, model, format=format, example=x, pattern=pattern)
+    return {"run": str(run), "format": format, "file": str(path), "bytes": path.stat().st_size, "said": sentence}
 
 
 def profile(run: Path, *, seconds: float = 5.0, progress: Progress | None = None) -> dict[str, Any]:
@@ -70,12 +71,12 @@ def profile(run: Path, *, seconds: float = 5.0, progress: Progress | None = None
         for number, batch in enumerate(BATCHES):
             if progress:
                 progress("profile", number, len(BATCHES), {})
-            things = {name: _call(form, x[:batch]) for name, form in forms.items()}
-            times = timing.alternate(things, CPU, seconds=seconds)
+            calls = {name: partial(form, x[:batch]) for name, form in forms.items()}
+            times = timing.alternate(calls, CPU, seconds=seconds)
             for name in forms:
                 low, ratio, high = np.quantile(times.seconds[name] / times.seconds["dense"], (0.25, 0.5, 0.75)).tolist()
-                found = {"batch": batch, "ms": times.median(name) * 1e3, "ratio": ratio, "spread": [low, high]}
-                rows[name]["latency"].append(found | {"gain": high < 1})
+                latency = {"batch": batch, "ms": times.median(name) * 1e3, "ratio": ratio, "spread": [low, high]}
+                rows[name]["latency"].append(latency | {"gain": high < 1})
     if progress:
         progress("profile", len(BATCHES), len(BATCHES), {})
     return {
@@ -88,18 +89,18 @@ def profile(run: Path, *, seconds: float = 5.0, progress: Progress | None = None
     }
 
 
-def shown(result: dict[str, Any]) -> Iterator[Any]:
+def render(result: dict[str, Any]) -> Iterator[Any]:
     """What was measured on, the table, and what there is to say about it."""
-    here = result["environment"]
+    machine = result["environment"]
     yield (
-        f"{result['weights']:,} weights, sparsity {result['sparsity']:.4f}; {here['device']}, "
-        f"{here['threads']} threads, torch {here['torch']}; "
+        f"{result['weights']:,} weights, sparsity {result['sparsity']:.4f}; {machine['device']}, "
+        f"{machine['threads']} threads, torch {machine['torch']}; "
         "latency: median, and ratio to dense [middle half of the rounds]"
     )
     dense = result["rows"][0]
     table = Table("Form", "Bytes on disk", "FLOPs", *(f"Latency, batch {batch}" for batch in BATCHES))
     for row in result["rows"]:
-        times = [_latency(found, row is dense) for found in row["latency"]]
+        times = [_latency(latency, row is dense) for latency in row["latency"]]
         table.add_row(
             row["form"],
             _number(row["bytes"], dense["bytes"], row is dense),
@@ -116,15 +117,12 @@ def _number(value: int | None, dense: int, is_dense: bool) -> str:
     return f"{value:,}, " + (f"{value / dense:.1%}" if value < dense else "no gain")
 
 
-def _latency(found: dict[str, Any], is_dense: bool) -> str:
+def _latency(latency: dict[str, Any], is_dense: bool) -> str:
     if is_dense:
-        return f"{found['ms']:.3g} ms"
-    said = f"{found['ms']:.3g} ms, {found['ratio']:.2f} [{found['spread'][0]:.2f}, {found['spread'][1]:.2f}]"
-    return said if found["gain"] else f"{said}, no gain"
-
-
-def _call(form: Network, x: Tensor) -> timing.Thing:
-    return lambda: form(x)
+        return f"{latency['ms']:.3g} ms"
+    low, high = latency["spread"]
+    text = f"{latency['ms']:.3g} ms, {latency['ratio']:.2f} [{low:.2f}, {high:.2f}]"
+    return text if latency["gain"] else f"{text}, no gain"
 
 
 def _forms(model: nn.Module, x: Tensor) -> tuple[dict[str, dict[str, Any]], list[str], dict[str, Network]]:
@@ -201,14 +199,14 @@ def _bsr(weight: Tensor) -> Tensor:
 
 def _sparse(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy in which every Linear layer has a sparse weight."""
-    found = copy.deepcopy(model)
+    sparse = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that sparse tensors are in beta state
-        for name, layer in list(found.named_modules()):
+        for name, layer in list(sparse.named_modules()):
             if isinstance(layer, nn.Linear):
                 owner, _, attribute = name.rpartition(".")
-                setattr(found.get_submodule(owner), attribute, _SparseLinear(layer, convert))
-    return found
+                setattr(sparse.get_submodule(owner), attribute, _SparseLinear(layer, convert))
+    return sparse
 
 
 def _spared(model: nn.Module) -> int:

@@ -1,23 +1,29 @@
 """The benchmark: how fast the library is, as ratios that are measured in one run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from pacprune.bench import sampler, throughput, timing
+from pacprune.bench import timing
+from pacprune.bench.certificate import certificate
+from pacprune.bench.pattern import pattern
+from pacprune.bench.population import population
+from pacprune.bench.sampler import sample
+from pacprune.bench.step import step
 from pacprune.runs import commands
 from pacprune.types import Progress
 
-SUBJECTS = {
-    "sample": sampler.sample,
-    "step": sampler.step,
-    "population": throughput.population,
-    "certificate": throughput.certificate,
-    "pattern": throughput.pattern,
+SUBJECTS: dict[str, Callable[..., Iterator[timing.Finding]]] = {
+    "sample": sample,
+    "step": step,
+    "population": population,
+    "certificate": certificate,
+    "pattern": pattern,
 }
+"""Name -> f(device, scale=...), which yields rows and sentences; a new subject is one function and one row."""
 
 
 def run(
@@ -34,16 +40,16 @@ def run(
     scale = "smoke" if smoke else "full" if full and where.type == "cpu" else where.type
     rows, notes = [], []
     on_cuda = where.type == "cuda"
-    # Graphs are recorded on the current device, whichever one was asked for.
+    # Graphs are recorded on the current device, not on the one in `device`.
     with (
         torch.random.fork_rng(devices=[where] if on_cuda else []),
         torch.cuda.device(where) if on_cuda else nullcontext(),
     ):
-        for found in SUBJECTS[subject](where, scale=scale):
-            if isinstance(found, str):
-                notes.append(found)
+        for finding in SUBJECTS[subject](where, scale=scale):
+            if isinstance(finding, str):
+                notes.append(finding)
             else:
-                rows.append(timing.as_dict(found))
+                rows.append(timing.as_dict(finding))
             if progress:
                 progress(f"bench {subject}", len(rows), 0, {})
     return {
@@ -55,13 +61,13 @@ def run(
     }
 
 
-def shown(result: dict[str, Any]) -> Iterator[Any]:
+def render(result: dict[str, Any]) -> Iterator[Any]:
     """What was measured on, the table, and what could not be measured."""
-    here = result["environment"]
+    machine = result["environment"]
     yield (
-        f"{here['device']}, {here['threads']} threads, torch {here['torch']}, pacprune {here['pacprune']} "
-        f"({here['commit'] or 'no commit'}), {here['dtype']}, TF32 {here['tf32']['matmul']} in matrix products and "
-        f"{here['tf32']['convolution']} in convolutions; weights are sampled by {here['kernels_status']}"
+        f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, pacprune {machine['pacprune']} "
+        f"({machine['commit'] or 'no commit'}), {machine['dtype']}, TF32 {machine['tf32']['matmul']} in matrix products"
+        f" and {machine['tf32']['convolution']} in convolutions; weights are sampled by {machine['kernels_status']}"
     )
     table = Table("Measure", "Value", "Ratio", "Relative to", "Target", "Met")
     for row in result["rows"]:

@@ -24,8 +24,8 @@ CountBound = Callable[[int, int], float]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a study saw: in which trials a bound, or a planted fault, lay below the true risk."""
+class Violations:
+    """In which trials of a study a bound, or a planted fault, lay below the true risk."""
 
     bound: str
     predictor: str
@@ -57,17 +57,17 @@ def worst_case(bound: CountBound, *, sizes: Sequence[int], networks: int = 1) ->
     For a risk in (bound(k), bound(k+1)] the bound fails iff there are at most k errors, which is the more probable the
     smaller the risk: only the risks just above a value of the bound need be tried.
     """
-    found = (sizes[0], 0.5, 0.0)
+    worst = (sizes[0], 0.5, 0.0)
     for n in sizes:
         for k in range(n):
             risk = bound(k, n) * (1.0 + 1e-12)
             if risk < 1.0:
                 rate = 1.0 - (1.0 - _cdf(n, risk)[k]) ** networks
-                found = max(found, (n, risk, rate), key=lambda case: round(case[2], 6))
-    return found
+                worst = max(worst, (n, risk, rate), key=lambda case: round(case[2], 6))
+    return worst
 
 
-def _each(function: Callable[..., float], *columns: NDArray) -> Floats:
+def _per_trial(function: Callable[..., float], *columns: NDArray) -> Floats:
     """function(*row) of every trial, called once for each row that occurs."""
     rows, inverse = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     return np.array([function(*row) for row in rows.tolist()])[inverse.reshape(-1)]
@@ -79,7 +79,7 @@ def _at_worst(
     """The worst case of `bound`: (n, risk), the fewest errors of the networks in every trial, and where it failed."""
     n, risk, _ = worst_case(bound, sizes=sizes, networks=networks)
     errors = _fewest(rng, trials, n=n, risk=risk, networks=networks)
-    return n, risk, errors, _each(lambda k: bound(k, n), errors) < risk
+    return n, risk, errors, _per_trial(lambda k: bound(k, n), errors) < risk
 
 
 def _ever_below(
@@ -103,52 +103,52 @@ def _ever_below(
 # --- The studies. Each yields what it found, valid bounds first.
 
 
-def _gibbs(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+def _gibbs(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
     """PAC-Bayes bounds: one network with P = Q, and Q on the best of 10,000."""
 
-    def at(function: Callable[..., float], kl: float, **fixed: float) -> CountBound:
+    def bound_at(function: Callable[..., float], kl: float, **fixed: float) -> CountBound:
         return lambda k, n: function(k / n, n=n, kl=kl, delta=delta, **fixed)
 
-    few, more, kl = (1, 2, 5, 10, 20, 50, 100, 200), (50, 100, 200, 500), math.log(NETWORKS)
+    small, large, kl = (1, 2, 5, 10, 20, 50, 100, 200), (50, 100, 200, 500), math.log(NETWORKS)
     for name, function, fixed in (
         ("Seeger-Maurer", bounds.seeger, {}),
         ("paper", bounds.paper, {}),
         ("Catoni, grid of 20", bounds.catoni, {}),
         ("Catoni, c = 8", bounds.catoni, {"c": 8.0}),
     ):
-        n, risk, _, violated = _at_worst(rng, trials, at(function, 0.0, **fixed), sizes=few)
-        yield Finding(name, "Q = P", f"one network, n = {n}, risk {risk:.3f}", violated)
-        n, risk, _, violated = _at_worst(rng, trials, at(function, kl, **fixed), sizes=more, networks=NETWORKS)
-        yield Finding(name, "Gibbs", f"best of {NETWORKS:,} networks, n = {n}, risk {risk:.3f}", violated)
-    n, risk, errors, _ = _at_worst(rng, trials, at(bounds.seeger, kl), sizes=more, networks=NETWORKS)
+        n, risk, _, violated = _at_worst(rng, trials, bound_at(function, 0.0, **fixed), sizes=small)
+        yield Violations(name, "Q = P", f"one network, n = {n}, risk {risk:.3f}", violated)
+        n, risk, _, violated = _at_worst(rng, trials, bound_at(function, kl, **fixed), sizes=large, networks=NETWORKS)
+        yield Violations(name, "Gibbs", f"best of {NETWORKS:,} networks, n = {n}, risk {risk:.3f}", violated)
+    n, risk, errors, _ = _at_worst(rng, trials, bound_at(bounds.seeger, kl), sizes=large, networks=NETWORKS)
     where = f"n = {n}, risk {risk:.3f}"
-    twice = _each(lambda k: bounds.seeger(k / n, n=2 * n, kl=kl, delta=delta), errors)
-    yield Finding(
+    twice = _per_trial(lambda k: bounds.seeger(k / n, n=2 * n, kl=kl, delta=delta), errors)
+    yield Violations(
         "Seeger-Maurer, n counted twice", "Gibbs", f"best of {NETWORKS:,} networks, {where}", twice < risk, True
     )
-    undivided = _each(lambda k: bounds.seeger(k / n, n=n, kl=0.0, delta=delta), errors)
+    undivided = _per_trial(lambda k: bounds.seeger(k / n, n=n, kl=0.0, delta=delta), errors)
     name = "Seeger-Maurer, delta not divided"
-    yield Finding(name, "Q = P", f"best of {NETWORKS:,} priors, {where}", undivided < risk, True)
+    yield Violations(name, "Q = P", f"best of {NETWORKS:,} priors, {where}", undivided < risk, True)
 
 
-def _held_out(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+def _held_out(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
     """Clopper-Pearson for one fixed network, and for the best of 20 priors with and without the union bound."""
 
-    def at(grid: int) -> CountBound:
-        each = bounds.Ledger.split(delta, grid=grid).delta_each
-        return lambda k, n: bounds.clopper_pearson(k, n=n, delta=each)
+    def bound_with(grid: int) -> CountBound:
+        share = bounds.Ledger.split(delta, grid=grid).delta_each
+        return lambda k, n: bounds.clopper_pearson(k, n=n, delta=share)
 
     for name, priors, grid in (
         ("Clopper-Pearson", 1, 1),
         ("Clopper-Pearson, delta/20", 20, 20),
         ("Clopper-Pearson, delta not divided", 20, 1),
     ):
-        n, risk, _, violated = _at_worst(rng, trials, at(grid), sizes=(100,), networks=priors)
+        n, risk, _, violated = _at_worst(rng, trials, bound_with(grid), sizes=(100,), networks=priors)
         population = ("one network" if priors == 1 else f"best of {priors} priors") + f", n = {n}, risk {risk:.3f}"
-        yield Finding(name, "held-out", population, violated, planted_fault=grid < priors)
+        yield Violations(name, "held-out", population, violated, planted_fault=grid < priors)
 
 
-def _monte_carlo(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+def _monte_carlo(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
     """Bounds on a known mean from draws: at a fixed time, or at the worst time of 500."""
 
     def chernoff(k: int, t: int) -> float:
@@ -166,16 +166,16 @@ def _monte_carlo(rng: np.random.Generator, trials: int, delta: float) -> Iterato
         return montecarlo.betting_difference([0.0, 1.0], counts=[t - k, k], delta=delta)
 
     n, risk, _, violated = _at_worst(rng, trials, chernoff, sizes=(100,))
-    yield Finding("Chernoff", "Monte Carlo", f"{n} draws, mean {risk:.3f}", violated)
+    yield Violations("Chernoff", "Monte Carlo", f"{n} draws, mean {risk:.3f}", violated)
     for name, bound in (("betting", betting), ("betting, lower", lower), ("betting, control variate", difference)):
         violated = _ever_below(rng, trials, bound, means=0.7, risk=0.7, draws=500)
-        yield Finding(name, "Monte Carlo", "worst time of 500 draws, mean 0.7", violated)
+        yield Violations(name, "Monte Carlo", "worst time of 500 draws, mean 0.7", violated)
     fewest = _fewest(rng, trials, n=n, risk=risk, networks=20)
-    violated = _each(lambda k: chernoff(k, n), fewest) < risk
-    yield Finding("Chernoff, best of 20 seeds", "Monte Carlo", f"{n} draws, mean {risk:.3f}", violated, True)
+    violated = _per_trial(lambda k: chernoff(k, n), fewest) < risk
+    yield Violations("Chernoff, best of 20 seeds", "Monte Carlo", f"{n} draws, mean {risk:.3f}", violated, True)
 
 
-def _composition(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+def _composition(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
     """Seeger-Maurer at the betting bound: so many examples that the Monte-Carlo step alone can fail."""
     ledger, n, risk = bounds.Ledger.split(delta), 10**6, 0.5
 
@@ -186,16 +186,16 @@ def _composition(rng: np.random.Generator, trials: int, delta: float) -> Iterato
     means = rng.binomial(n, risk, trials) / n
     violated = _ever_below(rng, trials, chain, means=means, risk=risk, draws=500)
     population = f"worst time of 500 draws, n = {n:,}, risk {risk}"
-    yield Finding("Seeger-Maurer at betting", "Gibbs", population, violated)
+    yield Violations("Seeger-Maurer at betting", "Gibbs", population, violated)
     draws = 200
-    mean = _each(
+    mean = _per_trial(
         lambda k: bounds.seeger(k / draws, n=n, kl=0.0, delta=ledger.pac_bayes), rng.binomial(draws, means, trials)
     )
     name = "Seeger-Maurer at the mean of the draws"
-    yield Finding(name, "Gibbs", f"{draws} draws, n = {n:,}, risk {risk}", mean < risk, True)
+    yield Violations(name, "Gibbs", f"{draws} draws, n = {n:,}, risk {risk}", mean < risk, True)
 
 
-def _excess(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+def _excess(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
     """Excess loss against a reference network: Q is the reference itself, or the best of 100 x 100 changes to it."""
     ledger = bounds.Ledger.split(delta, monte_carlo_share=0.0, reference_share=0.5)
 
@@ -212,22 +212,22 @@ def _excess(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Fin
 
     n = 10_000
     risk = bound(n // 2, 0, 0, n, 0.0) * (1.0 + 1e-12)
-    violated = _each(lambda k: bound(k, 0, 0, n, 0.0), rng.binomial(n, risk, trials)) < risk
-    yield Finding("excess loss", "Gibbs", f"Q = reference, n = {n:,}, risk {risk:.3f}", violated)
+    violated = _per_trial(lambda k: bound(k, 0, 0, n, 0.0), rng.binomial(n, risk, trials)) < risk
+    yield Violations("excess loss", "Gibbs", f"Q = reference, n = {n:,}, risk {risk:.3f}", violated)
 
-    n, own, added, mended, side = 200, 0.2, 0.1, 0.5, 100
-    errors = rng.binomial(n, own, trials)
+    n, reference_risk, added, mended, side = 200, 0.2, 0.1, 0.5, 100
+    errors = rng.binomial(n, reference_risk, trials)
     plus, minus = np.empty_like(errors), np.empty_like(errors)
     for count in np.unique(errors).tolist():
-        at = errors == count
-        plus[at] = _fewest(rng, int(at.sum()), n=n - count, risk=added, networks=side)
-        minus[at] = count - _fewest(rng, int(at.sum()), n=count, risk=1.0 - mended, networks=side)
-    risk = own + (1.0 - own) * added - own * mended
-    violated = _each(lambda e, p, m: bound(e, p, m, n, math.log(side**2)), errors, plus, minus) < risk
-    yield Finding("excess loss", "Gibbs", f"best of {side**2:,} networks, n = {n}, risk {risk:.3f}", violated)
+        same = errors == count
+        plus[same] = _fewest(rng, int(same.sum()), n=n - count, risk=added, networks=side)
+        minus[same] = count - _fewest(rng, int(same.sum()), n=count, risk=1.0 - mended, networks=side)
+    risk = reference_risk + (1.0 - reference_risk) * added - reference_risk * mended
+    violated = _per_trial(lambda e, p, m: bound(e, p, m, n, math.log(side**2)), errors, plus, minus) < risk
+    yield Violations("excess loss", "Gibbs", f"best of {side**2:,} networks, n = {n}, risk {risk:.3f}", violated)
 
 
-def _single_draw(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+def _single_draw(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
     """One network drawn from the Gibbs posterior Q ~ exp(-2 errors) over 10,000 networks, its log ratio exact."""
     n, sharpness = 50, 2.0
     _, risk, _ = worst_case(
@@ -239,15 +239,15 @@ def _single_draw(rng: np.random.Generator, trials: int, delta: float) -> Iterato
     total = weights.sum(axis=1)
     errors = (weights.cumsum(axis=1) < (rng.random(trials) * total)[:, None]).sum(axis=1)
     ratio = math.log(NETWORKS) - sharpness * errors - np.log(total)
-    found = [
+    upper = [
         bounds.disintegrated(k, n=n, log_ratio=r, delta=delta)
         for k, r in zip(errors.tolist(), ratio.tolist(), strict=True)
     ]
     population = f"Gibbs posterior over {NETWORKS:,} networks, n = {n}, risk {risk:.3f}"
-    yield Finding("disintegrated", "single draw", population, np.array(found) < risk)
+    yield Violations("disintegrated", "single draw", population, np.array(upper) < risk)
 
 
-def _transfer(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+def _transfer(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
     """Where the inequalities behind agreement and vote are equalities."""
     n, ledger = 10**6, bounds.Ledger.split(delta, monte_carlo_share=0.0, unlabelled_share=0.5)
     never = bounds.seeger(0.0, n=n, kl=0.0, delta=ledger.pac_bayes)
@@ -257,13 +257,13 @@ def _transfer(rng: np.random.Generator, trials: int, delta: float) -> Iterator[F
 
     m, risk, _, violated = _at_worst(rng, trials, agreement, sizes=(100,))
     population = f"Q never errs, {m} inputs, n = {n:,}, risk {risk:.3f}"
-    yield Finding("agreement", "thresholded", population, violated)
+    yield Violations("agreement", "thresholded", population, violated)
 
     def vote(k: int, n: int) -> float:
         return bounds.vote(bounds.seeger(k / (2 * n), n=n, kl=0.0, delta=delta))
 
     n, risk, _, violated = _at_worst(rng, trials, vote, sizes=(20, 50, 100))
-    yield Finding("vote", "vote", f"half of Q errs at once, n = {n}, risk {risk:.3f}", violated)
+    yield Violations("vote", "vote", f"half of Q errs at once, n = {n}, risk {risk:.3f}", violated)
 
 
 # --- Real networks over a finite domain: every pruned network and every example can be listed.
@@ -294,18 +294,18 @@ def small_networks(w: Floats, v: Floats) -> tuple[Floats, Bools, Floats]:
     return np.where(wrong[-1], NOISE, 1.0 - NOISE) / 2**INPUTS, wrong, gibbs
 
 
-def _real(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Finding]:
+def _real(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
     """A whole certificate for real networks, in blocks of trials that fit into memory."""
     weights = np.random.default_rng(1)  # of one network, the same for every seed of the trials
     networks = small_networks(weights.standard_normal((HIDDEN, INPUTS)), weights.standard_normal(HIDDEN))
     blocks = [list(_certified(rng, min(250, trials - done), delta, *networks)) for done in range(0, trials, 250)]
-    for same in zip(*blocks, strict=True):
-        yield replace(same[0], violated=np.concatenate([found.violated for found in same]))
+    for parts in zip(*blocks, strict=True):
+        yield replace(parts[0], violated=np.concatenate([part.violated for part in parts]))
 
 
 def _certified(
     rng: np.random.Generator, trials: int, delta: float, probability: Floats, wrong: Bools, gibbs: Floats
-) -> Iterator[Finding]:
+) -> Iterator[Violations]:
     """A Q of small bound on the sample; its KL, its draws on the sample, and every bound that is made of them."""
     n, draws, inputs, gates = 50, 200, 100, len(wrong).bit_length() - 1
     sample = rng.choice(probability.size, p=probability, size=(trials, n))
@@ -333,10 +333,10 @@ def _certified(
         return bounds.seeger(upper, n=n, kl=kls[kind], delta=ledger.pac_bayes)
 
     where = f"{len(wrong):,} prunings of a {INPUTS}-{HIDDEN}-1 network, labels {NOISE:.0%} noise, n = {n}"
-    bound = _each(lambda k, kind: certificate(k, kind, whole), errors, kind)
-    yield Finding("Seeger-Maurer at betting", "Gibbs", where, bound < q @ probability)
+    bound = _per_trial(lambda k, kind: certificate(k, kind, whole), errors, kind)
+    yield Violations("Seeger-Maurer at betting", "Gibbs", where, bound < q @ probability)
     # A tie counts as an error of the vote.
-    yield Finding("vote", "vote", where, _each(bounds.vote, bound) < (q >= 0.5) @ probability)
+    yield Violations("vote", "vote", where, _per_trial(bounds.vote, bound) < (q >= 0.5) @ probability)
 
     x = rng.integers(2**INPUTS, size=(trials, inputs))
     disagreements = (wrong[draw(inputs)[0], 2 * x] != wrong[centre[:, None], 2 * x]).sum(axis=1)
@@ -345,26 +345,26 @@ def _certified(
         gibbs_bound = certificate(k, kind, less)
         return bounds.agreement(gibbs_bound, disagreements=disagreements, m=inputs, delta=less.unlabelled)
 
-    bound = _each(agreement, errors, kind, disagreements)
-    yield Finding("agreement", "thresholded", where, bound < wrong[centre] @ probability)
+    bound = _per_trial(agreement, errors, kind, disagreements)
+    yield Violations("agreement", "thresholded", where, bound < wrong[centre] @ probability)
 
-    one, distance = (column[:, 0] for column in draw(1))
+    mask, distance = (column[:, 0] for column in draw(1))
 
     def disintegrated(k: int, distance: int, kind: int) -> float:
         flip = FLIPS[kind]
         ratio = gates * math.log(2.0) + distance * math.log(flip) + (gates - distance) * math.log1p(-flip)
         return bounds.disintegrated(k, n=n, log_ratio=ratio, delta=delta)
 
-    bound = _each(disintegrated, (counts * wrong[one]).sum(axis=1), distance, kind)
-    yield Finding("disintegrated", "single draw", where, bound < wrong[one] @ probability)
+    bound = _per_trial(disintegrated, (counts * wrong[mask]).sum(axis=1), distance, kind)
+    yield Violations("disintegrated", "single draw", where, bound < wrong[mask] @ probability)
 
     fitted = (counts / n @ wrong.T.astype(np.float64)).argmin(axis=1)
     for name, mask, fault in (
         ("Clopper-Pearson", np.full(trials, len(wrong) - 1), False),
         ("Clopper-Pearson, network saw the data", fitted, True),
     ):
-        bound = _each(lambda k: bounds.clopper_pearson(k, n=n, delta=delta), (counts * wrong[mask]).sum(axis=1))
-        yield Finding(name, "held-out", where, bound < wrong[mask] @ probability, fault)
+        bound = _per_trial(lambda k: bounds.clopper_pearson(k, n=n, delta=delta), (counts * wrong[mask]).sum(axis=1))
+        yield Violations(name, "held-out", where, bound < wrong[mask] @ probability, fault)
 
 
 STUDIES = (_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real)

@@ -14,7 +14,9 @@ import torch
 from pacprune import kernels
 from pacprune._version import __version__
 
-Thing = Callable[[], Any]
+Call = Callable[[], Any]
+SPARSITY = 0.9
+"""Of all networks that are measured."""
 ROUNDS = (5, 30)
 """Fewest and most rounds in which everything compared is timed once."""
 SHORTEST = {"cpu": 0.01, "cuda": 0.03}
@@ -65,7 +67,7 @@ Finding = Row | str
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per call of each thing, one reading per round."""
+    """Seconds per call of whatever is compared, one reading per round."""
 
     seconds: Mapping[str, np.ndarray]
     device: torch.device
@@ -105,32 +107,32 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def clocked(thing: Thing, device: torch.device, calls: int = 1) -> float:
+def clocked(call: Call, device: torch.device, repeats: int = 1) -> float:
     """Seconds per call."""
     wait(device)
     start = time.perf_counter()
-    for _ in range(calls):
-        thing()
+    for _ in range(repeats):
+        call()
     wait(device)
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / repeats
 
 
-def alternate(things: Mapping[str, Thing], device: torch.device, *, seconds: float) -> Times:
-    """Times the things in turn, A B A B ..., for about so many seconds in all; each is warmed up first."""
-    calls = {}
-    for name, thing in things.items():
-        clocked(thing, device, 3)
-        quickest = max(clocked(thing, device), 1e-6)
-        calls[name] = min(1000, math.ceil(SHORTEST[device.type] / quickest))
-    found: dict[str, list[float]] = {name: [] for name in things}
+def alternate(calls: Mapping[str, Call], device: torch.device, *, seconds: float) -> Times:
+    """Times the calls in turn, A B A B ..., for about so many seconds in all; each is warmed up first."""
+    repeats = {}
+    for name, call in calls.items():
+        clocked(call, device, 3)
+        quickest = max(clocked(call, device), 1e-6)
+        repeats[name] = min(1000, math.ceil(SHORTEST[device.type] / quickest))
+    readings: dict[str, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
     fewest, most = ROUNDS
     for done in range(most):
         if done >= fewest and time.perf_counter() - start > seconds:
             break
-        for name, thing in things.items():
-            found[name].append(clocked(thing, device, calls[name]))
-    return Times({name: np.array(readings) for name, readings in found.items()}, device)
+        for name, call in calls.items():
+            readings[name].append(clocked(call, device, repeats[name]))
+    return Times({name: np.array(seconds) for name, seconds in readings.items()}, device)
 
 
 def linearity(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
@@ -144,31 +146,54 @@ def linearity(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, fl
     return float(line[0]), float(line[1]), float(np.abs(table @ line - 1).max())
 
 
+def cuda_graph(call: Call, device: torch.device) -> Call:
+    """A call that is recorded once as a CUDA graph, and replayed."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+
+    def replay(kept: Call = call) -> None:  # `kept` keeps the tensors that the graph points at
+        graph.replay()
+
+    return replay
+
+
+def duration(scale: str, usual: float) -> float:
+    """How long to measure; the smallest sizes only show that everything runs."""
+    return 0.0 if scale == "smoke" else usual
+
+
 def largest_that_fits(
     sizes: Sequence[int], measure: Callable[[int], Iterator[Finding]], device: torch.device, *, what: str
 ) -> Iterator[Finding]:
     """The findings of the first size that fits into memory, after a sentence for each that does not."""
     for size, smaller in zip(sizes, (*sizes[1:], None), strict=True):
         try:
-            found = list(measure(size))
+            findings = list(measure(size))
         except torch.OutOfMemoryError:
-            found = None
-        if found is not None:
-            yield from found
+            findings = None
+        if findings is not None:
+            yield from findings
             return
         # Only here, outside the handler, has the error let go of the tensors that did fit.
         yield out_of_memory(f"{size:,} {what}", device, None if smaller is None else f"{smaller:,} {what}")
 
 
-def out_of_memory(what: str, device: torch.device, instead: str | None) -> str:
+def out_of_memory(what: str, device: torch.device, smaller: str | None) -> str:
     """The sentence about a size that is too large for the device, whose memory is given back."""
-    there = "the memory"
+    memory = "the memory"
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        there = f"the {free / 2**30:.1f} GiB that are free of {total / 2**30:.1f} GiB on {device_name(device)}"
-    done = f"measured with {instead}" if instead else "not measured"
-    return f"{what} do not fit into {there}; {done}: free the device of other programs, or pass --smoke."
+        memory = f"the {free / 2**30:.1f} GiB that are free of {total / 2**30:.1f} GiB on {device_name(device)}"
+    consequence = f"measured with {smaller}" if smaller else "not measured"
+    return f"{what} do not fit into {memory}; {consequence}: free the device of other programs, or pass --smoke."
 
 
 def device_name(device: torch.device) -> str:

@@ -153,7 +153,7 @@ def bench(
         with progress_bars() as progress:
             timings = benchmark.run(subject, device=device, smoke=smoke, full=full, progress=progress)
         write(out, f"bench-{subject}.json", timings)
-        show(timings, json, *benchmark.shown(timings))
+        show(timings, json, *benchmark.render(timings))
 
 
 def reproduce(
@@ -270,7 +270,7 @@ def measure(
         with progress_bars() as progress:
             forms = deployment.profile(run, seconds=seconds, progress=progress)
         write(out, "profile.json", forms)
-        show(forms, json, *deployment.shown(forms))
+        show(forms, json, *deployment.render(forms))
 
 
 def track(
