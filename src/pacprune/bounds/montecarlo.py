@@ -51,8 +51,8 @@ def betting(values: Values, *, delta: float, counts: Frequencies | None = None) 
 
         wealth(mu) = mean_j prod_t (1 + f_j (mu - X_t)/(1 - mu)),    f_j in BETTING_GRID.
 
-    At mu = q every factor has conditional mean 1 and is at least 1 - f_j > 0, so that the wealth is a nonnegative
-    martingale that starts at 1; Ville's inequality: it ever reaches 1/delta with probability at most delta. The wealth
+    At mu = q every factor has conditional mean 1 and is at least 1 - f_j > 0. The wealth is therefore a nonnegative
+    martingale that starts at 1, and by Ville's inequality it ever reaches 1/delta with probability at most delta. It
     increases in mu, so that q lies below the bound with probability 1 - delta at all times t at once. One may
     therefore stop drawing whenever the bound is good enough. (Waudby-Smith and Ramdas, "Estimating means of bounded
     random variables by betting", 2024.)

@@ -46,8 +46,8 @@ CATONI_GRID = tuple(0.02 * 400.0 ** (j / 19) for j in range(20))
 """Constants c of `catoni`: 20 geometric values from 0.02 to 8, fixed so that no run can choose them by its data.
 
 The best c is the log odds ratio of bound and risk: 0.03 at risk 0.5, n = 60,000 and KL = 0; 5 at risk 0.005 and KL =
-n/2. The bound is flat around it: for risks from 0.005 to 0.5 and n from 500 to 60,000, the best of these 20 is at most
-1.3 % further above the risk than the best of all c.
+n/2. The bound is flat around it. For risks from 0.005 to 0.5 and n from 500 to 60,000, the best of these 20 is at most
+1.3 % further above the risk than the best of all.
 """
 
 # --- The binary relative entropy and its inverses.
@@ -473,9 +473,9 @@ class LedgerEntry(TypedDict):
 class Ledger:
     """How delta is spent: delta = pac_bayes + monte_carlo + reference + unlabelled, by the union bound.
 
-    Where the best is reported of a `grid` of K priors fixed in advance, and of m `certified` posteriors or drawn
-    networks, every bound is computed at its share divided by K m: `pac_bayes_each` and so on; `delta_each` for the
-    held-out baseline.
+    The best may be reported of a `grid` of K priors fixed in advance, and of m `certified` posteriors or drawn
+    networks. Every bound is then computed at its share divided by K m: `pac_bayes_each` and so on; `delta_each` for
+    the held-out baseline.
 
     Args:
         pac_bayes: Share of the PAC-Bayes bound.

@@ -232,12 +232,12 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def percent(delta: float) -> str:
-    """100 (1 - delta) in all its digits: 95 for .05, and 99.999999 for 1e-8 rather than 100."""
+    """100 (1 - delta) in all its digits: 95 for 0.05, and 99.999999 for 1e-8 rather than 100."""
     return f"{(100 - 100 * Decimal(f'{delta:.12g}')).normalize():f}"
 
 
 def rounded_down(value: float) -> str:
-    """Four digits, rounded down (but for 1e-6, the rounding of the gates): a sparsity must not be overstated."""
+    """Four digits, rounded down once 1e-6 is added for the rounding of gates: a sparsity must not be overstated."""
     return f"{math.floor(value * 1e4 + 1e-2) / 1e4:.4f}"
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -182,7 +181,7 @@ def certify_held_out(
     It serves any plain network: one-shot, PFT, dense. The certificate has the same format as that of `certify`.
 
     Args:
-        model: A plain network; one with stochastic masks is hardened first.
+        model: A plain network; one with stochastic masks needs pp.harden first.
         split: The split whose `bound` examples the network has not seen.
         delta: Probability with which the certificate may fail, such as 0.05.
         certified: How many networks this one may be chosen among; delta is divided by it.
@@ -235,7 +234,7 @@ def certify_held_out(
 
 def _refuse_broken_rules(
     model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Split, grid: int
-) -> Mapping[str, Any]:
+) -> weights.Receipt:
     """The receipt of fit_posterior, or a ValueError with the first rule that is broken."""
     rules.refuse_split(split)
     fit.refuse_if_touched(prior.seen, split, "the prior")

@@ -1,8 +1,6 @@
 """What is refused, and why: every rule that a certificate rests on is one function that raises when it is broken."""
 
-from collections.abc import Mapping
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import nn
@@ -110,7 +108,7 @@ def refuse_moved_rest(prior: SpikeSlab, posterior: SpikeSlab) -> None:
 # --- The order in time.
 
 
-def receipt(model: nn.Module, prior: SpikeSlab, split: Split) -> Mapping[str, Any]:
+def receipt(model: nn.Module, prior: SpikeSlab, split: Split) -> weights.Receipt:
     """What `fit_posterior` left on the model: it shows that this P was written before this bound set was read."""
     written = weights.notes(model).receipt
     if written is None:
