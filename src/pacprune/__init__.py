@@ -30,7 +30,8 @@ from pacprune.theory import linearised as wide
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error, reestimate_batchnorm
-from pacprune.training.fit import bounded_cross_entropy, fit, fit_posterior
+from pacprune.training.fit import fit
+from pacprune.training.posterior import bounded_cross_entropy, fit_posterior
 
 __all__ = [
     "Budget",

@@ -8,7 +8,7 @@ import torch
 
 from pacprune import data, philox
 from pacprune.data import batches, datasets, splits
-from pacprune.training import fit
+from pacprune.training.posterior import refuse_if_touched
 
 REAL = {name: row.load for name, row in data.DATA_SETS.items() if row.source}
 
@@ -156,7 +156,7 @@ def test_whoever_trained_on_the_raw_tensors_has_seen_the_bound_set(kind):
         "subset": (split.bound.subset(torch.tensor([3])).x, y[:1]),
     }[kind]
     with pytest.raises(ValueError, match="the network has seen the bound set"):
-        fit.refuse_if_touched(batches.example_hashes(given), split, "the network")
+        refuse_if_touched(batches.example_hashes(given), split, "the network")
 
 
 def test_ids_agree_between_splits_of_one_source():

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import pacprune as pp
 from pacprune.methods import pipeline
-from pacprune.training import fit
+from pacprune.training.fit import fit
+from pacprune.training.posterior import fit_posterior
 
 G = torch.Generator().manual_seed(1)
 X = torch.randn(120, 6, generator=G)
@@ -74,14 +75,13 @@ def assert_same(found: Any, alone: Any) -> None:
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Fills with (stage, number of members) as stages are trained."""
     seen: list[tuple[str, int]] = []
-    for name in ("fit", "fit_posterior"):
-        plain = getattr(fit, name)
+    for plain in (fit, fit_posterior):
 
         def watched(model: Any, *args: Any, plain: Any = plain, **how: Any) -> Any:
             seen.append((how["stage"], 1 if isinstance(model, nn.Module) else len(model)))
             return plain(model, *args, **how)
 
-        monkeypatch.setattr(pipeline, name, watched)
+        monkeypatch.setattr(pipeline, plain.__name__, watched)
     return seen
 
 

@@ -16,7 +16,8 @@ from pacprune.data.splits import Part
 from pacprune.masking import attachment, criteria, masks, spikeslab
 from pacprune.training.config import Config
 from pacprune.training.evaluate import evaluating, mistakes
-from pacprune.training.fit import fit, fit_posterior
+from pacprune.training.fit import fit
+from pacprune.training.posterior import fit_posterior
 
 MOST = 100_000
 """Networks drawn for one certificate at most."""

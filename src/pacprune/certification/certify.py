@@ -39,7 +39,7 @@ from pacprune.distributed import ranks
 from pacprune.files import write_atomically
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab, draw_masks, draw_weights, kl_per_layer, log_ratio
-from pacprune.training import fit
+from pacprune.training.posterior import flat, refuse_if_touched
 from pacprune.types import Progress
 
 BATCH = 25
@@ -202,7 +202,7 @@ def certify_held_out(
     rules.refuse_random(model)
     rules.refuse_split(split)
     rules.refuse_batch_statistics(model)
-    fit.refuse_if_touched(weights.seen(model), split, "the network")
+    refuse_if_touched(weights.seen(model), split, "the network")
     n, ledger = len(split.bound), BOUNDS["held_out"].ledger(delta, certified=certified)
     errors = int(drawn_networks.errors(model, {}, split.bound).sum())
     bound = bounds.clopper_pearson(errors, n=n, delta=ledger.delta_each)
@@ -237,7 +237,7 @@ def _refuse_broken_rules(
 ) -> weights.Receipt:
     """The receipt of fit_posterior, or a ValueError with the first rule that is broken."""
     rules.refuse_split(split)
-    fit.refuse_if_touched(prior.seen, split, "the prior")
+    refuse_if_touched(prior.seen, split, "the prior")
     rules.refuse_seen_unlabelled(posterior, split)
     receipt = rules.receipt(model, prior, split)
     rules.refuse_moved_rest(prior, posterior)
@@ -446,7 +446,7 @@ def _distribution_tensors(prior: SpikeSlab, posterior: SpikeSlab) -> dict[str, T
     slabs = {
         f"{whose}/{key}": t
         for whose, slab in (("prior", prior), ("posterior", posterior))
-        for key, t in fit.flat(slab).items()
+        for key, t in flat(slab).items()
         if not key.startswith("rest/")
     }
     return slabs | {f"rest/{key}": t for key, t in prior.rest.items()}

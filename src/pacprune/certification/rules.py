@@ -9,7 +9,7 @@ from pacprune.certification.bounds_table import FAMILIES, RISK_BOUNDS
 from pacprune.data.splits import Split, check_split
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab
-from pacprune.training import fit
+from pacprune.training.posterior import touched
 
 # --- What is declared.
 
@@ -87,7 +87,7 @@ def refuse_random(model: nn.Module) -> None:
 
 def refuse_seen_unlabelled(posterior: SpikeSlab, split: Split) -> None:
     """No fit has used the unlabelled inputs: Q and the thresholded network are compared on fresh ones."""
-    count = fit.touched(posterior.seen, split.unlabelled, apart_from=split.train)
+    count = touched(posterior.seen, split.unlabelled, apart_from=split.train)
     if count:
         raise ValueError(
             f"the posterior has seen {count} of the {len(split.unlabelled)} unlabelled inputs; "

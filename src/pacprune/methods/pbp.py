@@ -15,9 +15,9 @@ from pacprune.masking.criteria import Criterion, score
 from pacprune.masking.spikeslab import block_isotropic
 from pacprune.methods.pipeline import Certified, Pipeline, Stage, check_request, pipeline, stage_maker
 from pacprune.training.budget import Budget, keep_means_
+from pacprune.training.checks import check_rates
 from pacprune.training.config import Config
 from pacprune.training.evaluate import reestimate_batchnorm
-from pacprune.training.loop import check_rates
 from pacprune.types import Data, Progress
 
 

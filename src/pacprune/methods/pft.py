@@ -26,9 +26,9 @@ from pacprune.methods.pipeline import (
     stage_maker,
 )
 from pacprune.training.budget import Budget
-from pacprune.training.checkpoint import kept
+from pacprune.training.checkpoint import stored_scores
+from pacprune.training.checks import check_rates
 from pacprune.training.config import Config
-from pacprune.training.loop import check_rates
 from pacprune.types import Data, Loss, Progress
 
 COUPLING = 4.0
@@ -147,7 +147,7 @@ def pft(
         sparsity = masks.sparsity(largest, total=weights.total(model))
     history = (yield stage("dense", dense)) if dense else []
     scored = functools.partial(score, criterion, model, data, loss=loss, seed=seed, prunable=prunable)
-    scores = kept(folder, f"{_name(criterion)} {seed} {_name(loss)}", model, data, scored)
+    scores = stored_scores(folder, f"{_name(criterion)} {seed} {_name(loss)}", model, data, scored)
     if recipe == "coupled":
         mask_config = mask_config.paced(mask_config.epochs * per_epoch(data, mask_config.batch_size))
     estimator = kernels.SOFT if noise else kernels.NOISELESS

@@ -19,12 +19,12 @@ from pacprune.masking import criteria, masks, patterns, weights
 from pacprune.masking.criteria import Criterion, magnitude
 from pacprune.masking.spikeslab import SpikeSlab
 from pacprune.training.budget import Budget
+from pacprune.training.checks import in_step, trial_pass
 from pacprune.training.config import Config
-from pacprune.training.crew import check
 from pacprune.training.evaluate import reestimate_batchnorm
-from pacprune.training.fit import fit, fit_posterior
-from pacprune.training.loop import in_step
+from pacprune.training.fit import fit
 from pacprune.training.population import alike, per_member
+from pacprune.training.posterior import fit_posterior
 from pacprune.types import Data, History, Loss, Progress
 
 _P = ParamSpec("_P")
@@ -262,7 +262,7 @@ def stage_maker(
     model: nn.Module, data: Data, loss: Loss, seed: int, folder: str | Path | None, progress: Progress | None
 ) -> Callable[..., Stage]:
     """A function (name, config, budget) -> stage, with everything bound that the stages of one pipeline share."""
-    check(model, data, loss)
+    trial_pass(model, data, loss)
 
     def stage(name: str, config: Config, budget: Budget | None = None) -> Stage:
         options = {"stage": name, "loss": loss, "progress": progress}

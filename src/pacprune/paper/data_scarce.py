@@ -28,7 +28,8 @@ from pacprune.paper.frame import Drawn, Job, on_device
 from pacprune.runs import plots
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error, reestimate_batchnorm
-from pacprune.training.fit import fit, fit_posterior
+from pacprune.training.fit import fit
+from pacprune.training.posterior import fit_posterior
 from pacprune.types import Table
 
 ORDER = 77

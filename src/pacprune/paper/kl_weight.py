@@ -24,7 +24,8 @@ from pacprune.runs import plots
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.evaluate import gibbs_error, reestimate_batchnorm
-from pacprune.training.fit import fit, fit_posterior
+from pacprune.training.fit import fit
+from pacprune.training.posterior import fit_posterior
 from pacprune.types import Table
 
 TEST_DRAWS = 20

@@ -27,7 +27,8 @@ from pacprune.paper.frame import Drawn, Job, on_device
 from pacprune.runs import plots
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
-from pacprune.training.fit import fit, fit_posterior
+from pacprune.training.fit import fit
+from pacprune.training.posterior import fit_posterior
 from pacprune.types import Table
 
 FIRST = 0.4

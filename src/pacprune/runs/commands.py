@@ -34,7 +34,8 @@ from pacprune.runs import report, store
 from pacprune.runs.options import Certifying, Options, Pruning
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error
-from pacprune.training.fit import fit, fit_posterior
+from pacprune.training.fit import fit
+from pacprune.training.posterior import fit_posterior
 from pacprune.types import History, Progress
 
 FEW = 64

@@ -21,7 +21,7 @@ from pacprune.certification.bounds_table import FAMILIES
 from pacprune.masking import criteria, patterns
 from pacprune.methods.table import METHODS, Method
 from pacprune.training.config import GATE_STEPS, SCHEDULES
-from pacprune.training.fit import OBJECTIVES
+from pacprune.training.posterior import OBJECTIVES
 
 PARTS = ("train", "prior")
 

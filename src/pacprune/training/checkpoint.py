@@ -2,8 +2,9 @@
 
 import hashlib
 import io
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from pacprune.data.batches import example_hashes, generators
 from pacprune.distributed import is_sharded, local, ranks
 from pacprune.files import digest, write_atomically
 from pacprune.masking import attachment, weights
+from pacprune.training.config import Config
+from pacprune.training.step import Stage
 from pacprune.types import Data
+
+# --- Files.
 
 
 def save(path: Path, **content: Any) -> None:
@@ -44,7 +49,54 @@ def load(path: Path, identity: str) -> dict[str, Any] | None:
     return content
 
 
-def kept(
+def save_shards(path: Path, **content: Any) -> None:
+    """`save` of every rank's part in a file of its own: the last one stays until all ranks have written the next."""
+    current = _rank_file(path)
+    following = _next_file(current)
+    save(following, **content)
+    ranks.barrier()
+    following.replace(current)
+
+
+def load_shards(path: Path, identity: str) -> dict[str, Any] | None:
+    """This rank's part of the last checkpoint that all ranks have written: not always the last that it has itself."""
+    current = _rank_file(path)
+    strangers = _files_of_other_worlds(path)
+    parts = [] if strangers else [load(file, identity) for file in (current, _next_file(current))]
+    by_place = {(part["epoch"], part["batch"]): part for part in parts if part is not None}
+    of_ranks = ranks.gathered((strangers, sorted(by_place)))
+    if any(names for names, _ in of_ranks):
+        name = next(names[0] for names, _ in of_ranks if names)
+        raise ValueError(
+            f"the checkpoint {name} was written by another number of ranks, and {ranks.world()} are running; "
+            "start as many as then, or delete it"
+        )
+    common = set.intersection(*(set(places) for _, places in of_ranks))
+    if not common and any(places for _, places in of_ranks):
+        lacking = next(rank for rank, (_, places) in enumerate(of_ranks) if not places)
+        raise ValueError(
+            f"rank {lacking} has no part of the checkpoint {path}, though others have theirs; bring it back, or delete "
+            "theirs to start this stage again"
+        )
+    return by_place[max(common)] if common else None
+
+
+def _files_of_other_worlds(path: Path) -> list[str]:
+    """Parts of this checkpoint that another number of ranks has written."""
+    names = sorted(file.name for file in path.parent.iterdir()) if path.parent.exists() else []
+    matches = ((name, re.fullmatch(rf"{re.escape(path.name)}\.\d+-of-(\d+)(\.next)?", name)) for name in names)
+    return [name for name, match in matches if match and int(match[1]) != ranks.world()]
+
+
+def _rank_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{ranks.rank()}-of-{ranks.world()}")
+
+
+def _next_file(file: Path) -> Path:
+    return file.with_name(f"{file.name}.next")
+
+
+def stored_scores(
     folder: str | Path | None, name: str, model: nn.Module, data: Data, make: Callable[[], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
     """make(), or what it returned to a run that was broken off: sums on a GPU are not repeated to the last bit.
@@ -57,50 +109,59 @@ def kept(
     path = Path(folder) / f"{identity[:12]}.scores"
     content = load(path, identity)
     if content is None:
-        made = make()
-        save(path, identity=identity, made={name: t.cpu() for name, t in made.items()}, seen=weights.seen(model))
-        return made
+        scores = make()
+        save(path, identity=identity, made={name: t.cpu() for name, t in scores.items()}, seen=weights.seen(model))
+        return scores
     weights.mark_seen(model, content["seen"])
     device = next(model.parameters()).device
     return {name: t.to(device) for name, t in content["made"].items()}
 
 
-def save_shards(path: Path, **content: Any) -> None:
-    """`save` of every rank's part in a file of its own: the last one stays until all ranks have written the next."""
-    own = _own(path)
-    following = own.with_name(f"{own.name}.next")
-    save(following, **content)
+# --- Which run it is.
+
+
+def identity(model: nn.Module, configs: Sequence[Config], stage: Stage, seeds: Sequence[int]) -> str:
+    """A hash of all that the outcome of a stage follows from; refuses when the ranks do not hold the same."""
     ranks.barrier()
-    following.replace(own)
+    content = {
+        "stage": stage.name,
+        # Without the means of execution: a run may go on on another device.
+        "config": [config.identity() for config in configs],
+        "seed": list(seeds),
+        "model": _hash_of_ranks(state(model)),
+        "trainable": [n for n, p in model.named_parameters() if p.requires_grad],
+        "masks": [_hash_of_ranks(mask) for _, mask in weights.noted_masks(model)],
+        "samplers": [
+            [s.mapping, s.coupling, s.estimator, s.beta, s.seed.tolist(), s.step.tolist()]
+            for s in (site.sampler for site in attachment.sites(model))
+        ],
+        **stage.identity,
+    }
+    topics = {
+        "data": (("seen", "labels"), "give every rank all of the data: each takes its part of every batch"),
+        "masks": (("masks", "samplers"), "make them from the same scores and seed on every rank"),
+        "weights": (("model",), "start every rank from the same weights"),
+        "prior": (("prior",), "give every rank the same prior"),
+    }
+    named = {key for keys, _ in topics.values() for key in keys}
+    topics["settings"] = (tuple(content.keys() - named), "call it with the same arguments on every rank")
+    ranks.require_equal({topic: (_hash(content, keys), remedy) for topic, (keys, remedy) in topics.items()})
+    return _hash(content, list(content))
 
 
-def load_shards(path: Path, identity: str) -> dict[str, Any] | None:
-    """This rank's part of the last checkpoint that all ranks have written: not always the last that it has itself."""
-    own = _own(path)
-    names = sorted(p.name for p in path.parent.iterdir()) if path.parent.exists() else []
-    parts_of = ((name, re.fullmatch(rf"{re.escape(path.name)}\.\d+-of-(\d+)(\.next)?", name)) for name in names)
-    others = [name for name, part in parts_of if part and int(part[1]) != ranks.world()]
-    parts = [load(p, identity) for p in (own, own.with_name(f"{own.name}.next"))] if not others else []
-    found = {(part["epoch"], part["batch"]): part for part in parts if part is not None}
-    everyone = ranks.gathered((others, sorted(found)))
-    if any(strangers for strangers, _ in everyone):
-        name = next(strangers[0] for strangers, _ in everyone if strangers)
-        raise ValueError(
-            f"the checkpoint {name} was written by another number of ranks, and {ranks.world()} are running; "
-            "start as many as then, or delete it"
-        )
-    common = set.intersection(*(set(moments) for _, moments in everyone))
-    if not common and any(moments for _, moments in everyone):
-        lacking = next(rank for rank, (_, moments) in enumerate(everyone) if not moments)
-        raise ValueError(
-            f"rank {lacking} has no part of the checkpoint {path}, though others have theirs; bring it back, or delete "
-            "theirs to start this stage again"
-        )
-    return found[max(common)] if common else None
+def _hash_of_ranks(tensors: dict[str, Tensor]) -> str:
+    """A hash of tensors; where each rank has its rows, of all of them."""
+    if any(map(is_sharded, tensors.values())):
+        return " ".join(ranks.gathered(digest(tensors, rows=local)))
+    return digest(tensors)
 
 
-def _own(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{ranks.rank()}-of-{ranks.world()}")
+def _hash(content: dict[str, Any], keys: Sequence[str]) -> str:
+    selected = {key: content[key] for key in keys if key in content}
+    return hashlib.sha256(json.dumps(selected, sort_keys=True).encode()).hexdigest()
+
+
+# --- What training changes.
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -120,9 +181,9 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 def load_model_state(model: nn.Module, content: dict[str, Any]) -> None:
     """Puts `model_state` back, in place."""
-    own = state(model)
-    if any(map(is_sharded, own.values())):
-        for name, tensor in own.items():
+    tensors = state(model)
+    if any(map(is_sharded, tensors.values())):
+        for name, tensor in tensors.items():
             local(tensor).copy_(content["state"][name])
     else:
         model.load_state_dict(content["state"])
@@ -134,16 +195,16 @@ def load_model_state(model: nn.Module, content: dict[str, Any]) -> None:
 
 def random_state(device: torch.device, data: Data) -> dict[str, Any]:
     """torch's global random state on the CPU and on the device, for dropout, and that of a DataLoader's generators."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "data": [g.get_state() for g in generators(data)]}
+    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "data": [g.get_state() for g in generators(data)]}
     if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
-def set_random_state(state: dict[str, Any], device: torch.device, data: Data) -> None:
+def set_random_state(states: dict[str, Any], device: torch.device, data: Data) -> None:
     """Puts `random_state` back."""
-    torch.set_rng_state(state["cpu"])
-    for generator, own in zip(generators(data), state["data"], strict=True):
-        generator.set_state(own)
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    torch.set_rng_state(states["cpu"])
+    for generator, saved in zip(generators(data), states["data"], strict=True):
+        generator.set_state(saved)
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -27,10 +27,11 @@ from pacprune.types import Data
 class Stage:
     """What tells one stage from another in the shared loop. A population's losses have one number per member."""
 
-    stage: str
+    name: str
     objective: Callable[[Tensor, Tensor], Tensor]
     groups: list[Group]
-    enter: Callable[[], Any]
+    set_modes: Callable[[], Any]
+    """Called before every epoch: which modules are in training mode."""
     budgets: Sequence[Budget] | None
     validate: Callable[[], list[float]] | None
     identity: dict[str, Any]

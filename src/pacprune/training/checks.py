@@ -1,0 +1,168 @@
+"""What is looked at before training changes anything: data, labels, weights, and settings that do not go together."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from pacprune.data.batches import batches, device_of, isolated_rng, tensors
+from pacprune.distributed import across_model, count, ranks, refuse_sharded
+from pacprune.masking import weights
+from pacprune.training.config import MASKS, Config
+from pacprune.types import Data, Loss
+
+SHARED = (
+    "epochs",
+    "batch_size",
+    "optimizer",
+    "accumulate",
+    "amp",
+    "augment",
+    "clip",
+    "samples",
+    "patience",
+    "execution",
+    "masks",
+)
+"""Fields of Config that all members of a population have in common, since they take their steps together."""
+
+
+def trial_pass(model: nn.Module, data: Data, loss: Loss) -> str:
+    """One forward pass on two examples before anything is changed, so that a bad input is known as such at once.
+
+    Returns the value of a loss of the user's own on that batch, to the bit: a name does not tell two losses apart.
+    """
+    pair, device = tensors(data), device_of(model)
+    across_model(model)
+    for name, p in model.named_parameters():
+        if count(~torch.isfinite(p)):
+            raise ValueError(f"{name} holds NaN or infinite values before training; start from other weights")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("every parameter has requires_grad=False, so nothing would be trained; unfreeze some")
+    with weights.modes_kept(model), isolated_rng(device, data, seed=0):
+        model.eval()
+        x, y = next(batches(data, 2, device=device, limit=2))
+        with torch.no_grad():
+            out = _outputs(model, x)
+        if loss is F.cross_entropy:
+            check_labels(y if pair is None else pair[1], out)
+            return ""
+        return _number(loss, out, y).hex()
+
+
+def _outputs(model: nn.Module, x: Tensor) -> Any:
+    try:
+        return model(x)
+    except RuntimeError as failure:
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if not x.is_floating_point() or x.dtype in dtypes:
+            raise
+        raise ValueError(
+            f"x is {x.dtype} but the model's parameters are {', '.join(sorted(map(str, dtypes)))}; "
+            "cast the data or the model"
+        ) from failure
+
+
+def _number(loss: Loss, out: Any, y: Tensor) -> float:
+    """The value of a loss of the user's own."""
+    try:
+        return float(loss(out, y))
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as failure:
+        shape = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        reason = str(failure).partition("\n")[0]
+        raise ValueError(
+            f"the loss gave no number for outputs of shape {shape} and labels of shape {tuple(y.shape)} "
+            f"({y.dtype}): {reason}"
+        ) from failure
+
+
+def check_labels(y: Tensor, out: Any) -> None:
+    """Refuses what F.cross_entropy does not take: neither class numbers nor probabilities of the classes."""
+    if not isinstance(out, Tensor):
+        raise ValueError(f"the model returns a {type(out).__name__}; make it return its outputs alone, or give a loss=")
+    expected = (len(y), *out.shape[2:])
+    if y.is_floating_point():
+        if y.shape[1:] != out.shape[1:] or out.ndim < 2:
+            raise ValueError(
+                f"labels are {y.dtype} of shape {tuple(y.shape)} and outputs {tuple(out.shape)}; for classes use "
+                "y.long(), for regression give loss=torch.nn.functional.mse_loss"
+            )
+        return
+    if y.shape != expected or out.ndim < 2 or y.dtype not in (torch.int64, torch.uint8):
+        raise ValueError(
+            f"labels are {y.dtype} of shape {tuple(y.shape)}, but cross_entropy on outputs {tuple(out.shape)} takes "
+            f"int64 of shape {expected}; use y.long(), y.squeeze(1), or your own loss="
+        )
+    low, high = int(y.min()), int(y.max())
+    if low < 0 or high >= out.shape[1]:
+        raise ValueError(
+            f"labels run from {low} to {high}, but the model has {out.shape[1]} outputs "
+            f"(labels 0 to {out.shape[1] - 1}); change the labels or the last layer"
+        )
+
+
+def check_batches(data: Data, config: Config) -> None:
+    """Refuses batches that several ranks cannot take their parts of."""
+    if not isinstance(data, DataLoader):
+        ranks.check_batch(config.batch_size)
+        return
+    if data.batch_size is not None:
+        ranks.check_batch(data.batch_size)
+    if ranks.world() > 1 and isinstance(data.sampler, DistributedSampler):
+        raise ValueError(
+            f"the DataLoader has a DistributedSampler, which gives each of {ranks.world()} ranks other batches; give a "
+            "plain one: all ranks read the same batch, and each takes its part"
+        )
+
+
+def check_shards(config: Config, params: Iterable[Tensor]) -> None:
+    """Refuses what a step of a sharded model cannot do."""
+    params = list(params)
+    if config.samples:
+        refuse_sharded(params, "samples", config.samples)
+    if MASKS[config.masks]:
+        refuse_sharded(params, "independent masks")
+    if config.amp:
+        refuse_sharded(params, "amp")
+    if config.execution != "eager":
+        refuse_sharded(params, "execution", config.execution)
+
+
+def check_rates(config: Config) -> None:
+    """Refuses to train stochastic masks with learning rates that are all 0."""
+    if config.epochs and not (config.lr or config.gate_lr or config.std_lr):
+        raise ValueError(
+            f"lr is {config.lr} and gate_lr is {config.gate_lr}, so neither weights nor gates would change; "
+            "give gate_lr= to train the gates alone"
+        )
+
+
+def check_population(configs: Sequence[Config]) -> None:
+    """Refuses configs that cannot be trained in step with each other."""
+    for name in SHARED:
+        values = {getattr(config, name) for config in configs}
+        if len(values) > 1:
+            raise ValueError(
+                f"the members of a population take their steps together, but {name} is {sorted(map(str, values))}; "
+                "train them in separate calls"
+            )
+    for name in ("samples", "patience"):
+        if getattr(configs[0], name):
+            raise ValueError(
+                f"{name} is {getattr(configs[0], name)}, which a population has no use of; "
+                f"set {name}=0, or train one by one"
+            )
+    if len({config.gate_lr is None for config in configs}) > 1:
+        raise ValueError(
+            "gate_lr is None for some members of the population and a number for others; give 0.0 to those that are "
+            "not to train their gates"
+        )
+
+
+def in_step(first: Config, second: Config) -> bool:
+    """Whether two models with these configs can be trained as one population."""
+    same = all(getattr(first, name) == getattr(second, name) for name in SHARED)
+    return same and (first.gate_lr is None) == (second.gate_lr is None) and not (first.samples or first.patience)
