@@ -119,11 +119,16 @@ def until(happened: Callable[[], Any]) -> Any:
     return value
 
 
-def stopped(out: Path, entries: list[sweep.Entry], under: Callable[[int], bool] = lambda _: True) -> sweep.Entry | None:
-    """A run that waits in the middle, on a worker that `under` accepts."""
+def stopped(
+    out: Path, entries: list[sweep.Entry], accepts: Callable[[int], bool] = lambda _: True
+) -> sweep.Entry | None:
+    """A run that waits in the middle, on a worker whose process `accepts` says yes to."""
     for entry in entries:
-        state = locks.state(out, entry.name)
-        if state["state"] == "running" and state.get("epoch", 0) >= HELD and under(worker(out, entry)):
+        # One reading of the log: the state alone would mix a new worker's lock with an old worker's last line.
+        lines = locks.lines(out, entry.name)
+        starts = [number for number, line in enumerate(lines) if line["event"] == "begun"]
+        waits = starts and accepts(lines[starts[-1]]["pid"]) and lines[-1].get("epoch", 0) >= HELD
+        if waits and locks.state(out, entry.name)["state"] == "running":
             return entry
     return None
 
@@ -178,8 +183,9 @@ def test_a_driver_and_a_worker_that_are_killed_lose_nothing(driver: Any, alone: 
     first.kill()
     first.wait()
     until(lambda: all(locks.state(out, entry.name)["state"] == "waiting" for entry in (hit, last)))  # Ray ends workers
+    before = worker(out, hit)
     second = driver()
-    until(lambda: stopped(out, [hit]))
+    until(lambda: stopped(out, [hit], lambda pid: pid != before))
     os.kill(worker(out, hit), signal.SIGKILL)
     release(tmp_path)
     assert second.wait(LIMIT) == 0, (tmp_path / "driver-1.txt").read_text()

@@ -21,6 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pacprune.masking import weights
 
+__all__ = ["Slim", "flops", "size", "slim"]
+
 _LAYER = ("linear", "conv1d", "conv2d", "conv3d")
 _NORM = ("batch_norm", "_native_batch_norm_legit_no_training")
 _POINTWISE = (
@@ -35,7 +37,16 @@ _AVERAGE = ("avg_pool1d", "avg_pool2d", "avg_pool3d")
 class Slim:
     """The smaller network, how many channels and columns went, and what there was before and after.
 
-    `bytes` are those of all parameters and buffers, `flops` those of one example.
+    Args:
+        model: The smaller network, in eval mode.
+        removed: Channels, and columns of Linear layers, that went.
+        weights: (before, after) of the number of weights in tensors of two or more dimensions.
+        bytes: (before, after) of the bytes of all parameters and buffers.
+        flops: (before, after) of the floating-point operations of one example.
+
+    Example:
+        >>> print(pp.slim.slim(model, x))
+        nothing could be removed: every channel and every input of a Linear layer is used
     """
 
     model: nn.Module
@@ -54,11 +65,28 @@ class Slim:
 
 @torch.no_grad()
 def slim(model: nn.Module, example: Tensor) -> Slim:
-    """A smaller module with the same outputs in eval mode; `example` is one batch of inputs, of any size.
+    """A smaller module with the same outputs in eval mode.
 
     Beside channels, columns of Linear layers that are zero go, where the channel itself must stay: such a layer then
     picks the inputs that it needs. A constant can go through a zero-padded convolution only if it is 0, since it ends
-    at the border. What torch.export cannot trace is refused; what it traces but this file does not know, is kept.
+    at the border. An operation that is not known here keeps its channels.
+
+    Args:
+        model: A plain model with zeros, such as `pft` leaves it; it is not changed.
+        example: One batch of inputs, of any size.
+
+    Returns:
+        The smaller model and the sizes, as a Slim.
+
+    Raises:
+        ValueError: If torch.export cannot trace the model.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     _ = model[3].weight[:, :4].zero_()  # nothing reads the first four hidden channels
+        >>> slimmed = pp.slim.slim(model, x)
+        >>> slimmed.removed, slimmed.weights
+        (4, (1184, 888))
     """
     weights.prunable(model)
     example = batch(example)
@@ -68,9 +96,9 @@ def slim(model: nn.Module, example: Tensor) -> Slim:
     assert isinstance(graph, GraphModule)
     network = _Network(graph)
     removed = network.cut(network.removable())
-    found = network.finished()
-    after = sum(t.numel() for t in found.parameters() if t.ndim >= 2), size(found), flops(found, example[:1])
-    return Slim(found, removed, *zip(before, after, strict=True))
+    small = network.finished()
+    after = sum(t.numel() for t in small.parameters() if t.ndim >= 2), size(small), flops(small, example[:1])
+    return Slim(small, removed, *zip(before, after, strict=True))
 
 
 def traced(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
@@ -89,14 +117,37 @@ def traced(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
 
 
 def flops(model: nn.Module, example: Tensor) -> int:
-    """Floating-point operations of one forward pass, as torch counts them: two per multiplication in a product."""
+    """Floating-point operations of one forward pass, as torch counts them: two per multiplication in a product.
+
+    Args:
+        model: Any module.
+        example: One batch of inputs.
+
+    Returns:
+        The operations for the whole batch.
+
+    Example:
+        >>> pp.slim.flops(model, x[:1])
+        2368
+    """
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(example)
     return counter.get_total_flops()
 
 
 def size(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, a tied one once."""
+    """Bytes of all parameters and buffers, a tied one once.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        The number of bytes.
+
+    Example:
+        >>> pp.slim.size(model)
+        4840
+    """
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
@@ -120,24 +171,43 @@ class _Flow:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """A Linear or Conv layer: which inputs each output reads, with what weight in all, and what it reads them from."""
+    """A Linear or Conv layer.
+
+    used[o, i] says whether output o reads input i, gain[o, i] is the sum of the weights by which it does. `source` are
+    the channels of the input where they are followed, `const` is the constant that each input is, or nan, and `out`
+    are the labels of the outputs.
+    """
 
     node: Node
     used: Tensor
     gain: Tensor
     source: _Flow | None
-    known: Tensor
+    const: Tensor
     out: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _Pad:
+    """A padding that adds channels: where `node` counts them in its list, and how many come before and after."""
+
+    node: Node
+    place: int
+    before: int
+    after: int
+
+
 class _Network:
-    """A traced network with a label for every channel; labels that are added to each other are joined."""
+    """A traced network with a label for every channel.
+
+    `flows` has the labels of each node. Channels that are added to each other are joined: `parent` is the forest of a
+    union-find over the labels. `bound` lists labels that must stay, since an unknown operation reads them.
+    """
 
     def __init__(self, module: GraphModule) -> None:
         self.module, self.graph = module, module.graph
         self.flows: dict[Node, _Flow] = {}
         self.layers: list[_Layer] = []
-        self.pads: list[tuple[Node, int, int, int]] = []
+        self.pads: list[_Pad] = []
         self.parent: list[int] = []
         self.bound: list[Tensor] = []
         for node in self.graph.find_nodes(op="call_module"):
@@ -177,19 +247,19 @@ class _Network:
         target: Any = node.target
         name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else str(node.target)
         source = self.flows.get(node.args[0]) if isinstance(node.args[0], Node) else None
-        found = None
+        flow = None
         if name in _LAYER:
-            found = self._layer(node, name)
+            flow = self._layer(node, name)
         elif name == "cat":
-            found = self._joined(node)
+            flow = self._concatenated(node)
         elif source is not None:
-            found = self._passed(node, name, source)
-        if found is not None:
-            self.flows[node] = found
+            flow = self._elementwise(node, name, source)
+        if flow is not None:
+            self.flows[node] = flow
         elif name != "sym_size":
             self.bound += [self.flows[arg].labels for arg in node.all_input_nodes if arg in self.flows]
 
-    def _own(self, arg: Any) -> bool:
+    def _untied(self, arg: Any) -> bool:
         """Whether this is a parameter of one layer alone; a tied one cannot be cut for one of its owners."""
         if arg is None:
             return True
@@ -197,7 +267,12 @@ class _Network:
 
     def _layer(self, node: Node, name: str) -> _Flow | None:
         x, weight, bias, _, padding, _, groups = (*node.args, *[None] * 7)[:7]
-        if node.kwargs or groups not in (None, 1) or weight is None or not (self._own(weight) and self._own(bias)):
+        if (
+            node.kwargs
+            or groups not in (None, 1)
+            or weight is None
+            or not (self._untied(weight) and self._untied(bias))
+        ):
             return None
         w = self.value(weight)
         dims: int = x.meta["val"].ndim  # type: ignore[union-attr]
@@ -207,15 +282,15 @@ class _Network:
             return None
         w = w.reshape(*w.shape[:2], -1)
         used, gain = (w != 0).any(2), w.sum(2)
-        known = torch.full((w.shape[1],), math.nan, dtype=torch.float64) if source is None else source.const.clone()
+        const = torch.full((w.shape[1],), math.nan, dtype=torch.float64) if source is None else source.const.clone()
         if isinstance(padding, str) or any(padding or ()):  # type: ignore[arg-type]
-            known[known != 0] = math.nan
-        const = gain @ known.nan_to_num() + (0 if bias is None else self.value(bias))
+            const[const != 0] = math.nan
+        out_const = gain @ const.nan_to_num() + (0 if bias is None else self.value(bias))
         out = self.fresh(len(w))
-        self.layers.append(_Layer(node, used, gain, source, known, out))
-        return _Flow(dim, out, torch.where((used & known.isnan()).any(1), math.nan, const))
+        self.layers.append(_Layer(node, used, gain, source, const, out))
+        return _Flow(dim, out, torch.where((used & const.isnan()).any(1), math.nan, out_const))
 
-    def _passed(self, node: Node, name: str, flow: _Flow) -> _Flow | None:
+    def _elementwise(self, node: Node, name: str, flow: _Flow) -> _Flow | None:
         """The channels of what treats them one by one; None of what may not."""
         args: tuple[Any, ...] = node.args
         dim, labels, const = flow.dim, flow.labels, flow.const
@@ -246,7 +321,7 @@ class _Network:
         args: tuple[Any, ...] = node.args
         training = "no_training" not in str(node.target) and args[5]
         args = args if "no_training" in str(node.target) else (*args[:5], *args[6:])
-        if training or flow.dim != 1 or None in args[3:5] or not all(self._own(arg) for arg in args[1:5]):
+        if training or flow.dim != 1 or None in args[3:5] or not all(self._untied(arg) for arg in args[1:5]):
             return None
         const = (flow.const - self.value(args[3])) / torch.sqrt(self.value(args[4]) + args[6])
         const = const if args[1] is None else const * self.value(args[1])
@@ -262,21 +337,21 @@ class _Network:
         return _Flow(1, flow.labels.repeat_interleave(pixels), flow.const.repeat_interleave(pixels))
 
     def _padded(self, node: Node, flow: _Flow) -> _Flow | None:
-        _, pads, *more = (*node.args, *node.kwargs.values())
-        mode = next((m for m in more if isinstance(m, str)), "constant")
-        value = next((float(m) for m in more if isinstance(m, int | float)), 0.0)
+        _, pads, *rest = (*node.args, *node.kwargs.values())
+        mode = next((arg for arg in rest if isinstance(arg, str)), "constant")
+        value = next((float(arg) for arg in rest if isinstance(arg, int | float)), 0.0)
         if mode != "constant":
             return None
         place = 2 * (node.meta["val"].ndim - 1 - flow.dim)
-        every = [*pads, *[0] * 2 * node.meta["val"].ndim]  # type: ignore[misc]
-        left, right = every[place : place + 2]
+        all_pads = [*pads, *[0] * 2 * node.meta["val"].ndim]  # type: ignore[misc]
+        left, right = all_pads[place : place + 2]
         if left < 0 or right < 0:
             return None
         const = flow.const
-        if any(pad for k, pad in enumerate(every) if k not in (place, place + 1)):
+        if any(pad for k, pad in enumerate(all_pads) if k not in (place, place + 1)):
             const = torch.where(const == value, const, math.nan)
         if left or right:
-            self.pads.append((node, place, left, right))
+            self.pads.append(_Pad(node, place, left, right))
         sides = [torch.full((n,), value, dtype=torch.float64) for n in (left, right)]
         labels = torch.cat([self.fresh(left), flow.labels, self.fresh(right)])
         return _Flow(flow.dim, labels, torch.cat([sides[0], const, sides[1]]))
@@ -295,7 +370,7 @@ class _Network:
             self.parent[self.root(b)] = self.root(a)
         return _Flow(flow.dim, flow.labels, combine(flow.const, second.const))
 
-    def _joined(self, node: Node) -> _Flow | None:
+    def _concatenated(self, node: Node) -> _Flow | None:
         parts: Any = node.args[0]
         dim, flows = (*node.args, 0)[1] % node.meta["val"].ndim, [self.flows.get(part) for part in parts]
         if any(flow is None or flow.dim != dim for flow in flows):
@@ -313,14 +388,14 @@ class _Network:
         gone = torch.zeros_like(free)
         while True:
             # What is needed by channels that go themselves is not needed.
-            now = free.clone()
+            unread = free.clone()
             for layer in self.layers:
                 if layer.source is not None:
-                    needed = layer.used[~gone[root[layer.out]]].any(0) & layer.known.isnan()
-                    now[root[layer.source.labels[needed]]] = False
-            if torch.equal(now, gone):
+                    needed = layer.used[~gone[root[layer.out]]].any(0) & layer.const.isnan()
+                    unread[root[layer.source.labels[needed]]] = False
+            if torch.equal(unread, gone):
                 break
-            gone = now
+            gone = unread
         for flow in self.flows.values():
             if len(flow.labels) and bool(gone[root[flow.labels]].all()):
                 gone[root[flow.labels[0]]] = False  # not every operation takes a tensor without channels
@@ -329,45 +404,62 @@ class _Network:
     def cut(self, gone: Tensor) -> int:
         """Cuts the weights, folds constants into biases, and returns how many channels of layers went."""
         for node, flow in self.flows.items():
-            kept = ~gone[flow.labels]
-            if any(str(node.target).startswith(f"aten.{name}.") for name in _NORM) and not bool(kept.all()):
-                for arg in node.args[1:5]:
-                    if arg is not None:
-                        self.put(arg.target, self.tensor(arg)[kept])  # type: ignore[union-attr]
-        for node, place, left, right in self.pads:
-            labels = gone[self.flows[node].labels]
-            pads: list[int] = [*node.args[1]]  # type: ignore[misc]
-            pads[place : place + 2] = int((~labels[:left]).sum()), int((~labels[len(labels) - right :]).sum())
-            node.args = (node.args[0], pads, *node.args[2:])
+            if any(str(node.target).startswith(f"aten.{name}.") for name in _NORM):
+                self._cut_norm(node, ~gone[flow.labels])
+        for pad in self.pads:
+            stay = ~gone[self.flows[pad.node].labels]
+            pads: list[int] = [*pad.node.args[1]]  # type: ignore[misc]
+            pads[pad.place : pad.place + 2] = int(stay[: pad.before].sum()), int(stay[len(stay) - pad.after :].sum())
+            pad.node.args = (pad.node.args[0], pads, *pad.node.args[2:])
         return sum(self._cut_layer(layer, gone) for layer in self.layers)
 
+    def _cut_norm(self, node: Node, stay: Tensor) -> None:
+        """Cuts the weight, the bias and the statistics of a BatchNorm, where it has them."""
+        if not bool(stay.all()):
+            for arg in node.args[1:5]:
+                if arg is not None:
+                    self.put(arg.target, self.tensor(arg)[stay])  # type: ignore[union-attr]
+
     def _cut_layer(self, layer: _Layer, gone: Tensor) -> int:
-        x, weight, bias = (*layer.node.args, None)[:3]
-        target: str = weight.target  # type: ignore[union-attr]
+        """Cuts rows whose channel goes and columns that nothing needs; returns how many of both."""
+        weight: Any = layer.node.args[1]
         old, rows = self.tensor(weight), ~gone[layer.out]
         lost = torch.zeros(old.shape[1], dtype=torch.bool) if layer.source is None else gone[layer.source.labels]
         used = layer.used[rows].any(0)
-        folded = lost & used & ~layer.known.isnan()
-        extra = (layer.gain[:, folded] @ layer.known[folded])[rows]
-        if bias is not None:
-            self.put(bias.target, (self.value(bias)[rows] + extra).to(old))  # type: ignore[union-attr]
-        elif bool((extra != 0).any()):
-            with self.graph.inserting_before(layer.node):
-                added = self.graph.get_attr(self.put(_beside(target, "bias"), extra.to(old)))
-            layer.node.args = (x, weight, added, *layer.node.args[3:])
+        self._fold(layer, rows, lost & used & ~layer.const.isnan())
         columns = ~lost
         if "linear" in str(layer.node.target):
             picked = used[columns].nonzero().reshape(-1) if bool(used[columns].any()) else torch.tensor([0])
             spared = (int(columns.sum()) - len(picked)) * int(rows.sum()) * old.element_size()
             if spared > 4 * len(picked):  # else the index would be larger than what it saves
-                with self.graph.inserting_before(layer.node):
-                    index = self.graph.get_attr(self.put(_beside(target, "inputs"), picked.to(old.device, torch.int32)))
-                    last: int = x.meta["val"].ndim - 1  # type: ignore[union-attr]
-                    chosen = self.graph.call_function(torch.ops.aten.index_select.default, (x, last, index))
-                layer.node.args = (chosen, *layer.node.args[1:])
+                self._select_inputs(layer, picked)
                 columns = torch.zeros_like(lost).index_fill(0, columns.nonzero().reshape(-1)[picked], True)
-        self.put(target, old[rows][:, columns])
+        self.put(weight.target, old[rows][:, columns])
         return int((~rows).sum()) + int((~columns & ~lost).sum())
+
+    def _fold(self, layer: _Layer, rows: Tensor, folded: Tensor) -> None:
+        """Cuts the bias to its rows, and adds to it what the constant inputs `folded` contribute."""
+        x, weight, bias = (*layer.node.args, None)[:3]
+        contribution = (layer.gain[:, folded] @ layer.const[folded])[rows]
+        old = self.tensor(weight)
+        if bias is not None:
+            self.put(bias.target, (self.value(bias)[rows] + contribution).to(old))  # type: ignore[union-attr]
+        elif bool((contribution != 0).any()):
+            target = _beside(weight.target, "bias")  # type: ignore[union-attr]
+            with self.graph.inserting_before(layer.node):
+                new_bias = self.graph.get_attr(self.put(target, contribution.to(old)))
+            layer.node.args = (x, weight, new_bias, *layer.node.args[3:])
+
+    def _select_inputs(self, layer: _Layer, picked: Tensor) -> None:
+        """Lets a Linear layer read only the inputs at `picked`."""
+        x: Any = layer.node.args[0]
+        weight: Any = layer.node.args[1]
+        index = picked.to(self.tensor(weight).device, torch.int32)
+        with self.graph.inserting_before(layer.node):
+            index_node = self.graph.get_attr(self.put(_beside(weight.target, "inputs"), index))
+            arguments = (x, x.meta["val"].ndim - 1, index_node)
+            selected = self.graph.call_function(torch.ops.aten.index_select.default, arguments)
+        layer.node.args = (selected, *layer.node.args[1:])
 
     def put(self, target: str, value: Tensor) -> str:
         """Sets a parameter or buffer of the module, in memory of its own."""
