@@ -57,7 +57,7 @@ class _Job(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("mean", "gate", "std", "seed", "step", "shift", "sharpness")),
-        *((name, _POINTER) for name in ("given", "out", "to_gate", "to_std")),
+        *((name, _POINTER) for name in ("to_draw", "out", "to_gate", "to_std")),
         *((name, _INT64) for name in ("k", "n", "offset", "row", "std_row", "std_column")),
         *((name, _INT32) for name in ("seed_row", "step_row", "shift_row", "sharpness_row")),
         *((name, _INT32) for name in ("mean_bf16", "draw_bf16")),
@@ -77,7 +77,7 @@ def _compiler() -> list[str]:
 
 
 def _machine() -> str:
-    """What the instructions of -march=native follow from."""
+    """What decides the instructions that -march=native allows."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -196,7 +196,7 @@ def gradients(inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bo
     """`kernels.gradients`."""
     alive = [out.contiguous()]
     job = _job(inputs, layout(inputs), alive, draw_dtype=out.dtype)
-    job.given = alive[0].data_ptr()
+    job.to_draw = alive[0].data_ptr()
     to_mean = torch.empty(inputs.mean.shape, dtype=inputs.mean.dtype) if needs[0] else None
     to_gate = torch.empty(inputs.gate.shape) if needs[1] else None
     to_std = torch.empty(inputs.mean.shape) if needs[2] and inputs.std is not None else None

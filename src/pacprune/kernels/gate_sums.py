@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportIndexIssue=false
-"""Sums over all gates in one pass over a GPU's memory: what a budget asks of every logit several times a step.
+"""Sums over all gates in one pass over a GPU's memory, which a budget needs several times a step.
 
 Needs Triton; `masks` has the same sums in plain torch, which reads and writes the logits some fifteen times.
 """
@@ -17,18 +17,18 @@ def _sums(logit, tau, gamma, out, n, stride, parts, MOST: tl.constexpr, SIZE: tl
     row, part = tl.program_id(0), tl.program_id(1)
     shift, sharpness = tl.load(tau + row), tl.load(gamma + row)
     logit += row.to(tl.int64) * stride + part.to(tl.int64) * (ROUNDS * SIZE)
-    left = n - part * (ROUNDS * SIZE)
+    remaining = n - part * (ROUNDS * SIZE)
     first = tl.zeros((SIZE,), dtype=tl.float32)
     second, third = first, first
     for number in range(ROUNDS):  # not unrolled: that takes 212 registers, and few programs fit beside each other
         at = number * SIZE + tl.arange(0, SIZE)
-        x = sharpness * (tl.load(logit + at, mask=at < left, other=0.0) - shift)
+        x = sharpness * (tl.load(logit + at, mask=at < remaining, other=0.0) - shift)
         x = tl.where(x < -MOST, -MOST, x)  # not minimum and maximum: these would hide a NaN
         x = tl.where(x > MOST, MOST, x)
         # exp(-x) by 2^high (1 + low log 2), since the rounding of x / log 2 alone would be 1e-6 of a small p.
         high = x * -1.4426950408889634
         low = tl.fma(x, -1.4426950216293335, -high) - x * 1.925963033500115e-08
-        p = tl.where(at < left, 1.0 / (1.0 + tl.exp2(high) * (1.0 + low * 0.6931471805599453)), 0.0)
+        p = tl.where(at < remaining, 1.0 / (1.0 + tl.exp2(high) * (1.0 + low * 0.6931471805599453)), 0.0)
         slope = p * (1.0 - p)
         first += p
         second += slope

@@ -1,4 +1,4 @@
-"""The sampler in plain torch: the truth that the faster backends are held to, and what every transform can trace."""
+"""The sampler in plain torch: every transform can trace it, and the tests hold the faster backends to it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -201,15 +201,15 @@ def _normals(inputs: SampleInputs) -> Tensor:
 
 def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """w = gate * (mean + std * z) of every tensor."""
-    return [_drawn(inputs, law) for inputs in all_inputs]
+    return [_draw(inputs, law) for inputs in all_inputs]
 
 
-def _drawn(inputs: SampleInputs, law: Law) -> Tensor:
+def _draw(inputs: SampleInputs, law: Law) -> Tensor:
     gate = GATES[law.mode](inputs, law).value
     mean, _ = _mean_and_gate(inputs)
     slab = mean if inputs.std is None else mean.float() + _std(inputs, law) * _normals(inputs)
-    drawn = torch.where(gate > 0, slab, 0.0) if MODES[law.mode].is_binary else gate * slab
-    return drawn.to(inputs.dtype or inputs.mean.dtype)
+    weights = torch.where(gate > 0, slab, 0.0) if MODES[law.mode].is_binary else gate * slab
+    return weights.to(inputs.dtype or inputs.mean.dtype)
 
 
 def gradients(inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
@@ -267,7 +267,7 @@ class _Sample(torch.autograd.Function):
         dtype: torch.dtype | None,
         law: Law,
     ) -> Tensor:
-        return _drawn(SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype), law)
+        return _draw(SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype), law)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

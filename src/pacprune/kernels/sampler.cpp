@@ -36,7 +36,7 @@ struct Job {
   const float *gate, *std;
   const int64_t *seed, *step;
   const float *shift, *sharpness;
-  const void *given;
+  const void *to_draw;
   void *out;
   float *to_gate, *to_std;
   int64_t k, n, offset, row, std_row, std_column;
@@ -341,15 +341,15 @@ void backward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Ch
   const bool soft = law.mode == STRAIGHT_THROUGH ? job.to_gate != nullptr : law.mode != HARD;
   const float *gate = prepare(job, law, row, at, n, soft, c), *slab = c.slab;
   const int64_t start = row * job.n + at;
-  const float *given = load(job.given, job.draw_bf16, start, n, c.room[2]);
+  const float *to_draw = load(job.to_draw, job.draw_bf16, start, n, c.room[2]);
   if (job.out) {
     float *to = place(job.out, job.mean_bf16, start, c.room[3]);
-    for (int i = 0; i < n; ++i) to[i] = given[i] * gate[i];
+    for (int i = 0; i < n; ++i) to[i] = to_draw[i] * gate[i];
     store(to, job.mean_bf16, start, n, job.out);
   }
   if (job.to_std) {
     float *to = job.to_std + start;
-    for (int i = 0; i < n; ++i) to[i] = given[i] * gate[i] * c.z[i] * (law.log_std ? c.std[i] : 1.0f);
+    for (int i = 0; i < n; ++i) to[i] = to_draw[i] * gate[i] * c.z[i] * (law.log_std ? c.std[i] : 1.0f);
   }
   if (!job.to_gate) return;
   float *to = job.to_gate + start;
@@ -358,7 +358,7 @@ void backward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Ch
     return;
   }
   const float sharper = 1.0f / law.beta;
-  for (int i = 0; i < n; ++i) to[i] = given[i] * slab[i] * c.soft[i] * c.closed[i] * sharper;
+  for (int i = 0; i < n; ++i) to[i] = to_draw[i] * slab[i] * c.soft[i] * c.closed[i] * sharper;
   for (int i = 0; law.mode == STRETCHED && i < n; ++i) to[i] *= gate[i] > 0.0f && gate[i] < 1.0f ? SPAN : 0.0f;
   if (law.mapping == CLAMP) {
     const float *g = job.gate + start;

@@ -12,8 +12,8 @@ from pacprune.kernels import dispatch, reference
 from pacprune.kernels.law import Law, SampleInputs
 
 
-def sample(inputs: SampleInputs, law: Law, drawn: Tensor | None = None) -> Tensor:
-    """One draw, differentiable in mean, gate and std; `drawn` is its value where that is known already."""
+def sample(inputs: SampleInputs, law: Law, weights: Tensor | None = None) -> Tensor:
+    """One draw, differentiable in mean, gate and std; `weights` is its value if it was computed before."""
     if inputs.shared:
         raise ValueError("draws that share their mean have no gradient; use `draw`, or stack the means")
     mean, gate, std, seed, step, offset, shift, sharpness, dtype, _ = inputs
@@ -22,11 +22,11 @@ def sample(inputs: SampleInputs, law: Law, drawn: Tensor | None = None) -> Tenso
         return torch.ops.pacprune.sample(mean, gate, std, seed, step, shift, sharpness, *static)
     if torch._C._are_functorch_transforms_active():
         return reference.sample(inputs, law)
-    return _EagerSample.apply(mean, gate, std, inputs, law, () if drawn is None else (drawn,))
+    return _EagerSample.apply(mean, gate, std, inputs, law, () if weights is None else (weights,))
 
 
 class _EagerSample(torch.autograd.Function):
-    """The differentiable draw in eager mode: saves its inputs alone; forward may be handed what is drawn already."""
+    """The differentiable draw in eager mode. It saves its inputs alone; `weights` is empty or holds the draw."""
 
     @staticmethod
     def forward(
@@ -36,12 +36,12 @@ class _EagerSample(torch.autograd.Function):
         std: Tensor | None,
         inputs: SampleInputs,
         law: Law,
-        drawn: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
     ) -> Tensor:
         ctx.save_for_backward(mean, gate, std, inputs.seed, inputs.step, inputs.shift, inputs.sharpness)
         ctx.offset, ctx.dtype, ctx.law = inputs.offset, inputs.dtype, law
         # A new tensor over the same memory: autograd marks what it returns, and the slice serves more than one read.
-        return drawn[0].detach() if drawn else dispatch.draw([inputs], law)[0]
+        return weights[0].detach() if weights else dispatch.draw([inputs], law)[0]
 
     @staticmethod
     def backward(ctx: Any, *out: Tensor) -> tuple[Tensor | None, ...]:

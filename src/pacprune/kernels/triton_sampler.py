@@ -2,8 +2,8 @@
 # ruff: noqa: SIM108  Triton decides an `if` on constants when it compiles
 """The sampler in Triton: one launch for the draws of all tensors, one per tensor for the gradients, no host contact.
 
-Counters, shifts and sharpness are read from the device's memory, and the addresses of all tensors from a table that is
-made once and kept while they stay where they are: a launch can be captured in a CUDA graph.
+Counters, shifts and sharpness are read from the device's memory. The addresses of all tensors come from a table, which
+is made once and reused until a tensor moves. So a launch can be captured in a CUDA graph.
 """
 
 import collections
@@ -51,10 +51,10 @@ def _side_by_side(a, b, c, d, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _pair(one, two):
+def _pair(radius_word, angle_word):
     """Two normals from two words, by Box-Muller; sin and cos by reduction to [-pi / 4, pi / 4]."""
-    radius = tl.sqrt(-2.0 * tl.log((one.to(tl.float32) + 1.0) * 2.3283064365386963e-10))
-    angle = two.to(tl.float32) * 1.4629180792671596e-9
+    radius = tl.sqrt(-2.0 * tl.log((radius_word.to(tl.float32) + 1.0) * 2.3283064365386963e-10))
+    angle = angle_word.to(tl.float32) * 1.4629180792671596e-9
     quarter = (angle * 0.6366197723675814 + 0.5).to(tl.int32)
     n = quarter.to(tl.float32)
     r = angle - n * 1.5703125
@@ -76,7 +76,7 @@ def _sampler(
     table,
     programs,
     out,
-    given,
+    to_draw,
     to_gate,
     to_std,
     coupling,
@@ -94,7 +94,7 @@ def _sampler(
     TO_STD: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """SIZE weights of one row of one tensor: their draws, or with BACKWARD the gradients that are asked for."""
+    """SIZE weights of one row of one tensor: their draws, or with BACKWARD the gradients that TO_... select."""
     pid = tl.program_id(0)
     entry = table + tl.load(programs + pid).to(tl.int64) * _FIELDS
     chunk = pid - tl.load(entry + 8)
@@ -165,11 +165,11 @@ def _sampler(
         if MODE == 3:
             x = x - _ODDS
     soft = 1.0 / (1.0 + tl.exp(-x))
-    used = soft
+    multiplier = soft
     if MODE == 3:
-        used = _WIDE * soft - 0.1
-        used = tl.where(used < 0.0, 0.0, used)
-        used = tl.where(used > 1.0, 1.0, used)
+        multiplier = _WIDE * soft - 0.1
+        multiplier = tl.where(multiplier < 0.0, 0.0, multiplier)
+        multiplier = tl.where(multiplier > 1.0, 1.0, multiplier)
     elif MODE == 1 or MODE == 2:
         # A word opens the gate when word >= 2^32 - p 2^32; all these numbers are integers that float64 holds.
         if MAPPING == 0:
@@ -180,7 +180,7 @@ def _sampler(
             chance = chance.to(tl.int64).to(tl.float64)
         else:
             chance = (chance + _ROUND) - _ROUND
-        used = tl.where(word.to(tl.float64) + chance >= _TWO32, 1.0, 0.0)
+        multiplier = tl.where(word.to(tl.float64) + chance >= _TWO32, 1.0, 0.0)
 
     slab = mean
     z = gate
@@ -204,14 +204,14 @@ def _sampler(
         slab = mean + std * z
 
     if BACKWARD:
-        g = tl.load(given + start_out + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(to_draw + start_out + at, mask=inside, other=0.0).to(tl.float32)
         if TO_MEAN:
-            tl.store(out + start_out + at, (g * used).to(out.dtype.element_ty), mask=inside)
+            tl.store(out + start_out + at, (g * multiplier).to(out.dtype.element_ty), mask=inside)
         if TO_STD:
-            each = g * used * z
+            slope_std = g * multiplier * z
             if LOG_STD:
-                each = each * std
-            tl.store(to_std + start_out + at, each, mask=inside)
+                slope_std = slope_std * std
+            tl.store(to_std + start_out + at, slope_std, mask=inside)
         if TO_GATE:
             if MODE == 2:
                 slope = gate * 0.0
@@ -221,17 +221,17 @@ def _sampler(
                     closed = 1.0 / (1.0 + tl.exp(x))
                 slope = g * slab * soft * closed * sharper
                 if MODE == 3:
-                    slope = tl.where((used > 0.0) & (used < 1.0), _WIDE * slope, 0.0)
+                    slope = tl.where((multiplier > 0.0) & (multiplier < 1.0), _WIDE * slope, 0.0)
                 if MAPPING == 1:
                     slope = tl.where(p == gate, slope / (p * (1.0 - p)), 0.0)
                 else:
                     slope = slope * sharpness
             tl.store(to_gate + start_out + at, slope, mask=inside)
     else:
-        drawn = used * slab
+        weights = multiplier * slab
         if MODE == 1 or MODE == 2:
-            drawn = tl.where(used > 0.0, slab, 0.0)
-        tl.store(out + start_out + at, drawn.to(out.dtype.element_ty), mask=inside)
+            weights = tl.where(multiplier > 0.0, slab, 0.0)
+        tl.store(out + start_out + at, weights.to(out.dtype.element_ty), mask=inside)
 
 
 class _Ready(NamedTuple):

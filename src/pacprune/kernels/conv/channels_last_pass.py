@@ -1,11 +1,12 @@
 """A pass over the graphs of torch.compile that moves elementwise operations to before the views around them.
 
-vmap computes relu(conv(x)) of K members on a view [K, n, channels, height, width] of what the grouped convolution wrote
-as [n, K * channels, height, width], channels last. The compiler lays its result out as the view's shape says, which is
-another order in memory, and the next convolution has to bring it back. An elementwise operation gives the same numbers
-before a view as after it: moved before it, and taken on [n * height * width, K * channels], which is the order in
-memory, everything between two convolutions stays as they use it. Two dimensions, since of four the compiler would think
-that the second one holds the channels.
+A grouped convolution of K members writes [n, K * channels, height, width], channels last. vmap computes relu on a view
+[K, n, channels, height, width] of it. The compiler lays the result out as the view's shape says: another order in
+memory, which the next convolution has to undo.
+
+An elementwise operation gives the same numbers before a view as after it. This pass moves it before the view, and
+applies it to [n * height * width, K * channels]. That is the order in memory, so everything between two convolutions
+stays as they use it. The shape has two dimensions: of four, the compiler would take the second one for the channels.
 """
 
 from typing import Any, NamedTuple
@@ -24,20 +25,26 @@ _CONVERT, _COPY = torch.ops.prims.convert_element_type.default, _ATEN.clone.defa
 
 
 class _View(NamedTuple):
-    """A node that is a view of `base`: the operations that lead there, and the place in `base` of each number."""
+    """A node that is a view of `base`.
+
+    Args:
+        base: The node under the view.
+        steps: The operations that lead from `base` to the node.
+        places: Where each number of the node lies in `base`.
+    """
 
     base: Node
     steps: list[tuple[Any, tuple[Any, ...]]]
     places: Tensor
 
     def same(self, other: "_View") -> bool:
-        """Whether the two look at tensors of one shape in the same way."""
-        one, two = self.base.meta["val"], other.base.meta["val"]
-        return one.shape == two.shape and _equal(self.places, other.places)
+        """Whether both are the same view of tensors of equal shape."""
+        shapes = [view.base.meta["val"].shape for view in (self, other)]
+        return shapes[0] == shapes[1] and _equal(self.places, other.places)
 
 
 def elementwise_first(graph: Graph) -> None:
-    """relu(permute(view(x))) becomes permute(view(relu(x))), and views that undo each other are gone."""
+    """Turns relu(permute(view(x))) into permute(view(relu(x))), and removes views that undo each other."""
     if not any(getattr(node.target, "_opname", "") in _CONVOLUTIONS for node in graph.nodes):
         return
     views: dict[Node, _View] = {}
@@ -45,14 +52,14 @@ def elementwise_first(graph: Graph) -> None:
         if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
             continue
         if node.target in _VIEWS:
-            _look(graph, node, views)
+            _note_view(graph, node, views)
         elif node.target is _CONVERT or (node.target is not _COPY and torch.Tag.pointwise in _tags(node)):
             _move(graph, node, views)
     graph.eliminate_dead_code()
 
 
 def compiler_pass() -> Any:
-    """elementwise_first for torch.compile, which keeps what it compiles only with passes that have a name."""
+    """elementwise_first for torch.compile, which caches compiled code only if its passes have a uuid."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # slow to import
 
     class Pass(CustomGraphPass):
@@ -65,8 +72,8 @@ def compiler_pass() -> Any:
     return Pass()
 
 
-def _look(graph: Graph, node: Node, views: dict[Node, _View]) -> None:
-    """Notes what a view is a view of; one that shows images as they are gives way to them."""
+def _note_view(graph: Graph, node: Node, views: dict[Node, _View]) -> None:
+    """Notes the base of a view. A view that shows the images as they are is replaced by them."""
     source, rest = node.args[0], node.args[1:]
     assert isinstance(source, Node)
     if source not in views:
@@ -81,12 +88,12 @@ def _look(graph: Graph, node: Node, views: dict[Node, _View]) -> None:
     base, steps, places = views[source]
     try:
         places = (_ATEN.view.default if node.target in _SHAPES else node.target)(places, *rest)  # type: ignore[operator]
-    except RuntimeError:  # this one needs a copy
+    except RuntimeError:  # this view needs a copy
         return
     first = steps[:2]
     if _equal(places, _fresh(base).view(first[0][1][0]).permute(_SECOND)):
         with graph.inserting_before(node):
-            plain = _taken(graph, base, first)
+            plain = _apply_steps(graph, base, first)
         node.replace_all_uses_with(plain)
         views[plain] = _View(base, first, places)
     else:
@@ -95,17 +102,17 @@ def _look(graph: Graph, node: Node, views: dict[Node, _View]) -> None:
 
 def _move(graph: Graph, node: Node, views: dict[Node, _View]) -> None:
     """Replaces an operation on equal views by the view of the operation."""
-    seen = [views[arg] for arg in node.args if isinstance(arg, Node) and _whole(arg, node) and arg in views]
-    if not seen or not all(seen[0].same(other) for other in seen):
+    arg_views = [views[arg] for arg in node.args if isinstance(arg, Node) and _whole(arg, node) and arg in views]
+    if not arg_views or not all(arg_views[0].same(other) for other in arg_views):
         return
     if any(isinstance(value, Node) for value in node.kwargs.values()):
         return
     with graph.inserting_before(node):
-        bases = [_based(graph, arg, node, seen[0], views) for arg in node.args]
+        bases = [_based(graph, arg, node, arg_views[0], views) for arg in node.args]
         moved = _call(graph, node.target, tuple(bases), dict(node.kwargs))
-        found = _taken(graph, moved, seen[0].steps)
-    node.replace_all_uses_with(found)
-    views[found] = _View(moved, seen[0].steps, seen[0].places)
+        view = _apply_steps(graph, moved, arg_views[0].steps)
+    node.replace_all_uses_with(view)
+    views[view] = _View(moved, arg_views[0].steps, arg_views[0].places)
 
 
 def _whole(arg: Node, node: Node) -> bool:
@@ -125,7 +132,7 @@ def _based(graph: Graph, arg: Any, node: Node, view: _View, views: dict[Node, _V
     return _call(graph, _ATEN.reshape.default, (ordered, list(view.base.meta["val"].shape)), {})
 
 
-def _taken(graph: Graph, node: Node, steps: list[tuple[Any, tuple[Any, ...]]]) -> Node:
+def _apply_steps(graph: Graph, node: Node, steps: list[tuple[Any, tuple[Any, ...]]]) -> Node:
     """The view that the steps lead to."""
     for target, rest in steps:
         node = _call(graph, target, (node, *rest), {})
@@ -146,8 +153,8 @@ def _fresh(node: Node) -> Tensor:
     return torch.empty(node.meta["val"].shape, device="meta")
 
 
-def _equal(one: Tensor, two: Tensor) -> bool:
-    """Whether two views show the same places; the step along an axis of one place does not matter."""
-    if one.shape != two.shape:
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two views show the same places; the stride along an axis of size 1 does not matter."""
+    if first.shape != second.shape:
         return False
-    return all(a == b or n == 1 for a, b, n in zip(one.stride(), two.stride(), one.shape, strict=True))
+    return all(a == b or n == 1 for a, b, n in zip(first.stride(), second.stride(), first.shape, strict=True))

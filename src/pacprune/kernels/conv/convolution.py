@@ -1,8 +1,8 @@
 """Convolutions of K networks at once that cuDNN is slow at, as the operator pacprune::convolution.
 
-vmap makes them grouped convolutions, and strided ones cuDNN runs group by group; the kernels of `grouped` do not. With
-stride 1 cuDNN multiplies the channels of several groups at once, throws most products away, and is faster all the same;
-images with few channels would have to be filled up with zeros for it, and have pacprune::narrow instead.
+vmap makes them grouped convolutions. cuDNN runs strided ones group by group; the kernels of `grouped` do not. With
+stride 1 cuDNN multiplies the channels of several groups at once. It throws most products away, and is still faster.
+Images with few channels would have to be padded with zeros for cuDNN; pacprune::narrow takes them as they are.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FEW, MOST = 16, 64
-"""The fewest input channels that cuDNN is fast with, and the most of them times taps that pacprune::narrow is for."""
+"""cuDNN is fast from FEW input channels on; pacprune::narrow takes at most MOST channels times taps."""
 _ANY_LAYOUT = (torch.Tag.flexible_layout,)
 """torch.compile need not copy an input into the layout that it had when it was traced."""
 
@@ -40,10 +40,10 @@ def _gradient(
 ) -> tuple[Tensor, Tensor]:
     """Gradients in x (an empty tensor without `to_x`) and in the weights."""
     if not x.is_cuda:
-        found = torch.ops.aten.convolution_backward(
+        gradients = torch.ops.aten.convolution_backward(
             out, x, weight, None, stride, padding, [1, 1], False, [0, 0], groups, [to_x, True, False]
         )
-        return found[0].contiguous() if to_x else x.new_empty(0), found[1].contiguous()
+        return gradients[0].contiguous() if to_x else x.new_empty(0), gradients[1].contiguous()
     from pacprune.kernels.conv import grouped
 
     sizes, slope = _sizes(x, weight, stride, padding, groups), _innermost(out)
@@ -88,14 +88,14 @@ def _narrow_gradient(out: Tensor, x: Tensor, weight: Tensor, stride: list[int], 
     """The gradient in the weights; images have none."""
     if not x.is_cuda:
         images, flat = _as_groups(x, weight)
-        found = torch.ops.aten.convolution_backward(
+        gradients = torch.ops.aten.convolution_backward(
             out, images, flat, None, stride, padding, [1, 1], False, [0, 0], len(x), [False, True, False]
         )
-        return found[1].reshape(weight.shape).contiguous()
+        return gradients[1].reshape(weight.shape).contiguous()
     from pacprune.kernels.conv import narrow
 
-    found = narrow.to_weight(_innermost(out), x.contiguous(), _narrow_sizes(x, weight, stride, padding))
-    return found.mT.reshape(weight.shape).to(weight.dtype).contiguous()
+    gradients = narrow.to_weight(_innermost(out), x.contiguous(), _narrow_sizes(x, weight, stride, padding))
+    return gradients.mT.reshape(weight.shape).to(weight.dtype).contiguous()
 
 
 @_narrow_gradient.register_fake
@@ -164,7 +164,7 @@ def is_narrow(x: Tensor, weight: Tensor) -> bool:
 
 
 def filled(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with zeros as more inputs, with which cuDNN is fast in half precision; others stay as they are."""
+    """Pads both with zero channels in half precision, for which cuDNN is fast; otherwise both stay as they are."""
     more = (0, 0, 0, 0, 0, max(0, FEW - x.shape[-3]) if x.is_cuda and x.dtype.itemsize == 2 else 0)
     return (F.pad(x, more), F.pad(weight, more)) if more[-1] else (x, weight)
 

@@ -2,9 +2,9 @@
 """Grouped convolutions with few channels per group in Triton: forward, and the gradients in the input and the weights.
 
 Images are channels-last, [n, height, width, groups * channels] in memory; weights are [groups, taps, inputs, outputs].
-A program serves one group, so that its matrix products have the group's own size instead of several groups' at once,
-and neighbouring programs serve neighbouring groups, whose channels share lines of memory. The taps of one row and the
-channels are one dimension of the product: with 16 channels a single tap would fill no tensor core. Sums are in float32.
+A program serves one group: its matrix products have the size of that group, not of several. Neighbouring programs serve
+neighbouring groups, whose channels share lines of memory. The taps of one row and the channels are one dimension of the
+product, since 16 channels of a single tap would fill no tensor core. Sums are in float32.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def _forward(
     b, i = c // INPUTS, c % INPUTS
     x += first.to(tl.int64) * (HIGH * WIDE * GROUPS * INPUTS) + group * INPUTS
     weight += group * (TAPS_DOWN * TAPS_RIGHT * INPUTS * OUTPUTS) + c[:, None] * OUTPUTS + o[None, :]
-    known = (c[:, None] < TAPS_RIGHT * INPUTS) & (o[None, :] < OUTPUTS)
+    is_tap = (c[:, None] < TAPS_RIGHT * INPUTS) & (o[None, :] < OUTPUTS)
     z = (column * RIGHT - LEFT)[:, None] + b[None, :]
     across = inside[:, None] & (z >= 0) & (z < WIDE) & (c[None, :] < TAPS_RIGHT * INPUTS)
     along = (image * (HIGH * WIDE))[:, None] + z
@@ -67,7 +67,7 @@ def _forward(
         y = row * DOWN + (a - TOP)
         at = (along + (y * WIDE)[:, None]) * (GROUPS * INPUTS) + i[None, :]
         patch = tl.load(x + at, mask=across & ((y >= 0) & (y < HIGH))[:, None], other=0.0)
-        taps = tl.load(weight + a * (TAPS_RIGHT * INPUTS * OUTPUTS), mask=known, other=0.0)
+        taps = tl.load(weight + a * (TAPS_RIGHT * INPUTS * OUTPUTS), mask=is_tap, other=0.0)
         total = tl.dot(patch, taps, total, input_precision=PRECISION)
     to = (tl.arange(0, SIZE) * (GROUPS * OUTPUTS))[:, None] + o[None, :]
     out += start.to(tl.int64) * (GROUPS * OUTPUTS) + group * OUTPUTS
@@ -114,17 +114,17 @@ def _to_input(
     a, y = (below + TOP) % DOWN, row + (below + TOP) // DOWN
     b = (across + LEFT) % RIGHT + c // OUTPUTS * RIGHT
     x_out = (column + (across + LEFT) // RIGHT)[:, None] - (c // OUTPUTS)[None, :]
-    there = inside[:, None] & (x_out >= 0) & (x_out < COLUMNS) & (b < TAPS_RIGHT)[None, :]
+    is_output = inside[:, None] & (x_out >= 0) & (x_out < COLUMNS) & (b < TAPS_RIGHT)[None, :]
     along = (image * (ROWS * COLUMNS))[:, None] + x_out
-    known = (b[:, None] < TAPS_RIGHT) & (i[None, :] < INPUTS)
+    is_tap = (b[:, None] < TAPS_RIGHT) & (i[None, :] < INPUTS)
     total = tl.zeros((SIZE, OUTER), dtype=tl.float32)
     for step in tl.static_range((TAPS_DOWN + DOWN - 1) // DOWN):
         tap, y_out = a + step * DOWN, y - step
         hit = (y_out >= 0) & (y_out < ROWS) & (tap < TAPS_DOWN)
         at = (along + (y_out * COLUMNS)[:, None]) * (GROUPS * OUTPUTS) + o[None, :]
-        slope = tl.load(out + at, mask=there & hit[:, None], other=0.0)
+        slope = tl.load(out + at, mask=is_output & hit[:, None], other=0.0)
         at = ((tap * TAPS_RIGHT + b) * OUTPUTS + o)[:, None] * INPUTS + i[None, :]
-        taps = tl.load(weight + at, mask=known & (tap < TAPS_DOWN), other=0.0)
+        taps = tl.load(weight + at, mask=is_tap & (tap < TAPS_DOWN), other=0.0)
         total = tl.dot(slope, taps, total, input_precision=PRECISION)
     to = (image * HIGH + row * DOWN + below) * WIDE + column * RIGHT + across
     x += first.to(tl.int64) * (HIGH * WIDE * GROUPS * INPUTS) + group * INPUTS
@@ -175,13 +175,14 @@ def _to_weight(
         slope = tl.load(out + at, mask=inside[:, None] & (o[None, :] < OUTPUTS), other=0.0)
         y = row * DOWN + a - TOP
         z = (column * RIGHT - LEFT)[:, None] + b[None, :]
-        there = (inside & (y >= 0) & (y < HIGH))[:, None] & (z >= 0) & (z < WIDE) & (c[None, :] < TAPS_RIGHT * INPUTS)
+        is_pixel = (inside & (y >= 0) & (y < HIGH))[:, None] & (z >= 0) & (z < WIDE)
+        is_pixel = is_pixel & (c[None, :] < TAPS_RIGHT * INPUTS)
         at = (((image * HIGH + y) * WIDE)[:, None] + z) * (GROUPS * INPUTS) + i[None, :]
-        patch = tl.load(x + at, mask=there, other=0.0)
+        patch = tl.load(x + at, mask=is_pixel, other=0.0)
         total = tl.dot(tl.trans(patch), slope, total, input_precision=PRECISION)
     to = ((part * GROUPS + group) * TAPS_DOWN + a) * (TAPS_RIGHT * INPUTS * OUTPUTS)
-    known = (c[:, None] < TAPS_RIGHT * INPUTS) & (o[None, :] < OUTPUTS)
-    tl.store(parts + to + c[:, None] * OUTPUTS + o[None, :], total, mask=known)
+    is_tap = (c[:, None] < TAPS_RIGHT * INPUTS) & (o[None, :] < OUTPUTS)
+    tl.store(parts + to + c[:, None] * OUTPUTS + o[None, :], total, mask=is_tap)
 
 
 def options(sizes: Sequence[int], x: Tensor, *, inner: int, outer: int) -> dict[str, Any]:
@@ -200,8 +201,8 @@ def forward(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     """
     rows, columns, groups, inputs, outputs = sizes[2:7]
     out = x.new_empty(len(x), rows, columns, groups * outputs)
-    places, how = len(x) * rows * columns, options(sizes, x, inner=sizes[8] * inputs, outer=outputs)
-    _forward[(groups * triton.cdiv(places, how["SIZE"]),)](x, weight, out, places, **how)
+    places, launch = len(x) * rows * columns, options(sizes, x, inner=sizes[8] * inputs, outer=outputs)
+    _forward[(groups * triton.cdiv(places, launch["SIZE"]),)](x, weight, out, places, **launch)
     return out
 
 
@@ -210,19 +211,19 @@ def to_input(out: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     high, wide, groups, inputs, outputs, down, right = *sizes[:2], *sizes[4:7], *sizes[9:11]
     x = out.new_empty(len(out), high, wide, groups * inputs)
     taps = triton.cdiv(sizes[8], right)
-    how = options(sizes, out, inner=taps * outputs, outer=inputs)
+    launch = options(sizes, out, inner=taps * outputs, outer=inputs)
     pixels = len(out) * triton.cdiv(high, down) * triton.cdiv(wide, right)
-    grid = groups * triton.cdiv(pixels, how["SIZE"]), down * right
-    _to_input[grid](out, weight, x, len(out), **how)
+    grid = groups * triton.cdiv(pixels, launch["SIZE"]), down * right
+    _to_input[grid](out, weight, x, len(out), **launch)
     return x
 
 
 def to_weight(out: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """The gradient in the weights, [groups, taps, inputs, outputs] in float32."""
     rows, columns, groups, inputs, outputs, down, right = sizes[2:9]
-    places, how = len(x) * rows * columns, options(sizes, x, inner=sizes[8] * inputs, outer=outputs)
-    blocks = triton.cdiv(places, max(1, PROGRAMS // (groups * down)) * how["SIZE"])
-    chunks = triton.cdiv(places, blocks * how["SIZE"])
+    places, launch = len(x) * rows * columns, options(sizes, x, inner=sizes[8] * inputs, outer=outputs)
+    blocks = triton.cdiv(places, max(1, PROGRAMS // (groups * down)) * launch["SIZE"])
+    chunks = triton.cdiv(places, blocks * launch["SIZE"])
     parts = x.new_empty(chunks, groups, down * right, inputs, outputs, dtype=torch.float32)
-    _to_weight[groups, down, chunks](out, x, parts, places, blocks, **how)
+    _to_weight[groups, down, chunks](out, x, parts, places, blocks, **launch)
     return parts.sum(0)

@@ -34,16 +34,16 @@ def _patch(
     LEFT: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """[places, channels * taps]: what lies under the taps."""
+    """[places, channels * taps]: the pixels under the taps."""
     j = tl.arange(0, INNER)
     c, a, b = j // (TAPS_DOWN * TAPS_RIGHT), j // TAPS_RIGHT % TAPS_DOWN, j % TAPS_RIGHT
     image, row, column = place // (ROWS * COLUMNS), place // COLUMNS % ROWS, place % COLUMNS
     y = (row * DOWN - TOP)[:, None] + a[None, :]
     z = (column * RIGHT - LEFT)[:, None] + b[None, :]
-    there = (image < n)[:, None] & (j < INPUTS * TAPS_DOWN * TAPS_RIGHT)[None, :]
-    there = there & (y >= 0) & (y < HIGH) & (z >= 0) & (z < WIDE)
+    is_pixel = (image < n)[:, None] & (j < INPUTS * TAPS_DOWN * TAPS_RIGHT)[None, :]
+    is_pixel = is_pixel & (y >= 0) & (y < HIGH) & (z >= 0) & (z < WIDE)
     plane = (member.to(tl.int64) * n + image)[:, None] * INPUTS + c[None, :]
-    return tl.load(x + plane * (HIGH * WIDE) + y * WIDE + z, mask=there, other=0.0)
+    return tl.load(x + plane * (HIGH * WIDE) + y * WIDE + z, mask=is_pixel, other=0.0)
 
 
 @triton.jit
@@ -76,9 +76,9 @@ def _forward(
         x, member, place, n, HIGH, WIDE, ROWS, COLUMNS, INPUTS, TAPS_DOWN, TAPS_RIGHT, DOWN, RIGHT, TOP, LEFT, INNER
     )
     j, o = tl.arange(0, INNER), tl.arange(0, OUTER)
-    known = (j < INPUTS * TAPS_DOWN * TAPS_RIGHT)[:, None] & (o < OUTPUTS)[None, :]
+    is_tap = (j < INPUTS * TAPS_DOWN * TAPS_RIGHT)[:, None] & (o < OUTPUTS)[None, :]
     at = (member * (INPUTS * TAPS_DOWN * TAPS_RIGHT) + j)[:, None] * OUTPUTS + o[None, :]
-    total = tl.dot(patch, tl.load(weight + at, mask=known, other=0.0), input_precision=PRECISION)
+    total = tl.dot(patch, tl.load(weight + at, mask=is_tap, other=0.0), input_precision=PRECISION)
     inside = (place < n * (ROWS * COLUMNS))[:, None] & (o < OUTPUTS)[None, :]
     to = place.to(tl.int64)[:, None] * (GROUPS * OUTPUTS) + member * OUTPUTS + o[None, :]
     tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
@@ -122,26 +122,26 @@ def _to_weight(
         at = place.to(tl.int64)[:, None] * (GROUPS * OUTPUTS) + member * OUTPUTS + o[None, :]
         slope = tl.load(out + at, mask=inside, other=0.0)
         total = tl.dot(tl.trans(patch), slope, total, input_precision=PRECISION)
-    known = (j < INPUTS * TAPS_DOWN * TAPS_RIGHT)[:, None] & (o < OUTPUTS)[None, :]
+    is_tap = (j < INPUTS * TAPS_DOWN * TAPS_RIGHT)[:, None] & (o < OUTPUTS)[None, :]
     to = ((part * GROUPS + member) * (INPUTS * TAPS_DOWN * TAPS_RIGHT) + j)[:, None] * OUTPUTS + o[None, :]
-    tl.store(parts + to, total, mask=known)
+    tl.store(parts + to, total, mask=is_tap)
 
 
 def forward(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     """[n, rows, columns, K * outputs] of x [K, n, channels, height, width]; sizes as `grouped.forward` takes them."""
     n, (rows, columns, groups, inputs, outputs, down, right) = x.shape[1], sizes[2:9]
     out = x.new_empty(n, rows, columns, groups * outputs)
-    how = options(sizes, x, inner=inputs * down * right, outer=outputs)
-    _forward[(groups * triton.cdiv(n * rows * columns, how["SIZE"]),)](x, weight, out, n, **how)
+    launch = options(sizes, x, inner=inputs * down * right, outer=outputs)
+    _forward[(groups * triton.cdiv(n * rows * columns, launch["SIZE"]),)](x, weight, out, n, **launch)
     return out
 
 
 def to_weight(out: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """The gradient in the weights, [K, channels * taps, outputs] in float32."""
     n, (rows, columns, groups, inputs, outputs, down, right) = x.shape[1], sizes[2:9]
-    how = options(sizes, x, inner=inputs * down * right, outer=outputs)
-    blocks = triton.cdiv(n * rows * columns, max(1, PROGRAMS // groups) * how["SIZE"])
-    chunks = triton.cdiv(n * rows * columns, blocks * how["SIZE"])
+    launch = options(sizes, x, inner=inputs * down * right, outer=outputs)
+    blocks = triton.cdiv(n * rows * columns, max(1, PROGRAMS // groups) * launch["SIZE"])
+    chunks = triton.cdiv(n * rows * columns, blocks * launch["SIZE"])
     parts = x.new_empty(chunks, groups, inputs * down * right, outputs, dtype=torch.float32)
-    _to_weight[groups, chunks](out, x, parts, n, blocks, **how)
+    _to_weight[groups, chunks](out, x, parts, n, blocks, **launch)
     return parts.sum(0)
