@@ -1,4 +1,4 @@
-"""Data in any form: the same examples, the same hashes, and no random number taken that is not put back."""
+"""Data in any form: the same examples, the same hashes, and every random state restored."""
 
 import pytest
 import torch
@@ -48,32 +48,32 @@ def list_loader() -> DataLoader:
 
 @pytest.mark.parametrize("form", ["tensors", "part", "dataset", "loader", "of-list"])
 def test_every_form_gives_the_same_batches_and_hashes(form: str) -> None:
-    given = forms()[form]
-    found = list(batches.batches(given, 4, device=CPU))
-    assert [len(x) for x, _ in found] == [4, 4, 2]
-    assert torch.equal(torch.cat([x for x, _ in found]), X)
-    assert torch.equal(torch.cat([y for _, y in found]), Y)
-    assert torch.equal(batches.example_hashes(given), splits.example_hashes(X))
-    assert batches.size(given) == 10
+    examples = forms()[form]
+    pairs = list(batches.batches(examples, 4, device=CPU))
+    assert [len(x) for x, _ in pairs] == [4, 4, 2]
+    assert torch.equal(torch.cat([x for x, _ in pairs]), X)
+    assert torch.equal(torch.cat([y for _, y in pairs]), Y)
+    assert torch.equal(batches.example_hashes(examples), splits.example_hashes(X))
+    assert batches.size(examples) == 10
 
 
-def test_order_and_limit() -> None:
+def test_batches_follow_the_order_and_stop_at_the_limit() -> None:
     order = torch.arange(9, -1, -1)
     for form in ("tensors", "part", "dataset"):
-        found = list(batches.batches(forms()[form], 4, device=CPU, order=order, limit=6))
-        assert [len(x) for x, _ in found] == [4, 2]
-        assert torch.equal(torch.cat([y for _, y in found]), Y.flip(0)[:6])
+        pairs = list(batches.batches(forms()[form], 4, device=CPU, order=order, limit=6))
+        assert [len(x) for x, _ in pairs] == [4, 2]
+        assert torch.equal(torch.cat([y for _, y in pairs]), Y.flip(0)[:6])
     assert sum(len(x) for x, _ in batches.batches(forms()["loader"], 99, device=CPU, limit=5)) == 8  # whole batches
 
 
-def test_a_part_is_known_by_content_and_by_origin() -> None:
+def test_a_part_is_hashed_by_content_and_by_origin() -> None:
     part = data.Part("own", X, Y, torch.arange(10), source="ab" * 32)
     assert torch.equal(batches.example_hashes(part), torch.cat([part.example_hashes, part.ids]))
     assert torch.equal(batches.example_hashes(DataLoader(part, 4)), batches.example_hashes(part))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("examples", "message"),
     [
         ((X, Y[:9]), "x has 10 examples but y has 9"),
         ((X[:0], Y[:0]), "empty: 0 examples"),
@@ -86,13 +86,13 @@ def test_a_part_is_known_by_content_and_by_origin() -> None:
         (DataLoader(Stream(), 4), "data is a stream, a Stream; give"),
     ],
 )
-def test_data_that_cannot_be_read_is_refused(given: batches.Data, message: str) -> None:
+def test_data_that_cannot_be_read_is_refused(examples: batches.Data, message: str) -> None:
     for use in (batches.tensors, batches.size, batches.example_hashes):
         with pytest.raises(ValueError, match=message):
-            use(given)
+            use(examples)
 
 
-def test_hashes_of_a_random_augmentation_repeat_and_take_no_randomness() -> None:
+def test_hashes_of_a_random_augmentation_repeat_and_leave_the_random_state_alone() -> None:
     state = torch.get_rng_state()
     first = batches.example_hashes(Noisy())
     assert torch.equal(state, torch.get_rng_state())
@@ -111,14 +111,14 @@ def test_generators_of_a_loader_are_found_wherever_they_are() -> None:
         "batch sampler": DataLoader(pairs, batch_sampler=BatchSampler(sampler, 4, drop_last=False)),
     }
     for name, loader in loaders.items():
-        assert any(found is g for found in batches.generators(loader)), name
+        assert any(generator is g for generator in batches.generators(loader)), name
     assert batches.generators(DataLoader(pairs, 4, shuffle=True)) == []
     assert batches.generators((X, Y)) == []
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
-def test_forked_puts_every_random_state_back(own: bool) -> None:
-    g = torch.Generator().manual_seed(3) if own else None
+@pytest.mark.parametrize("has_generator", [True, False], ids=["own generator", "global generator"])
+def test_isolated_rng_restores_every_random_state(has_generator: bool) -> None:
+    g = torch.Generator().manual_seed(3) if has_generator else None
     loader = DataLoader(TensorDataset(X, Y), 4, shuffle=True, generator=g)
     before, orders = torch.get_rng_state(), []
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_forked_puts_every_random_state_back(own: bool) -> None:
     assert g is None or torch.equal(g.get_state(), torch.Generator().manual_seed(3).get_state())
 
 
-def test_a_loaders_own_collate_function_is_used_and_a_dataset_read_once() -> None:
+def test_hashing_uses_the_loaders_collate_function_and_reads_a_dataset_once() -> None:
     class Ragged(Dataset):
         reads = 0
 
@@ -159,7 +159,7 @@ def test_a_loaders_own_collate_function_is_used_and_a_dataset_read_once() -> Non
     assert ragged.reads == 5
     key = id(loader)
     del loader
-    assert key not in batches._hashes
+    assert key not in batches._read_hashes
 
 
 def test_crop_flip_gives_windows_of_the_padded_image_or_its_mirror():
@@ -167,12 +167,12 @@ def test_crop_flip_gives_windows_of_the_padded_image_or_its_mirror():
     out = batches.crop_flip(x, word, pad=1)
     padded = torch.nn.functional.pad(x, (1, 1, 1, 1))
     windows = [(flip, top, left) for flip in (False, True) for top in range(3) for left in range(3)]
-    seen = []
+    counts = []
     for flip, top, left in windows:
         window = padded[:, :, top : top + 5, left : left + 6]
-        seen.append(int((out == (window.flip(-1) if flip else window)).flatten(1).all(1).sum()))
-    assert min(seen) > 0
-    assert sum(seen) == 200
+        counts.append(int((out == (window.flip(-1) if flip else window)).flatten(1).all(1).sum()))
+    assert min(counts) > 0
+    assert sum(counts) == 200
     assert torch.equal(out, batches.crop_flip(x.reshape(4, 50, 2, 5, 6), word.reshape(4, 50), pad=1).flatten(0, 1))
 
 
@@ -187,12 +187,12 @@ def test_a_tensor_is_hashed_once_until_it_is_written_to(monkeypatch: pytest.Monk
     assert torch.equal(batches.example_hashes((x, y)), real(x))
     x.data = x.data + 1
     assert torch.equal(batches.example_hashes((x, y)), real(x))
-    x.numpy()[0] = 7.0  # which no version counts
+    x.numpy()[0] = 7.0  # does not change the version of x
     assert torch.equal(batches.example_hashes((x, y)), real(x))
     assert torch.equal(batches.example_hashes((x[:3], y[:3])), real(x[:3]))
-    known = len(batches._rows)
+    entries = len(batches._hashes)
     del x
-    assert len(batches._rows) == known - 1  # nothing is kept of a tensor that is gone
+    assert len(batches._hashes) == entries - 1  # the entry of a deleted tensor is deleted
     with torch.inference_mode():
         frozen = torch.randn(4, 3)
     assert torch.equal(batches.example_hashes((frozen, y[:4])), real(frozen))

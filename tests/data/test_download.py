@@ -13,7 +13,7 @@ from pacprune.data import datasets
 
 
 class Mirror(ThreadingHTTPServer):
-    """A file server on 127.0.0.1 that knows Range and hangs up after `cut` bytes of an answer."""
+    """A file server on 127.0.0.1 that understands Range and hangs up after `cut` bytes of a response."""
 
     daemon_threads = True
 
@@ -26,13 +26,13 @@ class Mirror(ThreadingHTTPServer):
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
         content, start = self.server.files.get(self.path[1:]), 0
-        wanted = self.headers.get("Range")
-        self.server.requests.append((self.path[1:], wanted))
+        byte_range = self.headers.get("Range")
+        self.server.requests.append((self.path[1:], byte_range))
         if content is None:
             self.send_error(404)
             return
-        if wanted and self.server.ranges:
-            start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+        if byte_range and self.server.ranges:
+            start = int(byte_range.removeprefix("bytes=").removesuffix("-"))
         if start >= len(content):
             self.send_error(416)
             return
@@ -97,7 +97,7 @@ def test_a_cut_connection_is_resumed(mirror, files, tmp_path):
     assert all((folder / name).read_bytes() == content for name, content in files.items())
     assert names(tmp_path) == sorted(files)
     first = next(iter(files))
-    assert [wanted for name, wanted in mirror.requests if name == first][:3] == [None, "bytes=30-", "bytes=60-"]
+    assert [byte_range for name, byte_range in mirror.requests if name == first][:3] == [None, "bytes=30-", "bytes=60-"]
 
 
 def test_a_second_call_goes_on_where_the_first_stopped(mirror, files, tmp_path):
@@ -110,12 +110,12 @@ def test_a_second_call_goes_on_where_the_first_stopped(mirror, files, tmp_path):
     assert (part.parent / first).read_bytes() == content
 
 
-@pytest.mark.parametrize("left", ["whole", "foreign", "longer"])
-def test_any_old_part_leads_to_the_right_file(left, mirror, files, tmp_path):
+@pytest.mark.parametrize("old_part", ["whole", "foreign", "longer"])
+def test_any_old_part_leads_to_the_right_file(old_part, mirror, files, tmp_path):
     first, content = next(iter(files.items()))
     part = tmp_path / "mnist" / f"{first}.part"
     part.parent.mkdir()
-    part.write_bytes({"whole": content, "foreign": b"x" * 30, "longer": content + b"x"}[left])
+    part.write_bytes({"whole": content, "foreign": b"x" * 30, "longer": content + b"x"}[old_part])
     get(mirror, tmp_path)
     assert (part.parent / first).read_bytes() == content
     assert names(tmp_path) == sorted(files)
@@ -131,12 +131,12 @@ def test_a_server_without_ranges_starts_over(mirror, files, tmp_path):
     assert (part.parent / first).read_bytes() == content
 
 
-def test_a_wrong_checksum_leaves_nothing(mirror, files, tmp_path):
+def test_a_wrong_checksum_leaves_no_file(mirror, files, tmp_path):
     first = next(iter(files))
-    wanted = hashlib.md5(files[first]).hexdigest()
+    official = hashlib.md5(files[first]).hexdigest()
     files[first] = b"something else"
-    found = hashlib.md5(b"something else").hexdigest()
-    with pytest.raises(ValueError, match=f"its md5 is {found}, the official one is {wanted}"):
+    received = hashlib.md5(b"something else").hexdigest()
+    with pytest.raises(ValueError, match=f"its md5 is {received}, the official one is {official}"):
         get(mirror, tmp_path)
     assert names(tmp_path) == []
 
@@ -146,7 +146,7 @@ def test_the_next_mirror_is_tried(mirror, files, tmp_path):
     assert names(tmp_path) == sorted(files)
 
 
-def test_no_network_is_one_sentence(tmp_path):
+def test_without_a_network_the_error_is_one_sentence(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -155,7 +155,7 @@ def test_no_network_is_one_sentence(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_bad_names_and_folders(tmp_path):
+def test_bad_names_and_folders_are_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing to download for 'digits'; choose one of mnist, fashion-mnist, cifar"):
         data.fetch("digits", tmp_path)
     (tmp_path / "file").write_bytes(b"")
@@ -163,9 +163,9 @@ def test_bad_names_and_folders(tmp_path):
         data.fetch("mnist", tmp_path / "file")
 
 
-def test_advice_to_fetch_names_the_folder_that_was_asked_for(tmp_path):
-    for folder, said in ((None, "`pacprune data fetch mnist`"), ("my data", "fetch mnist --data-dir 'my data'`")):
-        with pytest.raises(ValueError, match=f"{said}$"):
+def test_advice_to_fetch_names_the_users_folder(tmp_path):
+    for folder, command in ((None, "`pacprune data fetch mnist`"), ("my data", "fetch mnist --data-dir 'my data'`")):
+        with pytest.raises(ValueError, match=f"{command}$"):
             datasets.read("mnist", "no such file", folder)
 
 

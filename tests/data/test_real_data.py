@@ -17,13 +17,13 @@ def fashion(real_data: Callable[[str], Path]) -> pp.data.Split:
 
 def test_a_short_pft_run(fashion: pp.data.Split) -> None:
     model = pp.models.build("lenet5", fashion)
-    some = fashion.train.subset(torch.arange(20_000))
+    examples = fashion.train.subset(torch.arange(20_000))
     config = pp.Config(epochs=2, lr=0.1, schedule="cosine")
-    found = pp.pft(model, some, config, sparsity=0.9, dense=pp.Config(epochs=1, lr=0.05))
-    assert sum(int(m.sum()) for m in found.mask.values()) == round(0.1 * 61_470)
-    assert found.sparsity == pytest.approx(0.9, abs=1e-5)
-    assert [row["stage"] for row in found.history] == ["dense", "masks", "tune"]
-    assert found.history[1]["expected_sparsity"] == pytest.approx(0.9, abs=1e-6)
+    outcome = pp.pft(model, examples, config, sparsity=0.9, dense=pp.Config(epochs=1, lr=0.05))
+    assert sum(int(m.sum()) for m in outcome.mask.values()) == round(0.1 * 61_470)
+    assert outcome.sparsity == pytest.approx(0.9, abs=1e-5)
+    assert [row["stage"] for row in outcome.history] == ["dense", "masks", "tune"]
+    assert outcome.history[1]["expected_sparsity"] == pytest.approx(0.9, abs=1e-6)
     assert pp.error(model, fashion.test) < 0.22
     pp.models.build("lenet5", fashion).load_state_dict(model.state_dict(), strict=True)
 
@@ -31,8 +31,10 @@ def test_a_short_pft_run(fashion: pp.data.Split) -> None:
 def test_a_short_pbp_run(fashion: pp.data.Split, tmp_path: Path) -> None:
     model = pp.models.build("lenet5", fashion)
     config, posterior = pp.Config(epochs=1, lr=0.05), pp.Config(epochs=1, lr=0.02, batch_size=512)
-    found = pp.pbp(model, fashion, config, sparsity=0.8, dense=config, posterior=posterior, draws=1500, folder=tmp_path)
-    cert = found.certificate
+    outcome = pp.pbp(
+        model, fashion, config, sparsity=0.8, dense=config, posterior=posterior, draws=1500, folder=tmp_path
+    )
+    cert = outcome.certificate
     assert (cert.n, cert.record["data"]["dataset"], len(fashion.prior)) == (36_000, "fashion-mnist", 24_000)
     assert cert.sparsity == pytest.approx(0.8, abs=1e-6)
     test = pp.gibbs_error(model, fashion.test, draws=3)

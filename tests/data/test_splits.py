@@ -18,7 +18,7 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
-def own(n=40, **options):
+def random_split(n=40, **options):
     generator = torch.Generator().manual_seed(1)
     return data.split(torch.rand(n, 3, generator=generator) * 5 + 2, torch.arange(n) % 4, **options)
 
@@ -46,7 +46,7 @@ def write_official(folder, monkeypatch, name):
 
 
 def test_parts_follow_the_documented_permutation():
-    split = own(prior_fraction=0.25, seed=7, test=0.2, unlabelled=4)
+    split = random_split(prior_fraction=0.25, seed=7, test=0.2, unlabelled=4)
     order = philox.permutation(40, seed=7)
     assert torch.equal(split.prior.index, order[:7])
     assert torch.equal(split.bound.index, order[7:28])
@@ -60,14 +60,14 @@ def test_parts_follow_the_documented_permutation():
 
 def test_the_split_is_blind_to_labels_and_prior_parts_are_nested():
     x = torch.rand(50, 2)
-    one = data.split(x, torch.zeros(50, dtype=torch.int64), prior_fraction=0.2)
-    other = data.split(x, torch.arange(50), prior_fraction=0.6)
-    assert torch.equal(one.train.index, other.train.index)
-    assert torch.equal(one.prior.index, other.prior.index[:10])
+    narrow = data.split(x, torch.zeros(50, dtype=torch.int64), prior_fraction=0.2)
+    wide = data.split(x, torch.arange(50), prior_fraction=0.6)
+    assert torch.equal(narrow.train.index, wide.train.index)
+    assert torch.equal(narrow.prior.index, wide.prior.index[:10])
 
 
 def test_standardisation_comes_from_the_prior_part_alone():
-    split = own(test=(torch.rand(5, 3), torch.zeros(5, dtype=torch.int64)))
+    split = random_split(test=(torch.rand(5, 3), torch.zeros(5, dtype=torch.int64)))
     assert torch.allclose(split.prior.x.mean(0), torch.zeros(3), atol=1e-6)
     assert torch.allclose(split.prior.x.std(0, correction=0), torch.ones(3), atol=1e-6)
     x = torch.rand(40, 3, generator=torch.Generator().manual_seed(1)) * 5 + 2
@@ -76,7 +76,7 @@ def test_standardisation_comes_from_the_prior_part_alone():
     same = data.split(moved, torch.arange(40) % 4)
     assert (same.mean, same.std) == (split.mean, split.std)
     assert torch.allclose(split.bound.x * torch.tensor(split.std) + torch.tensor(split.mean), x[split.bound.index])
-    assert torch.equal(own(standardise=False).train.x, x[split.train.index])
+    assert torch.equal(random_split(standardise=False).train.x, x[split.train.index])
 
 
 def test_a_constant_feature_is_only_centred():
@@ -95,7 +95,7 @@ def test_every_shape_of_x_has_one_constant_per_channel(shape):
     assert split.test.x.shape == (3, *shape)
 
 
-def test_bytes_tokens_and_real_targets():
+def test_types_of_x_and_y_for_bytes_tokens_and_regression():
     images = torch.arange(20, dtype=torch.uint8).view(20, 1, 1, 1).expand(20, 1, 2, 2)
     assert torch.equal(
         data.split(images, torch.arange(20), standardise=False).prior.x[:, 0, 0, 0] * 255,
@@ -110,7 +110,7 @@ def test_bytes_tokens_and_real_targets():
     assert regression.train.x.dtype == regression.train.y.dtype == torch.float32
 
 
-def test_own_tensors_are_not_changed():
+def test_split_does_not_change_the_users_tensors():
     x, test = torch.rand(20, 2), torch.rand(5, 2)
     before = x.clone(), test.clone()
     data.split(x, torch.rand(20), test=(test, torch.rand(5)))
@@ -119,7 +119,7 @@ def test_own_tensors_are_not_changed():
 
 
 def test_a_part_is_a_dataset_with_hashes():
-    part = own().bound
+    part = random_split().bound
     x, y = part[3]
     assert torch.equal(x, part.x[3])
     assert y == part.y[3]
@@ -131,13 +131,13 @@ def test_a_part_is_a_dataset_with_hashes():
     assert part.example_hashes.shape == (len(part),)
     joined = part.x.numpy().tobytes() + part.y.numpy().tobytes() + part.index.numpy().tobytes()
     assert part.hash == hashlib.sha256(joined).hexdigest()
-    some = part.subset(torch.tensor([5, 2]))
-    assert torch.equal(some.example_hashes, part.example_hashes[[5, 2]])
-    assert torch.equal(some.index, part.index[[5, 2]])
-    assert some.hash != part.hash
+    pair = part.subset(torch.tensor([5, 2]))
+    assert torch.equal(pair.example_hashes, part.example_hashes[[5, 2]])
+    assert torch.equal(pair.index, part.index[[5, 2]])
+    assert pair.hash != part.hash
 
 
-def test_rows_tell_examples_apart_by_x():
+def test_example_hashes_differ_where_x_differs():
     x = torch.zeros(3, 2)
     x[1, 1] = 1.0
     assert len(set(splits.example_hashes(x).tolist())) == 2
@@ -145,27 +145,27 @@ def test_rows_tell_examples_apart_by_x():
 
 
 @pytest.mark.parametrize("kind", ["raw", "bytes", "one-hot labels", "subset"])
-def test_whoever_trained_on_the_raw_tensors_has_seen_the_bound_set(kind):
+def test_training_on_raw_tensors_counts_as_seeing_the_bound_set(kind):
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randint(0, 256, (60, 5), dtype=torch.uint8, generator=generator), torch.arange(60) % 3
     split = data.split(x, y)
-    given = {
+    examples = {
         "raw": (x.float() / 255, y),
         "bytes": (x, y),
         "one-hot labels": (split.train.x, torch.nn.functional.one_hot(split.train.y).float()),
         "subset": (split.bound.subset(torch.tensor([3])).x, y[:1]),
     }[kind]
     with pytest.raises(ValueError, match="the network has seen the bound set"):
-        refuse_if_touched(batches.example_hashes(given), split, "the network")
+        refuse_if_touched(batches.example_hashes(examples), split, "the network")
 
 
 def test_ids_agree_between_splits_of_one_source():
-    one, other = own(seed=0), own(seed=1)
-    assert not torch.isin(one.train.example_hashes, other.train.example_hashes).any()
-    assert set(one.train.ids.tolist()) == set(other.train.ids.tolist())
+    first, second = random_split(seed=0), random_split(seed=1)
+    assert not torch.isin(first.train.example_hashes, second.train.example_hashes).any()
+    assert set(first.train.ids.tolist()) == set(second.train.ids.tolist())
     elsewhere = data.split(torch.rand(40, 3), torch.arange(40) % 4)
-    assert not torch.isin(one.train.ids, elsewhere.train.ids).any()
-    assert data.Part("own", one.train.x, one.train.y, one.train.index).ids.shape == (0,)
+    assert not torch.isin(first.train.ids, elsewhere.train.ids).any()
+    assert data.Part("own", first.train.x, first.train.y, first.train.index).ids.shape == (0,)
 
 
 def test_duplicates_between_prior_and_bound_are_counted():
@@ -176,8 +176,8 @@ def test_duplicates_between_prior_and_bound_are_counted():
     assert data.split(x, torch.arange(20)).duplicates == 2
 
 
-def test_an_empty_test_part_is_whole():
-    split = own()
+def test_an_empty_test_part_has_a_shape_and_hashes():
+    split = random_split()
     assert len(split.test) == len(split.unlabelled) == 0
     assert split.test.x.shape == (0, 3)
     assert split.test.example_hashes.shape == (0,)
@@ -203,7 +203,7 @@ def test_an_empty_test_part_is_whole():
 )
 def test_bad_splits_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        own(**options)
+        random_split(**options)
 
 
 def test_bad_values_are_refused():
@@ -215,7 +215,7 @@ def test_bad_values_are_refused():
         data.split(x, torch.arange(10))
 
 
-def test_digits():
+def test_digits_have_a_fixed_test_part_and_cover_all_images():
     split, other = data.digits(), data.digits(seed=1, unlabelled=37)
     assert split.train.x.shape == (1437, 1, 8, 8)
     assert split.test.x.shape == (360, 1, 8, 8)
@@ -232,7 +232,7 @@ def test_digits():
     assert torch.cat([split.train.y, split.test.y])[torch.cat([split.train.index, split.test.index]) == 0] == 0
 
 
-def test_load_by_name():
+def test_load_takes_a_name_and_refuses_an_unknown_one():
     assert torch.equal(data.load("digits", seed=3).train.index, data.digits(seed=3).train.index)
     with pytest.raises(ValueError, match="unknown data set 'svhn'; choose one of digits, mnist, fashion-mnist, cifar"):
         data.load("svhn")
@@ -241,19 +241,19 @@ def test_load_by_name():
 def test_load_takes_a_function():
     calls = []
 
-    def mine(**options):
+    def load(**options):
         calls.append(options)
-        return own()
+        return random_split()
 
-    assert data.load(mine, seed=3).dataset == "own"
-    data.load(mine, data_dir="there")
+    assert data.load(load, seed=3).dataset == "own"
+    data.load(load, data_dir="there")
     assert calls == [
         {"prior_fraction": 0.5, "seed": 3, "unlabelled": 0},
         {"prior_fraction": 0.5, "seed": 0, "unlabelled": 0, "data_dir": "there"},
     ]
 
 
-def test_a_split_and_a_part_say_what_is_in_them():
+def test_repr_of_a_split_and_a_part_names_their_sizes():
     assert repr(data.digits(seed=2, unlabelled=37)) == (
         "Split(digits, seed 2: 700 prior + 700 bound = 1,400 train, 37 unlabelled, 360 test; 10 classes)"
     )
@@ -263,7 +263,7 @@ def test_a_split_and_a_part_say_what_is_in_them():
     assert repr(declared) == "Split(own, declared random: 20 prior + 20 bound = 40 train, 0 test; regression)"
 
 
-def test_the_table_says_what_is_loaded():
+def test_the_table_gives_the_shape_and_classes_that_are_loaded():
     for name in set(data.DATA_SETS) - set(REAL):
         split = data.load(name)
         assert (split.dataset, split.train.x.shape[1:], split.classes) == (
@@ -289,7 +289,7 @@ def test_official_files_are_parsed(name, tmp_path, monkeypatch):
     assert torch.equal(split.train.y, split.train.index % 10)
 
 
-def test_loose_recompressed_and_damaged_files(tmp_path, monkeypatch):
+def test_loose_and_recompressed_files_are_read_and_damaged_ones_refused(tmp_path, monkeypatch):
     contents = write_official(tmp_path, monkeypatch, "mnist")
     loose = data.mnist(data_dir=tmp_path)
     images = tmp_path / "train-images-idx3-ubyte"
@@ -302,15 +302,15 @@ def test_loose_recompressed_and_damaged_files(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"idx3-ubyte.gz cannot be read .*; delete it and run `pacprune data fetch"):
         data.mnist()
     packed.write_bytes(gzip.compress(b"other"))
-    wanted = datasets.SOURCES["mnist"].contents[images.name]
-    with pytest.raises(ValueError, match=f"md5 {hashlib.md5(b'other').hexdigest()}, the official .* has {wanted}"):
+    official = datasets.SOURCES["mnist"].contents[images.name]
+    with pytest.raises(ValueError, match=f"md5 {hashlib.md5(b'other').hexdigest()}, the official .* has {official}"):
         data.mnist()
     packed.unlink()
     with pytest.raises(ValueError, match=r"train-images-idx3-ubyte of mnist is neither in .* run `pacprune data fetch"):
         data.mnist()
 
 
-def test_data_folder(monkeypatch, tmp_path):
+def test_data_folder_comes_from_the_argument_then_the_environment_then_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("PACPRUNE_DATA", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert data.data_folder() == tmp_path / "pacprune"
@@ -320,7 +320,7 @@ def test_data_folder(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_real_files(name):
+def test_real_files_have_the_published_sizes_and_moments(name):
     if "PACPRUNE_DATA" not in os.environ or not (data.data_folder() / datasets.SOURCES[name].folder).is_dir():
         pytest.skip(f"the files of {name} are not in $PACPRUNE_DATA")
     split = REAL[name](seed=0, unlabelled=1000)
@@ -329,6 +329,6 @@ def test_real_files(name):
     assert len(split.test) == 10_000
     assert split.test.y.bincount(minlength=10).min() > 800
     assert abs(float(split.prior.x.mean())) < 1e-4
-    known = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530), "cifar10": (0.4914, 0.2470)}[name]
-    assert abs(split.mean[0] - known[0]) < 2e-3
-    assert abs(split.std[0] - known[1]) < 2e-3
+    expected = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530), "cifar10": (0.4914, 0.2470)}[name]
+    assert abs(split.mean[0] - expected[0]) < 2e-3
+    assert abs(split.std[0] - expected[1]) < 2e-3

@@ -22,7 +22,7 @@ def _crop(
     channels,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
-    EACH: tl.constexpr,
+    PER_MEMBER: tl.constexpr,
     PAD: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -30,19 +30,22 @@ def _crop(
     """One row of an image, some channels of all members; the words' bits are read as `batches.crop_flip` does."""
     image, row = tl.program_id(0) // HIGH, tl.program_id(0) % HIGH
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    there = channel < channels
-    source = channel // EACH * n + image
-    bits = tl.load(word + source, mask=there, other=0)
-    y = row - PAD + ((bits & 0xFFFF) % (2 * PAD + 1)).to(tl.int32)
-    left = ((bits >> 16 & 0x7FFF) % (2 * PAD + 1)).to(tl.int32) - PAD
+    is_channel = channel < channels
+    source = channel // PER_MEMBER * n + image
+    bits = tl.load(word + source, mask=is_channel, other=0)
+    source_row = row - PAD + ((bits & 0xFFFF) % (2 * PAD + 1)).to(tl.int32)
+    first_column = ((bits >> 16 & 0x7FFF) % (2 * PAD + 1)).to(tl.int32) - PAD
     column = tl.arange(0, COLUMNS)
-    z = left[None, :] + tl.where((bits >> 31 > 0)[None, :], WIDE - 1 - column[:, None], column[:, None])
-    written = (column < WIDE)[:, None] & there[None, :]
-    inside = written & ((y >= 0) & (y < HIGH))[None, :] & (z >= 0) & (z < WIDE)
-    plane = source.to(tl.int64) * EACH + channel % EACH
-    found = tl.load(x + ((plane * HIGH + y) * WIDE)[None, :] + z, mask=inside, other=0.0)
+    mirrored = tl.where((bits >> 31 > 0)[None, :], WIDE - 1 - column[:, None], column[:, None])
+    source_column = first_column[None, :] + mirrored
+    written = (column < WIDE)[:, None] & is_channel[None, :]
+    inside = ((source_row >= 0) & (source_row < HIGH))[None, :] & (source_column >= 0) & (source_column < WIDE)
+    plane = source.to(tl.int64) * PER_MEMBER + channel % PER_MEMBER
+    pixels = tl.load(
+        x + ((plane * HIGH + source_row) * WIDE)[None, :] + source_column, mask=written & inside, other=0.0
+    )
     to = (tl.program_id(0).to(tl.int64) * WIDE + column)[:, None] * channels + channel[None, :]
-    tl.store(out + to, found, mask=written)
+    tl.store(out + to, pixels, mask=written)
 
 
 def crop_flip(x: Tensor, word: Tensor, *, pad: int) -> Tensor:
@@ -60,7 +63,7 @@ def crop_flip(x: Tensor, word: Tensor, *, pad: int) -> Tensor:
             k * c,
             HIGH=h,
             WIDE=w,
-            EACH=c,
+            PER_MEMBER=c,
             PAD=pad,
             COLUMNS=triton.next_power_of_2(w),
             CHANNELS=size,

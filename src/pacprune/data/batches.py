@@ -16,7 +16,7 @@ from pacprune.types import Data
 _read_hashes: dict[int, tuple[weakref.ref[Any], Tensor, Tensor]] = {}
 """Hashes of the x and y of Datasets and DataLoaders by id: reading one again may take as long as an epoch."""
 _hashes: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor]] = {}
-"""Hashes of tensors by id, with what tells when one was written to."""
+"""Hashes of tensors by id, with the state that changes when a tensor is written to."""
 
 
 def tensors(data: Data) -> tuple[Tensor, Tensor] | None:
@@ -31,9 +31,9 @@ def tensors(data: Data) -> tuple[Tensor, Tensor] | None:
         _check_size(data)
         return None
     else:
-        what = f" of {', '.join(type(t).__name__ for t in data)}" if isinstance(data, tuple) else ""
+        types = f" of {', '.join(type(t).__name__ for t in data)}" if isinstance(data, tuple) else ""
         raise ValueError(
-            f"data is a {type(data).__name__}{what}; give (x, y) tensors (torch.from_numpy makes them of arrays), "
+            f"data is a {type(data).__name__}{types}; give (x, y) tensors (torch.from_numpy makes them of arrays), "
             "a Part, a Dataset or a DataLoader"
         )
     if len(pair[0]) != len(pair[1]):
@@ -71,14 +71,14 @@ def _hashes_of(x: Tensor) -> Tensor:
     if x.is_inference():  # nobody counts how often it was written to
         return splits.example_hashes(x)
     key, state = id(x), (x._version, _checksum(x), *x.shape)
-    known = _hashes.get(key)
-    if known is None or known[0]() is not x or known[1] != state:
-        _hashes[key] = known = weakref.ref(x, lambda _: _hashes.pop(key, None)), state, splits.example_hashes(x)
-    return known[2]
+    entry = _hashes.get(key)
+    if entry is None or entry[0]() is not x or entry[1] != state:
+        _hashes[key] = entry = weakref.ref(x, lambda _: _hashes.pop(key, None)), state, splits.example_hashes(x)
+    return entry[2]
 
 
 def _checksum(x: Tensor) -> int:
-    """The sum of the bits: who writes to x by numpy or a kernel of their own does not count it as a version."""
+    """The sum of the bits: writing to x through numpy or a custom kernel does not change its version."""
     whole = x.detach().contiguous()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(whole.element_size())
     return int(whole.view(-1).view(integers).sum(dtype=torch.int64)) if integers and whole.numel() else 0
@@ -94,16 +94,16 @@ def label_hashes(data: Data) -> Tensor:
 
 def _read(data: Data) -> tuple[Tensor, Tensor]:
     """The hashes of all x and of all y of a Dataset or a DataLoader."""
-    source, known = _source(data), _read_hashes.get(id(data))
-    if known is not None and known[0]() is data and len(known[1]) == len(source):
-        return known[1], known[2]
+    source, entry = _source(data), _read_hashes.get(id(data))
+    if entry is not None and entry[0]() is data and len(entry[1]) == len(source):
+        return entry[1], entry[2]
     collate: Any = default_collate
     if isinstance(data, DataLoader) and data.batch_sampler is not None:
         collate = data.collate_fn
     pairs = (collate([source[i]]) for i in range(len(source)))
     with isolated_rng(torch.device("cpu"), data, seed=0):  # random augmentation gives the same hashes every time
-        found = [(splits.example_hashes(x), splits.example_hashes(torch.as_tensor(y))) for x, y in pairs]
-    x, y = (torch.cat(column) for column in zip(*found, strict=True))
+        hashes = [(splits.example_hashes(x), splits.example_hashes(torch.as_tensor(y))) for x, y in pairs]
+    x, y = (torch.cat(column) for column in zip(*hashes, strict=True))
     key = id(data)
     _read_hashes[key] = weakref.ref(data, lambda _: _read_hashes.pop(key, None)), x, y
     return x, y
@@ -118,37 +118,38 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def generators(data: Data) -> list[torch.Generator]:
-    """The generators of its own that a DataLoader shuffles by; without any, it uses torch's global one."""
+    """The generators that a DataLoader shuffles by. A DataLoader without any uses torch's global generator."""
     if not isinstance(data, DataLoader):
         return []
     samplers = (data.sampler, getattr(data.batch_sampler, "sampler", None))
-    found = (data.generator, *(getattr(sampler, "generator", None) for sampler in samplers))
-    return [generator for generator in found if generator is not None]
+    candidates = (data.generator, *(getattr(sampler, "generator", None) for sampler in samplers))
+    return [generator for generator in candidates if generator is not None]
 
 
 @contextmanager
 def isolated_rng(device: torch.device, data: Data, *, seed: int | None = None) -> Iterator[None]:
-    """Puts torch's global random state and that of a DataLoader's generators back at the end; `seed` sets the former.
+    """Restores torch's global random state, and the state of a DataLoader's generators, at the end.
 
-    torch.manual_seed is not used: it would change accelerators whose state is not put back.
+    `seed` sets the global state meanwhile. torch.manual_seed is not used: it would change accelerators whose state is
+    not restored.
     """
-    own = [(generator, generator.get_state()) for generator in generators(data)]
+    states = [(generator, generator.get_state()) for generator in generators(data)]
     accelerators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=accelerators):
         if seed is not None:
             torch.default_generator.manual_seed(seed)
-            for one in accelerators:
-                with torch.cuda.device(one):
+            for accelerator in accelerators:
+                with torch.cuda.device(accelerator):
                     torch.cuda.manual_seed(seed)
         try:
             yield
         finally:
-            for generator, state in own:
+            for generator, state in states:
                 generator.set_state(state)
 
 
 def portions(whole: Tensor, most: int) -> list[Tensor]:
-    """`whole` in pieces of `most`, but a last piece of one joins the one before: BatchNorm cannot train on one."""
+    """`whole` in pieces of size `most`. A last piece of size 1 joins its neighbour: BatchNorm cannot train on it."""
     pieces = list(whole.split(most))
     if len(pieces) > 1 and len(pieces[-1]) == 1 < most:
         pieces[-2:] = [torch.cat(pieces[-2:])]
@@ -189,19 +190,18 @@ def batches(
 def crop_flip(x: Tensor, word: Tensor, *, pad: int = 4, channels_last: bool = False) -> Tensor:
     """A crop after zero padding, and a horizontal flip, of each image of (..., c, h, w), as its random `word` says.
 
-    Zero is the mean pixel of standardised images. Where they will be wanted with their `channels_last`, a GPU may write
-    them so at once.
+    Zero is the mean pixel of standardised images. With `channels_last`, a GPU may write the crops in that order.
     """
     if x.is_cuda and channels_last:
         try:
-            from pacprune.data.augment import crop_flip as at_once
+            from pacprune.data.augment import crop_flip as crop_flip_fused
         except ImportError:  # no Triton
             pass
         else:
-            return at_once(x, word, pad=pad)
+            return crop_flip_fused(x, word, pad=pad)
     *_, c, h, w = x.shape
     word = word.reshape(-1, 1)
-    # 16, 15 and 1 bits of a word: a place is likelier than another by less than 1 in 3,000.
+    # 16, 15 and 1 bits of a word: two places differ in probability by less than 1 in 3,000.
     row = (word & 0xFFFF) % (2 * pad + 1) + torch.arange(h, device=x.device)
     column = (word >> 16 & 0x7FFF) % (2 * pad + 1) + torch.arange(w, device=x.device)
     column = torch.where(word >> 31 > 0, column.flip(1), column)

@@ -225,7 +225,7 @@ class DataSet:
         load: Called with the keywords prior_fraction, seed and unlabelled, and with data_dir where there is a source.
         shape: Shape of one example, such as (1, 28, 28), so that a network can be built where the data are not.
         classes: Number of classes, such as 10.
-        source: The official files, or None for what needs no download.
+        source: The official files, or None if nothing has to be downloaded.
 
     Example:
         >>> pp.data.DATA_SETS["cifar10"].shape
@@ -248,7 +248,7 @@ NAMES = tuple(DATA_SETS)
 
 SOURCES = {row.source.name: row.source for row in DATA_SETS.values() if row.source}
 SOURCES[_TINY_SHAKESPEARE.name] = _TINY_SHAKESPEARE
-"""What can be downloaded: the data sets with official files, and one text, which is not cut into a Split."""
+"""The possible downloads: the data sets with official files, and one text, which is not cut into a Split."""
 
 
 def load(
@@ -263,7 +263,7 @@ def load(
 
     Args:
         name: digits, mnist, fashion-mnist or cifar10; or a function that takes the keywords below. Such a function
-            gets `data_dir` only where one is given here.
+            gets `data_dir` only if it is not None.
         prior_fraction: Share of the training examples in the prior part, such as 0.5.
         seed: Chooses the random order; one seed gives one split.
         unlabelled: How many training examples to set apart as `unlabelled`, such as 0.

@@ -36,7 +36,7 @@ def data_folder(data_dir: Folder = None) -> Path:
     """The folder of the data files: `data_dir`, else $PACPRUNE_DATA, else pacprune/ in the user's cache folder.
 
     Args:
-        data_dir: A folder that goes before all others, or None.
+        data_dir: The folder to use before all others, or None.
 
     Returns:
         The folder, which need not exist yet.
@@ -123,7 +123,7 @@ def _download_from_any(urls: list[str], target: Path, md5: str, progress: BytesP
 
 
 def _download(url: str, target: Path, md5: str, progress: BytesProgress | None) -> None:
-    """Receives into NAME.part, going on for as long as every new connection brings new bytes."""
+    """Receives into NAME.part, and connects again as long as every connection brings new bytes."""
     part = target.with_name(target.name + ".part")
     from_earlier_call = part.exists()
     while True:
@@ -134,7 +134,7 @@ def _download(url: str, target: Path, md5: str, progress: BytesProgress | None) 
                 os.replace(part, target)
                 return
             part.unlink()
-            # A .part left by an earlier call may be of something else: it earns one fresh start.
+            # The .part of an earlier call may belong to another file: start afresh, once.
             if not from_earlier_call:
                 raise ValueError(f"its md5 is {part_md5}, the official one is {md5}")
             from_earlier_call = False
@@ -154,19 +154,19 @@ def _receive(url: str, part: Path, start: int, progress: BytesProgress | None) -
             return True
         raise
     with response:
-        done = start if response.status == 206 else 0  # 200: the server sends everything again
+        received = start if response.status == 206 else 0  # 200: the server sends everything again
         length = response.headers.get("Content-Length")
-        total = done + int(length) if length else 0
-        with part.open("ab" if done else "wb") as file:
+        total = received + int(length) if length else 0
+        with part.open("ab" if received else "wb") as file:
             try:
                 while chunk := response.read(1 << 16):
                     file.write(chunk)
-                    done += len(chunk)
+                    received += len(chunk)
                     if progress:
-                        progress(part.stem, done, total)
+                        progress(part.stem, received, total)
             except (ConnectionError, TimeoutError, http.client.HTTPException):
                 return False
-    return done >= total
+    return received >= total
 
 
 def _unpack(archive: Path, source: Source, folder: Path) -> None:

@@ -21,8 +21,8 @@ class Part:
         y: The labels (int64) or targets (float32), one per example.
         index: Positions of the examples in the source's own order.
         source: Names what `index` points into; empty when unknown.
-        raw: Hashes of the examples before they were standardised, or None. Who trains on the raw tensors has seen
-            these examples, too.
+        raw: Hashes of the examples before they were standardised, or None. Training on the raw tensors counts as
+            having seen these examples.
 
     Example:
         >>> split.bound
@@ -53,7 +53,7 @@ class Part:
 
     @cached_property
     def ids(self) -> Tensor:
-        """Other 64-bit names of each example: of (source, index), and of its raw bytes; none when unknown.
+        """More 64-bit hashes of each example: of (source, index), and of its raw bytes; none when unknown.
 
         Two splits of one source standardise by different constants, so that their `example_hashes` differ;
         their `ids` agree.
@@ -95,8 +95,8 @@ class Split:
         mean, std: Standardisation constants per channel or feature, from `prior` alone; empty when there was none.
         files: SHA-256 of the (decompressed) content of each source file or tensor.
         classes: Number of classes; 0 for regression.
-        declared: True when the user brought the index lists and declared them random: nobody can replay such a split.
-        issued: Hashes of what was certified on `bound`, by kind: a choice among them must be paid for.
+        declared: True when the user gave the index lists and declared them random. Such a split cannot be replayed.
+        issued: Hashes of what was certified on `bound`, by kind. Choosing among them must be paid for.
 
     Example:
         >>> split
@@ -135,7 +135,7 @@ class Split:
 
 
 def check_split(split: object) -> None:
-    """Refuses what is no Split of classes: prior and bound examples have to be set apart beforehand."""
+    """Refuses anything but a Split of classes: a certificate needs prior and bound examples that are set apart."""
     if not isinstance(split, Split):
         raise ValueError(
             f"the data is a {type(split).__name__}, but a certificate needs a Split; make one by pp.data.split(x, y)"
@@ -191,7 +191,7 @@ def split(
         classes: Number of classes; None means one more than the largest label.
         indices: Lists (prior, bound) of your own instead of a random order. A certificate is void unless they were
             drawn at random.
-        split_declared_random: Says that `indices` were drawn at random; the certificate repeats whose word it is.
+        split_declared_random: Says that `indices` were drawn at random; the certificate says that you declared it.
 
     Returns:
         A Split whose parts share no example.
@@ -277,7 +277,7 @@ def cut(
 ) -> Split:
     """Reads `order` as prior | bound | unlabelled. prior and bound are views of train: no example is stored twice.
 
-    `declared_prior` is the size of the prior part where the user brought the order.
+    `declared_prior` is the size of the prior part if the user gave the order.
     """
     _check_shapes(examples, test_examples)
     if declared_prior is None and not 0 < prior_fraction < 1:
