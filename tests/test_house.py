@@ -74,9 +74,7 @@ def test_only_core_dependencies_are_imported(source: Path) -> None:
     if source.name in (
         "triton_sampler.py",
         "grouped.py",
-        "narrow.py",
         "gate_sums.py",
-        "augment.py",
     ):
         allowed.add("triton")
     imported = set()

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune.data import batches
 from pacprune.kernels.conv import convolution as op
 from pacprune.training import population
 
@@ -71,8 +70,6 @@ def test_the_operator_keeps_torchs_rules(device: str) -> None:
 def test_images_of_all_members_at_once_are_each_by_itself(shape: tuple[int, ...], half: bool, device: str) -> None:
     x, weight, stride, padding = problem(shape, device)
     images, kind = x.detach(), torch.bfloat16 if half else torch.float32
-    assert op.is_narrow(images, weight)
-    assert not op.is_narrow(x, weight)  # no gradient in the images
     convolve = torch.vmap(lambda x, w: op.convolution(x, w, stride=stride, padding=padding))
     out = convolve(images.to(kind), weight.to(kind))
     exact = torch.stack(
@@ -86,17 +83,6 @@ def test_images_of_all_members_at_once_are_each_by_itself(shape: tuple[int, ...]
     scale = 2e-2 if half else 1e-5 if device == "cpu" else 3e-3
     for one, two in ((out, exact), (found, wanted)):
         torch.testing.assert_close(one.float(), two.float(), rtol=scale, atol=scale * float(two.detach().abs().max()))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_operator_for_images_keeps_torchs_rules(device: str) -> None:
-    x, weight, stride, padding = problem((3, 2, 5, 8, 9, 1, 1, 3), device)
-    tests = (
-        "test_schema",
-        "test_autograd_registration",
-        "test_faketensor",
-    )  # the fourth wants a gradient in all inputs
-    torch.library.opcheck(op._narrow, (x.detach(), weight, stride, padding), test_utils=tests)
 
 
 def test_which_convolutions_of_a_population_take_it() -> None:
@@ -147,7 +133,7 @@ def test_the_triton_kernels_in_their_interpreter() -> None:
     """The kernels' own arithmetic without a GPU."""
     script = f"""
         import torch, torch.nn.functional as F
-        from pacprune.kernels.conv import convolution as op, grouped, narrow
+        from pacprune.kernels.conv import convolution as op, grouped
         for k, inputs, outputs, high, wide, stride, padding, taps in {SHAPES}:
             x, w = torch.randn(3, k * inputs, high, wide), torch.randn(k * outputs, inputs, taps, taps)
             a, b = x.double().requires_grad_(), w.double().requires_grad_()
@@ -161,12 +147,6 @@ def test_the_triton_kernels_in_their_interpreter() -> None:
                 grouped.to_input(slope, m.mT.contiguous(), sizes).permute(0, 3, 1, 2),
                 grouped.to_weight(slope, images, sizes).unflatten(1, (taps, taps)).permute(0, 4, 3, 1, 2).flatten(0, 1),
             )
-            if inputs * taps * taps <= op.MOST:
-                images = x.view(3, k, inputs, high, wide).transpose(0, 1).contiguous()
-                lined = w.view(k, outputs, -1).mT.contiguous()
-                found += (narrow.forward(images, lined, sizes).permute(0, 3, 1, 2),)
-                found += (narrow.to_weight(slope, images, sizes).mT.reshape(w.shape),)
-                wanted += (wanted[0], wanted[2])
             for one, two in zip(found, wanted, strict=True):
                 assert ((one - two).abs().max() < 1e-5 * two.abs().max()).item()
     """
@@ -196,29 +176,3 @@ def test_the_sums_of_a_gpu_in_tritons_interpreter() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_crops_of_a_gpu_in_tritons_interpreter() -> None:
-    script = """
-        import torch
-        from pacprune.data import augment, batches
-        for shape in ((5, 7, 3, 8, 6), (6, 3, 9, 8), (50, 2, 3, 4, 4)):
-            x, word = torch.randn(shape), torch.randint(2**32, shape[:-3])
-            found = augment.crop_flip(x, word, pad=4)
-            assert torch.equal(found, batches.crop_flip(x, word))
-            assert found.stride(-3) == 1  # channels innermost
-    """
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("shape", [(5, 128, 3, 32, 32), (6, 1, 28, 28)], ids=str)
-def test_the_crops_of_a_gpu_are_those_of_a_cpu(shape: tuple[int, ...]) -> None:
-    x, word = torch.randn(shape), torch.randint(2**32, shape[:-3])
-    found = batches.crop_flip(x.cuda(), word.cuda(), channels_last=True)
-    assert torch.equal(found.cpu(), batches.crop_flip(x, word))

@@ -187,18 +187,11 @@ def batches(
             yield x.to(device), torch.as_tensor(y).to(device)
 
 
-def crop_flip(x: Tensor, word: Tensor, *, pad: int = 4, channels_last: bool = False) -> Tensor:
+def crop_flip(x: Tensor, word: Tensor, *, pad: int = 4) -> Tensor:
     """A crop after zero padding, and a horizontal flip, of each image of (..., c, h, w), as its random `word` says.
 
-    Zero is the mean pixel of standardised images. With `channels_last`, a GPU may write the crops in that order.
+    Zero is the mean pixel of standardised images.
     """
-    if x.is_cuda and channels_last:
-        try:
-            from pacprune.data.augment import crop_flip as crop_flip_fused
-        except ImportError:  # no Triton
-            pass
-        else:
-            return crop_flip_fused(x, word, pad=pad)
     *_, c, h, w = x.shape
     word = word.reshape(-1, 1)
     # 16, 15 and 1 bits of a word: two places differ in probability by less than 1 in 3,000.

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pacprune import kernels
 from pacprune.data.batches import device_of
 from pacprune.kernels.conv.channels_last_pass import compiler_pass
-from pacprune.kernels.conv.convolution import FEW, convolution, filled, is_narrow
+from pacprune.kernels.conv.convolution import FEW, convolution, filled
 from pacprune.masking import attachment, weights
 from pacprune.masking.sampler import Sampler
 from pacprune.types import Loss
@@ -255,7 +255,7 @@ class _Grouped(nn.Conv2d):
         if half:
             dtype = torch.get_autocast_dtype(input.device.type)
             input, weight = input.to(dtype), weight.to(dtype)
-        if self.stride == (1, 1) and half and not is_narrow(input, weight):
+        if self.stride == (1, 1) and half:
             out = super()._conv_forward(*filled(input, weight), None)
         else:
             padding = [int(width) for width in self.padding]

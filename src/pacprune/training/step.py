@@ -323,7 +323,7 @@ class Step:
             raise ValueError(
                 f"augment=True needs images of shape (n, channels, height, width), but x is {shape}; set augment=False"
             )
-        return crop_flip(x, word, channels_last=self.config.amp)
+        return crop_flip(x, word)
 
     def _clip(self, most: float) -> None:
         """Scales every member's gradients so that their norm is at most this."""

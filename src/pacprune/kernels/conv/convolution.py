@@ -2,7 +2,7 @@
 
 vmap makes them grouped convolutions. cuDNN runs strided ones group by group; the kernels of `grouped` do not. With
 stride 1 cuDNN multiplies the channels of several groups at once. It throws most products away, and is still faster.
-Images with few channels would have to be padded with zeros for cuDNN; pacprune::narrow takes them as they are.
+Images with few channels are padded with zeros for cuDNN, which is slow at them.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEW, MOST = 16, 64
-"""cuDNN is fast from FEW input channels on; pacprune::narrow takes at most MOST channels times taps."""
+FEW = 16
+"""cuDNN is fast from so many input channels on."""
 _ANY_LAYOUT = (torch.Tag.flexible_layout,)
 """torch.compile need not copy an input into the layout that it had when it was traced."""
 
@@ -61,57 +61,6 @@ def _(
     return _like(x, *x.shape[1:]) if to_x else x.new_empty(0), weight.new_empty(weight.shape)
 
 
-def _as_groups(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """K members as groups: [n, K * channels, height, width] of x [K, n, ...], and [K * outputs, ...] of weights."""
-    return x.transpose(0, 1).flatten(1, 2), weight.flatten(0, 1)
-
-
-@torch.library.custom_op("pacprune::narrow", mutates_args=(), tags=_ANY_LAYOUT)
-def _narrow(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    """[n, K * outputs, rows, columns] of x [K, n, channels, height, width] and weight [K, outputs, channels, *taps]."""
-    if not x.is_cuda:
-        return F.conv2d(*_as_groups(x, weight), None, stride, padding, 1, len(x))
-    from pacprune.kernels.conv import narrow
-
-    taps = weight.flatten(2).mT.contiguous()
-    return narrow.forward(x.contiguous(), taps, _narrow_sizes(x, weight, stride, padding)).permute(0, 3, 1, 2)
-
-
-@_narrow.register_fake
-def _(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    rows, columns = _narrow_sizes(x, weight, stride, padding)[2:4]
-    return _like(x[0], len(x) * weight.shape[1], rows, columns)
-
-
-@torch.library.custom_op("pacprune::narrow_gradient", mutates_args=(), tags=_ANY_LAYOUT)
-def _narrow_gradient(out: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    """The gradient in the weights; images have none."""
-    if not x.is_cuda:
-        images, flat = _as_groups(x, weight)
-        gradients = torch.ops.aten.convolution_backward(
-            out, images, flat, None, stride, padding, [1, 1], False, [0, 0], len(x), [False, True, False]
-        )
-        return gradients[1].reshape(weight.shape).contiguous()
-    from pacprune.kernels.conv import narrow
-
-    gradients = narrow.to_weight(_innermost(out), x.contiguous(), _narrow_sizes(x, weight, stride, padding))
-    return gradients.mT.reshape(weight.shape).to(weight.dtype).contiguous()
-
-
-@_narrow_gradient.register_fake
-def _(out: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    return weight.new_empty(weight.shape)
-
-
-def _narrow_backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    return None, _narrow_gradient(out, x, weight, *ctx.settings), None, None
-
-
-def _narrow_sizes(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> list[int]:
-    return _sizes(x[0], weight.flatten(0, 1), stride, padding, len(x))
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, *ctx.settings = inputs
     ctx.save_for_backward(x, weight)
@@ -125,7 +74,6 @@ def _backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _convolution.register_autograd(_backward, setup_context=_setup)
-_narrow.register_autograd(_narrow_backward, setup_context=_setup)
 
 
 @_convolution.register_vmap
@@ -144,9 +92,6 @@ def _(
     if dims[0] is None and groups == 1:  # one input for all: a plain convolution with all their outputs
         x, weight = filled(x, weight.flatten(0, 1))
         return F.conv2d(x, weight, None, stride, padding).unflatten(1, (k, -1)), 1
-    if dims[0] is not None and groups == 1 and is_narrow(x, weight):
-        images = x.movedim(dims[0], 0).contiguous()  # compiled, they are written so at once
-        return _narrow(images, weight, stride, padding).unflatten(1, (k, -1)), 1
     x = x.unsqueeze(1).expand(-1, k, *x.shape[1:]) if dims[0] is None else x.movedim(dims[0], 1)
     out = _convolution(x.flatten(1, 2), weight.flatten(0, 1), stride, padding, groups * k)
     return out.unflatten(1, (k, -1)), 1
@@ -155,12 +100,6 @@ def _(
 def convolution(x: Tensor, weight: Tensor, *, stride: list[int], padding: list[int]) -> Tensor:
     """F.conv2d(x, weight, None, stride, padding), fast under vmap."""
     return _convolution(x, weight, stride, padding, 1)
-
-
-def is_narrow(x: Tensor, weight: Tensor) -> bool:
-    """Whether these are images, with few channels and no gradient, for which pacprune::narrow is meant."""
-    inputs, down, right = weight.shape[-3:]
-    return not x.requires_grad and inputs < FEW and inputs * down * right <= MOST
 
 
 def filled(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
