@@ -385,7 +385,7 @@ def test_a_gradual_pattern_prunes_little_by_little_and_never_what_the_pattern_ne
 def test_a_pattern_gives_the_command_its_sparsity_and_names_the_run() -> None:
     found = opt.resolve(opt.Pft, {"pattern": "1:4", "data": "mnist"})
     assert found.sparsity == 0.75
-    assert opt.changed(found) == {"data": "mnist", "pattern": "1:4"}
+    assert opt.changes(found) == {"data": "mnist", "pattern": "1:4"}
     assert opt.command_line("pft", found) == "pacprune pft --data mnist --pattern 1:4"
     assert opt.resolve(opt.Osp, {"pattern": "2:4", "sparsity": 0.9}).sparsity == 0.9  # which osp then refuses
     assert opt.resolve(opt.Dpf, {"pattern": "2:4"}).sparsity == opt.resolve(opt.Imp, {"pattern": "2:4"}).sparsity == 0.5

@@ -1,6 +1,6 @@
-"""Sweeps on a real Ray cluster of two nodes: whatever is killed, every run is finished, once, and as without Ray.
+"""Sweeps on a real Ray cluster of two nodes: whatever is killed, every run is finished once, as without Ray.
 
-Nothing here depends on being quick: a run that is to be killed waits until it is.
+No test depends on speed: a run that will be killed waits until then.
 """
 
 import os
@@ -22,9 +22,9 @@ from ray.cluster_utils import Cluster
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 FILES = ("model.safetensors", "metrics.jsonl", "config.toml")
 EPOCHS, HELD = 12, 6
-"""Dense epochs of a run, and the epoch in which a run waits for as long as the test holds it."""
+"""Dense epochs of a run, and the epoch in which it waits while the test holds it."""
 LIMIT = 600.0
-"""Seconds after which nothing is expected to happen any more."""
+"""Seconds after which a test gives up waiting."""
 DRIVER = """
 import sys, time
 from pathlib import Path
@@ -58,7 +58,7 @@ except ValueError as failure:
     sys.exit(str(failure))
 sys.exit(status["finished"] != len(status["runs"]))
 """.replace("HELD", str(HELD))
-"""A sweep whose runs note every step, and wait in the middle for as long as there is a file by their name."""
+"""A sweep whose runs note every step, and wait in the middle while a file has their name."""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def driver(nodes: Any, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen
 
 
 def hold(tmp_path: Path, entries: list[sweep.Entry]) -> None:
-    """From now on these runs stop in the middle, and wait."""
+    """Makes these runs wait in the middle."""
     (tmp_path / "held").mkdir(exist_ok=True)
     for entry in entries:
         (tmp_path / "held" / entry.name).touch()
@@ -104,25 +104,25 @@ def release(tmp_path: Path) -> None:
         path.unlink()
 
 
-def asked(tmp_path: Path, seeds: int, more: str = "") -> list[sweep.Entry]:
+def write_sweep(tmp_path: Path, seeds: int, more: str = "") -> list[sweep.Entry]:
     fixed = f'command = "osp"\nprior_fraction = 0.1\ntrain_on = "prior"\nepochs = 1\ndense_epochs = {EPOCHS}\n'
     (tmp_path / "mine.toml").write_text(f"{fixed}[grid]\nseed = {list(range(seeds))}\n{more}")
     return sweep.read(tmp_path / "mine.toml").entries
 
 
-def until(happened: Callable[[], Any]) -> Any:
-    """What `happened` returns once it is true; the limit is there for what would never happen."""
+def until(condition: Callable[[], Any]) -> Any:
+    """Waits until `condition` returns a true value, and returns it; fails after LIMIT."""
     end = time.monotonic() + LIMIT
-    while not (value := happened()):
-        assert time.monotonic() < end, "it did not happen"
+    while not (value := condition()):
+        assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.05)
     return value
 
 
-def stopped(
+def waiting_run(
     out: Path, entries: list[sweep.Entry], accepts: Callable[[int], bool] = lambda _: True
 ) -> sweep.Entry | None:
-    """A run that waits in the middle, on a worker whose process `accepts` says yes to."""
+    """A run that waits in the middle, on a worker whose pid `accepts` is true of."""
     for entry in entries:
         # One reading of the log: the state alone would mix a new worker's lock with an old worker's last line.
         lines = locks.lines(out, entry.name)
@@ -142,8 +142,8 @@ def parent(pid: int) -> int:
     return int(stat.read_text().rpartition(")")[2].split()[1]) if stat.exists() else 0
 
 
-def begun(out: Path, entry: sweep.Entry) -> list[int]:
-    """The first epoch that is noted after every beginning of a run."""
+def first_epochs(out: Path, entry: sweep.Entry) -> list[int]:
+    """The first epoch in the log after each start of a run."""
     epochs: list[int] = []
     fresh = False
     for line in locks.lines(out, entry.name):
@@ -154,54 +154,55 @@ def begun(out: Path, entry: sweep.Entry) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same runs without Ray."""
     folder = tmp_path_factory.mktemp("alone")
-    for entry in asked(folder, 3):
+    for entry in write_sweep(folder, 3):
         commands.execute("osp", entry.options, commands.single, out=folder / entry.name, progress=lambda *_: None)
     return folder
 
 
-def assert_as_without_ray(out: Path, entries: list[sweep.Entry], alone: Path) -> None:
+def assert_as_without_ray(out: Path, entries: list[sweep.Entry], reference_runs: Path) -> None:
     for entry in entries:
         assert [line["event"] for line in locks.lines(out, entry.name)].count("finished") == 1
-        expected = store.result(alone / entry.name)
+        expected = store.result(reference_runs / entry.name)
         assert store.result(out / entry.name) == {**expected, "folder": str(out / entry.name)}
         for name in FILES:
-            assert (out / entry.name / name).read_bytes() == (alone / entry.name / name).read_bytes()
+            assert (out / entry.name / name).read_bytes() == (reference_runs / entry.name / name).read_bytes()
         assert not (out / entry.name / store.CHECKPOINTS).exists()
 
 
-def test_a_driver_and_a_worker_that_are_killed_lose_nothing(driver: Any, alone: Path, tmp_path: Path) -> None:
-    out, entries = tmp_path / "out", asked(tmp_path, 3)
-    done, hit, last = entries
-    hold(tmp_path, [hit, last])
+def test_killing_a_driver_and_a_worker_loses_nothing(driver: Any, reference_runs: Path, tmp_path: Path) -> None:
+    out, entries = tmp_path / "out", write_sweep(tmp_path, 3)
+    finished, killed, last = entries
+    hold(tmp_path, [killed, last])
     first = driver()
-    until((out / done.name / "result.json").exists)
-    written = (out / done.name / "result.json").stat().st_mtime_ns
-    until(lambda: stopped(out, [hit]) and stopped(out, [last]))
+    until((out / finished.name / "result.json").exists)
+    written = (out / finished.name / "result.json").stat().st_mtime_ns
+    until(lambda: waiting_run(out, [killed]) and waiting_run(out, [last]))
     first.kill()
     first.wait()
-    until(lambda: all(locks.state(out, entry.name)["state"] == "waiting" for entry in (hit, last)))  # Ray ends workers
-    before = worker(out, hit)
+    # Ray ends the workers of a dead driver.
+    until(lambda: all(locks.state(out, entry.name)["state"] == "waiting" for entry in (killed, last)))
+    before = worker(out, killed)
     second = driver()
-    until(lambda: stopped(out, [hit], lambda pid: pid != before))
-    os.kill(worker(out, hit), signal.SIGKILL)
+    until(lambda: waiting_run(out, [killed], lambda pid: pid != before))
+    os.kill(worker(out, killed), signal.SIGKILL)
     release(tmp_path)
     assert second.wait(LIMIT) == 0, (tmp_path / "driver-1.txt").read_text()
-    assert (out / done.name / "result.json").stat().st_mtime_ns == written
-    assert len(begun(out, done)) == 1
-    assert len(begun(out, hit)) == 3
-    assert len(begun(out, last)) == 2
-    assert min(begun(out, hit)[1:] + begun(out, last)[1:]) >= HELD  # they went on from a checkpoint
-    assert_as_without_ray(out, entries, alone)
+    assert (out / finished.name / "result.json").stat().st_mtime_ns == written
+    assert len(first_epochs(out, finished)) == 1
+    assert len(first_epochs(out, killed)) == 3
+    assert len(first_epochs(out, last)) == 2
+    assert min(first_epochs(out, killed)[1:] + first_epochs(out, last)[1:]) >= HELD  # they went on from a checkpoint
+    assert_as_without_ray(out, entries, reference_runs)
 
 
 def test_a_run_whose_workers_die_too_often_has_failed(driver: Any, tmp_path: Path) -> None:
-    out, entries = tmp_path / "out", asked(tmp_path, 1, "[ray]\nmax_retries = 0\n")
+    out, entries = tmp_path / "out", write_sweep(tmp_path, 1, "[ray]\nmax_retries = 0\n")
     hold(tmp_path, entries)
     process = driver()
-    until(lambda: stopped(out, entries))
+    until(lambda: waiting_run(out, entries))
     os.kill(worker(out, entries[0]), signal.SIGKILL)
     assert process.wait(LIMIT) == 1
     status = sweep.status(out)
@@ -209,36 +210,36 @@ def test_a_run_whose_workers_die_too_often_has_failed(driver: Any, tmp_path: Pat
     assert status["runs"][0]["reason"].startswith("its workers died 1 times (WorkerCrashedError); see the logs of Ray")
 
 
-def test_what_a_worker_refuses_is_told_and_nothing_is_written(driver: Any, tmp_path: Path) -> None:
-    asked(tmp_path, 1, "sparsity = [0.9, 1.5]\n")
+def test_a_workers_refusal_is_reported_and_nothing_is_written(driver: Any, tmp_path: Path) -> None:
+    write_sweep(tmp_path, 1, "sparsity = [0.9, 1.5]\n")
     assert driver().wait(LIMIT) == 1
     message = (tmp_path / "driver-0.txt").read_text().splitlines()[-1]
     assert message.startswith("sparsity 1.5 is outside [0, 1)")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_node_that_is_killed_loses_nothing(nodes: Any, driver: Any, alone: Path, tmp_path: Path) -> None:
-    out, entries = tmp_path / "out", asked(tmp_path, 3)
+def test_killing_a_node_loses_nothing(nodes: Any, driver: Any, reference_runs: Path, tmp_path: Path) -> None:
+    out, entries = tmp_path / "out", write_sweep(tmp_path, 3)
     (node,) = (node for node in nodes.list_all_nodes() if node is not nodes.head_node)
     (raylet,) = (process_info.process.pid for process_info in node.all_processes["raylet"])
     hold(tmp_path, entries)
     process = driver()
-    hit = until(lambda: stopped(out, entries, lambda pid: parent(pid) == raylet))
-    lost = worker(out, hit)
+    moved = until(lambda: waiting_run(out, entries, lambda pid: parent(pid) == raylet))
+    lost_pid = worker(out, moved)
     nodes.remove_node(node, allow_graceful=False)
     nodes.add_node(**NODE)  # as many as the other tests expect
-    until(lambda: not Path(f"/proc/{lost}").exists())
+    until(lambda: not Path(f"/proc/{lost_pid}").exists())
     release(tmp_path)
     assert process.wait(LIMIT) == 0, (tmp_path / "driver-0.txt").read_text()
-    first, *later = begun(out, hit)
+    first, *later = first_epochs(out, moved)
     assert first == 0
     assert later
     assert min(later) >= HELD
-    assert_as_without_ray(out, entries, alone)
+    assert_as_without_ray(out, entries, reference_runs)
 
 
-def test_a_cluster_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    asked(tmp_path, 1)
+def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
+    write_sweep(tmp_path, 1)
     for address in ("127.0.0.1:9", "nowhere.invalid:6379"):
         with pytest.raises(ValueError, match=f"no Ray cluster answers at {address}"):
             sweep.run(tmp_path / "mine.toml", out=tmp_path / "out", work=cluster.work_at(address))

@@ -1,4 +1,4 @@
-"""Event files: what TensorBoard will show of a run, read back from the files."""
+"""Event files of a run, read back as TensorBoard reads them."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ def quiet(*_: Any) -> None:
     pass
 
 
-def test_a_missing_extra_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_nothing_is_written_and_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(name: str) -> None:
         raise ImportError("none")
 
@@ -32,33 +34,33 @@ def test_a_missing_extra_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch:
 
 def events(folder: Path) -> Any:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
-    return found.Reload()
+    accumulator = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
+    return accumulator.Reload()
 
 
 def test_a_followed_run_shows_scalars_gates_and_figures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    options, folder, seen = opt.Pft(**SHORT), tmp_path / "run", []
-    with tracking.following(folder, "pft", options, lambda *rest: seen.append(rest)) as progress:
+    options, folder, calls = opt.Pft(**SHORT), tmp_path / "run", []
+    with tracking.following(folder, "pft", options, lambda *call: calls.append(call)) as progress:
         assert not folder.exists()
         commands.execute("pft", options, commands.single, out=folder, progress=progress)
-    found, tags = events(folder / tracking.EVENTS), events(folder / tracking.EVENTS).Tags()
+    accumulator, tags = events(folder / tracking.EVENTS), events(folder / tracking.EVENTS).Tags()
     rows = store.metrics(folder)
     for row in rows:
-        values = {event.step: event.value for event in found.Scalars(f"{row['stage']}/loss")}
+        values = {event.step: event.value for event in accumulator.Scalars(f"{row['stage']}/loss")}
         assert values[row["epoch"]] == pytest.approx(row["loss"], rel=1e-6)
     assert set(tags["histograms"]) == {
         f"masks/keep_prob/{name}" for name in ("all", *(f"layers.{k}.weight" for k in (0, 2, 4)))
     }
-    (gates,) = found.Histograms("masks/keep_prob/all")
+    (gates,) = accumulator.Histograms("masks/keep_prob/all")
     expected = 1 - next(row["expected_sparsity"] for row in reversed(rows) if row["stage"] == "masks")
     assert gates.histogram_value.num == 50_200
     assert gates.histogram_value.sum / 50_200 == pytest.approx(expected, abs=1e-5)
     assert set(tags["images"]) == {f"figures/{path.stem}" for path in folder.glob("figures/*.png")}
     for path in folder.glob("figures/*.png"):
-        (image,) = found.Images(f"figures/{path.stem}")
+        (image,) = accumulator.Images(f"figures/{path.stem}")
         assert image.encoded_image_string == path.read_bytes()
-    assert seen, "the other listener hears everything"
+    assert calls, "the user's progress is called too"
     with pytest.raises(ValueError, match=r"events already holds 1 files; give another --out, or delete it"):
         tracking.write(folder)
 
@@ -68,16 +70,16 @@ def test_a_finished_run_of_pbp_shows_p_and_q(tmp_path: Path) -> None:
     options = opt.Pbp(**SHORT, posterior_epochs=1, draws=50)
     result = commands.execute("pbp", options, commands.single, out=tmp_path / "run", progress=quiet)
     assert tracking.write(tmp_path / "run", out=tmp_path / "events") == tmp_path / "events"
-    found = events(tmp_path / "events")
-    (posterior,) = found.Histograms("certificate/posterior/keep_prob/all")
+    accumulator = events(tmp_path / "events")
+    (posterior,) = accumulator.Histograms("certificate/posterior/keep_prob/all")
     mean = posterior.histogram_value.sum / posterior.histogram_value.num
     assert mean == pytest.approx(1 - result["expected_sparsity"], abs=1e-5)
-    (bound,) = found.Scalars("result/pbp/certificate")
+    (bound,) = accumulator.Scalars("result/pbp/certificate")
     assert bound.value == pytest.approx(result["certificate"])
-    assert {"dense/loss", "prior/loss", "posterior/loss"} <= set(found.Tags()["scalars"])
+    assert {"dense/loss", "prior/loss", "posterior/loss"} <= set(accumulator.Tags()["scalars"])
 
 
-def test_a_run_that_is_going_shows_what_its_checkpoints_hold(tmp_path: Path) -> None:
+def test_an_unfinished_run_shows_the_rows_and_gates_of_its_checkpoints(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     options, folder = opt.Pft(**SHORT, recipe="paper"), tmp_path / "run"
 

@@ -28,9 +28,9 @@ FIGURES = ["methods", "certificate", "layers", "curves", "keep_prob"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of pbp, which has every figure."""
     out = tmp_path_factory.mktemp("runs") / "pbp"
-    done = CliRunner().invoke(app.build(), [*COMMAND.split()[1:], "--out", str(out), "--json"])
-    assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout) == store.result(out)
+    result = CliRunner().invoke(app.build(), [*COMMAND.split()[1:], "--out", str(out), "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout) == store.result(out)
     return out
 
 
@@ -50,17 +50,17 @@ def table(folder: Path, name: str) -> list[dict[str, str]]:
 
 
 def test_the_result_repeats_the_certificate(folder: Path, certificate: Certificate) -> None:
-    found = store.result(folder)
-    assert found["certificate"] == certificate.bound
+    result = store.result(folder)
+    assert result["certificate"] == certificate.bound
     for name in ("risk", "risk_upper", "draws", "kl", "n", "bounds", "winner", "statement"):
-        assert found[name] == getattr(certificate, name)
-    assert found["delta"] == pytest.approx(0.1)
-    assert found["expected_sparsity"] == pytest.approx(0.9, abs=1e-4)
-    assert found["sparsity"] == pytest.approx(0.9, abs=1e-4)
-    assert 0 <= found["thresholded_error"] <= 1
+        assert result[name] == getattr(certificate, name)
+    assert result["delta"] == pytest.approx(0.1)
+    assert result["expected_sparsity"] == pytest.approx(0.9, abs=1e-4)
+    assert result["sparsity"] == pytest.approx(0.9, abs=1e-4)
+    assert 0 <= result["thresholded_error"] <= 1
 
 
-def test_the_report_needs_nothing_but_itself(page: str) -> None:
+def test_the_report_has_no_script_and_loads_nothing(page: str) -> None:
     assert "<script" not in page
     assert not re.search(r"""(src|href)=["']?(https?:)?//|@import|url\(""", page)
     sources = re.findall(r'src="([^"]*)"', page)
@@ -77,7 +77,9 @@ def test_every_link_leads_to_a_file(page: str, folder: Path) -> None:
     assert all((folder / link).is_file() for link in links)
 
 
-def test_the_report_says_what_is_proved(page: str, certificate: Certificate) -> None:
+def test_the_report_states_the_certificate_its_assumptions_and_its_commands(
+    page: str, certificate: Certificate
+) -> None:
     text = unescape(page)
     assert certificate.statement in text
     assert report.sentence(certificate.winner) in text
@@ -96,7 +98,7 @@ def test_the_report_lists_every_bound_and_marks_the_claim(page: str, certificate
     label, bound = BOUNDS["seeger"].label, rounded_up(certificate.bound)
     claim = f"<strong>{label}</strong><small>the claim</small></th><td>{bound}</td>"
     assert f"{claim}<td>0.08 PAC-Bayes + 0.02 Monte Carlo</td>" in table
-    assert "they do not hold all at once" in page
+    assert "They do not hold all at once" in page
 
 
 def test_bounds_are_rounded_up(page: str, folder: Path) -> None:
@@ -126,15 +128,15 @@ def test_report_rebuilds_what_was_deleted(folder: Path, page: str, tmp_path: Pat
     shutil.copytree(folder, copy)
     shutil.rmtree(copy / "figures")
     (copy / "report.html").unlink()
-    done = CliRunner().invoke(app.build(), ["report", str(copy)])
-    assert done.stdout == f"Report: {copy / 'report.html'}\n"
+    result = CliRunner().invoke(app.build(), ["report", str(copy)])
+    assert result.stdout == f"Report: {copy / 'report.html'}\n"
     assert (copy / "report.html").read_text() == page
 
 
 def test_report_can_be_written_elsewhere(folder: Path, tmp_path: Path) -> None:
     before = {f: f.stat().st_mtime_ns for f in folder.rglob("*")}
-    done = CliRunner().invoke(app.build(), ["report", str(folder), "--out", str(tmp_path), "--json"])
-    assert json.loads(done.stdout)["report"] == str(tmp_path / "report.html")
+    result = CliRunner().invoke(app.build(), ["report", str(folder), "--out", str(tmp_path), "--json"])
+    assert json.loads(result.stdout)["report"] == str(tmp_path / "report.html")
     links = re.findall(r'href="([^"]*)"', (tmp_path / "report.html").read_text())
     assert all((tmp_path / link).is_file() for link in links)
     assert {f: f.stat().st_mtime_ns for f in folder.rglob("*")} == before
@@ -157,15 +159,15 @@ def test_a_browser_shows_the_table_and_the_figures(folder: Path, page: str, tmp_
     }</script></body>"""
     (tmp_path / "report.html").write_text(page.replace("</body>", probe))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    done = subprocess.run(
+    process = subprocess.run(
         ["chromium", *flags, (tmp_path / "report.html").as_uri()],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    (widths,) = re.findall(r'data-widths="([\d,]*)"', done.stdout)
+    (widths,) = re.findall(r'data-widths="([\d,]*)"', process.stdout)
     assert len(widths.split(",")) == len(FIGURES)
     assert all(int(width) > 500 for width in widths.split(","))
-    assert 'data-rows="2"' in done.stdout
-    assert store.result(folder)["statement"] in unescape(done.stdout)
+    assert 'data-rows="2"' in process.stdout
+    assert store.result(folder)["statement"] in unescape(process.stdout)

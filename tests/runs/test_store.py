@@ -51,30 +51,30 @@ def test_a_preset_is_a_default() -> None:
     plain, spelled = opt.resolve(Pft, {"data": "mnist"}), opt.resolve(Pft, {"data": "mnist", "lr": 0.1})
     assert plain == spelled
     assert plain.lr == 0.1
-    assert opt.changed(plain) == {"data": "mnist"}
+    assert opt.changes(plain) == {"data": "mnist"}
 
 
 def test_later_options_win() -> None:
-    found = opt.resolve(Osp, {"data": "cifar10", "lr": 0.3, "seed": 1}, {"seed": 2})
-    assert (found.model, found.augment, found.lr, found.seed) == ("resnet20", True, 0.3, 2)
+    options = opt.resolve(Osp, {"data": "cifar10", "lr": 0.3, "seed": 1}, {"seed": 2})
+    assert (options.model, options.augment, options.lr, options.seed) == ("resnet20", True, 0.3, 2)
 
 
 @pytest.mark.parametrize("command", opt.COMMANDS)
 def test_presets_name_options_that_exist(command: str) -> None:
-    known = {f.name for f in fields(opt.COMMANDS[command])}
+    names = {f.name for f in fields(opt.COMMANDS[command])}
     for name in data.NAMES:
-        assert set(opt.preset(opt.COMMANDS[command], name)) <= known
+        assert set(opt.preset(opt.COMMANDS[command], name)) <= names
 
 
 def test_each_network_has_the_learning_rate_that_was_tuned_for_it() -> None:
     lenet = {"data": "fashion-mnist", "model": "lenet5"}
     assert [opt.resolve(kind, lenet).lr for kind in (Osp, Pft, opt.Dpf)] == [0.1, 0.05, 0.02]
     assert opt.resolve(Pft, {"data": "fashion-mnist"}).lr == 0.1
-    assert opt.changed(opt.resolve(Pft, lenet)) == lenet
+    assert opt.changes(opt.resolve(Pft, lenet)) == lenet
     assert opt.command_line("pft", opt.resolve(Pft, lenet)) == "pacprune pft --data fashion-mnist --model lenet5"
 
 
-def test_presets_are_what_the_published_table_was_made_with() -> None:
+def test_presets_are_the_settings_of_the_published_table() -> None:
     """`pacprune pft` without flags is the row "pft, magnitude" of results/pft-vs-osp.csv."""
     for setting in pft_vs_osp.SETTINGS["reduced"]:
         for kind in (Osp, Pft, opt.Gmp):
@@ -92,18 +92,18 @@ def test_steps_on_a_gpu_are_graphs(kind: type) -> None:
 
 
 def test_published_learning_rates_are_the_best_on_validation_data() -> None:
-    found: dict[tuple[str, ...], list[tuple[float, float, float]]] = {}
+    trials: dict[tuple[str, ...], list[tuple[float, float, float]]] = {}
     for row in frame.read(Path(__file__).parents[2] / "results" / "pft-vs-osp-tuning.csv"):
         if row["criterion"] == "magnitude" and row["method"] in opt.COMMANDS:
             key = row["dataset"], row["model"], row["method"]
-            found.setdefault(key, []).append((row["validation_error"], row["lr"], row["gate_ratio"]))
-    for (name, model, method), tried in found.items():
-        _, lr, ratio = min(tried)
+            trials.setdefault(key, []).append((row["validation_error"], row["lr"], row["gate_ratio"]))
+    for (name, model, method), rates in trials.items():
+        _, lr, ratio = min(rates)
         assert opt.resolve(opt.COMMANDS[method], {"data": name, "model": model}).lr == lr
         assert ratio == 100  # the default
 
 
-def test_the_command_line_names_what_was_changed() -> None:
+def test_the_command_line_names_the_changed_options() -> None:
     options = opt.resolve(Osp, {"data": "cifar10", "augment": False, "lr": 0.05})
     assert opt.command_line("osp", options) == "pacprune osp --data cifar10 --lr 0.05 --no-augment"
 
@@ -115,19 +115,19 @@ def test_the_command_line_names_what_was_changed() -> None:
 def test_a_config_file_reads_back_as_it_was_written(command: str, tmp_path: Path) -> None:
     options = opt.COMMANDS[command](seed=7, device='a "quoted" \\ name')
     (tmp_path / "run.toml").write_text(opt.to_toml(command, options))
-    found, given = opt.from_toml(tmp_path / "run.toml", command)
-    assert found == command
-    assert opt.resolve(opt.COMMANDS[command], given) == options
-    assert given == {name: value for name, value in asdict(options).items() if value is not None}
+    read_command, values = opt.from_toml(tmp_path / "run.toml", command)
+    assert read_command == command
+    assert opt.resolve(opt.COMMANDS[command], values) == options
+    assert values == {name: value for name, value in asdict(options).items() if value is not None}
 
 
-def test_a_folder_of_when_every_method_had_a_criterion_can_be_read(tmp_path: Path) -> None:
+def test_an_older_config_with_a_criterion_for_every_method_can_be_read(tmp_path: Path) -> None:
     old = opt.to_toml("gmp", opt.Gmp(seed=7)) + 'criterion = "{}"\n'
     (tmp_path / "config.toml").write_text(old.format("magnitude"))
-    assert store.recorded(tmp_path) == ("gmp", opt.Gmp(seed=7))
+    assert store.read_config(tmp_path) == ("gmp", opt.Gmp(seed=7))
     (tmp_path / "config.toml").write_text(old.format("snip"))
     with pytest.raises(ValueError, match="unknown key 'criterion'"):
-        store.recorded(tmp_path)
+        store.read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -172,15 +172,15 @@ def test_a_folder_of_another_run_is_refused_and_untouched(tmp_path: Path) -> Non
     assert (tmp_path / "config.toml").read_bytes() == before
 
 
-def test_a_run_folder_holds_what_was_asked_and_what_came_out(tmp_path: Path) -> None:
-    found = run(Osp(**SHORT), tmp_path / "run")
+def test_a_run_folder_holds_the_options_and_the_result(tmp_path: Path) -> None:
+    result = run(Osp(**SHORT), tmp_path / "run")
     files = {f.name for f in (tmp_path / "run").iterdir()}
     assert files == {"config.toml", "metrics.jsonl", "model.safetensors", "result.json", "figures", "report.html"}
-    assert store.recorded(tmp_path / "run") == ("osp", Osp(**SHORT))
-    assert store.result(tmp_path / "run") == found
+    assert store.read_config(tmp_path / "run") == ("osp", Osp(**SHORT))
+    assert store.result(tmp_path / "run") == result
     assert [row["stage"] for row in store.metrics(tmp_path / "run")] == ["dense", "dense", "tune", "tune"]
-    assert found["sparsity"] == pytest.approx(0.9, abs=1e-5)
-    assert found["kept"] == 5020
+    assert result["sparsity"] == pytest.approx(0.9, abs=1e-5)
+    assert result["kept"] == 5020
 
 
 def test_a_finished_run_returns_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_finished_run_returns_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("options", [Pft(**SHORT), Pbp(**SHORT, posterior_epochs=2, draws=20)], ids=["pft", "pbp"])
-def test_a_run_broken_off_anywhere_ends_like_one_that_was_not(options: Any, tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(options: Any, tmp_path: Path) -> None:
     whole = run(options, tmp_path / "whole")
     stages = dict.fromkeys(row["stage"] for row in store.metrics(tmp_path / "whole"))
     for stage in stages:
@@ -209,7 +209,9 @@ def test_a_run_broken_off_anywhere_ends_like_one_that_was_not(options: Any, tmp_
     assert not (tmp_path / "broken" / store.CHECKPOINTS).exists()
 
 
-def test_a_run_broken_off_after_it_certified_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_interrupted_after_it_certified_counts_one_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = Pbp(dense_epochs=1, epochs=1, posterior_epochs=1, draws=20)
 
     def interrupted(*_: Any, **__: Any) -> None:
@@ -221,18 +223,18 @@ def test_a_run_broken_off_after_it_certified_counts_as_one(tmp_path: Path, monke
             run(options, tmp_path / "run")
     assert (tmp_path / "run" / store.CHECKPOINTS / "certify-calls.json").is_file()
     run(options, tmp_path / "run")
-    found = decode.load(tmp_path / "run" / store.CERTIFICATE)
-    assert found.record["certify_calls"] == 1
+    certificate = decode.load(tmp_path / "run" / store.CERTIFICATE)
+    assert certificate.record["certify_calls"] == 1
     assert sorted(f.name for f in (tmp_path / "run" / store.CERTIFICATE).iterdir()) == sorted(
-        ["certificate.json", *found.tensors]
+        ["certificate.json", *certificate.tensors]
     )
 
 
-def test_what_a_network_was_trained_on_can_be_chosen() -> None:
+def test_train_on_chooses_the_training_part() -> None:
     split, _ = commands.prepare(Osp())
-    assert commands.training(Osp(), split) is split.train
-    assert commands.training(Pft(train_on="prior"), split) is split.prior
-    assert commands.training(Pbp(), split) is split.prior
+    assert commands.training_part(Osp(), split) is split.train
+    assert commands.training_part(Pft(train_on="prior"), split) is split.prior
+    assert commands.training_part(Pbp(), split) is split.prior
     assert len(commands.prepare(Pbp())[0].unlabelled) == 100
 
 
@@ -251,13 +253,13 @@ def test_a_run_that_fails_keeps_the_stages_that_were_trained(tmp_path: Path, mon
         patch.setattr(commands, "prune", refused)
         with pytest.raises(ValueError, match="found too late"):
             run(Osp(**SHORT), tmp_path / "run")
-    kept = tmp_path / "run" / store.CHECKPOINTS / "dense.pt"
-    before = kept.stat().st_mtime_ns
+    checkpoint = tmp_path / "run" / store.CHECKPOINTS / "dense.pt"
+    before = checkpoint.stat().st_mtime_ns
     with monkeypatch.context() as patch:
         patch.setattr(commands, "prune", refused)
         with pytest.raises(ValueError, match="found too late"):
             run(Osp(**SHORT), tmp_path / "run")
-    assert kept.stat().st_mtime_ns == before, "it was trained again"
+    assert checkpoint.stat().st_mtime_ns == before, "it was trained again"
     assert run(Osp(**SHORT), tmp_path / "run") == run(Osp(**SHORT), tmp_path / "other") | {
         "folder": str(tmp_path / "run")
     }

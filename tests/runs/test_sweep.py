@@ -1,4 +1,4 @@
-"""Sweeps on this machine: the same folders as single runs leave, each made once, and sentences for bad files."""
+"""Sweeps on this machine: the same folders as those of single runs, each made once, and errors for bad files."""
 
 import errno
 import fcntl
@@ -33,13 +33,13 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Reports are not drawn, which takes longer than so small a run; one command's are."""
+def few_reports(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Draws the report of one command only: a report takes longer than so small a run."""
     if "[pft]" not in request.node.name:
         monkeypatch.setattr(commands.report, "write", lambda *_: None)
 
 
-def file(*parts: str, command: str = "osp", name: str = "mine.toml") -> Path:
+def write_sweep(*parts: str, command: str = "osp", name: str = "mine.toml") -> Path:
     Path(name).write_text(f'command = "{command}"\n' + "".join(parts))
     return Path(name)
 
@@ -56,31 +56,31 @@ def events(folder: Path, name: str, event: str) -> list[dict[str, Any]]:
     return [line for line in locks.lines(folder, name) if line["event"] == event]
 
 
-def assert_alike(one: Any, other: Any) -> None:
+def assert_alike(actual: Any, expected: Any) -> None:
     """Equal, numbers up to rounding."""
-    if isinstance(other, dict):
-        assert list(one) == list(other)
-        for key in other:
-            assert_alike(one[key], other[key])
-    elif isinstance(other, list):
-        assert len(one) == len(other)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_alike(mine, theirs)
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for key in expected:
+            assert_alike(actual[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected)
+        for actual_item, expected_item in zip(actual, expected, strict=True):
+            assert_alike(actual_item, expected_item)
     else:
-        assert one == (pytest.approx(other, rel=1e-3, abs=1e-6) if isinstance(other, float) else other)
+        assert actual == (pytest.approx(expected, rel=1e-3, abs=1e-6) if isinstance(expected, float) else expected)
 
 
-# --- What is made.
+# --- Finished sweeps.
 
 
-@pytest.mark.usefixtures("plain")
+@pytest.mark.usefixtures("few_reports")
 @pytest.mark.parametrize("command", sweep.COMMANDS)
 def test_a_population_leaves_what_single_runs_leave(command: str, tmp_path: Path) -> None:
     more = (FIXED, POSTERIOR, TWO, PAID) if command == "pbp" else (FIXED, TWO)
-    asked = sweep.read(file(*more, command=command))
-    found = sweep.run(Path("mine.toml"))
-    assert (found["folder"], found["finished"], len(found["runs"])) == ("runs/mine", 2, 2)
-    for entry, row in zip(asked.entries, found["runs"], strict=True):
+    plan = sweep.read(write_sweep(*more, command=command))
+    status = sweep.run(Path("mine.toml"))
+    assert (status["folder"], status["finished"], len(status["runs"])) == ("runs/mine", 2, 2)
+    for entry, row in zip(plan.entries, status["runs"], strict=True):
         assert row["point"]["sparsity"] == entry.options.sparsity
         assert row["route"] == "population of 2"
         alone, here = tmp_path / entry.name, Path("runs/mine") / entry.name
@@ -102,11 +102,11 @@ def test_a_population_leaves_what_single_runs_leave(command: str, tmp_path: Path
             assert_alike({**result, "folder": ""}, {**expected, "folder": ""})
 
 
-def test_a_run_without_company_is_the_single_run_to_the_bit(tmp_path: Path) -> None:
-    asked = sweep.read(file(FIXED, "[grid]\nseed = [0, 1]\n"))
-    found = sweep.run(Path("mine.toml"), out=tmp_path / "out")
-    assert [row["route"] for row in found["runs"]] == ["alone", "alone"]
-    for entry in asked.entries:
+def test_a_run_outside_a_population_is_the_single_run_to_the_bit(tmp_path: Path) -> None:
+    plan = sweep.read(write_sweep(FIXED, "[grid]\nseed = [0, 1]\n"))
+    status = sweep.run(Path("mine.toml"), out=tmp_path / "out")
+    assert [row["route"] for row in status["runs"]] == ["alone", "alone"]
+    for entry in plan.entries:
         expected = single("osp", entry, tmp_path / entry.name)
         assert store.result(tmp_path / "out" / entry.name) == {
             **expected,
@@ -116,69 +116,69 @@ def test_a_run_without_company_is_the_single_run_to_the_bit(tmp_path: Path) -> N
             assert (tmp_path / "out" / entry.name / name).read_bytes() == (tmp_path / entry.name / name).read_bytes()
 
 
-@pytest.mark.usefixtures("plain")
-def test_finished_runs_are_skipped_also_those_of_single_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = sweep.read(file(FIXED, TWO))
-    single("osp", asked.entries[0], Path("out") / asked.entries[0].name)
-    found = sweep.run(Path("mine.toml"), out=Path("out"))
-    assert [row["route"] for row in found["runs"]] == ["alone", "alone"]
+@pytest.mark.usefixtures("few_reports")
+def test_finished_runs_are_skipped_even_those_of_single_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = sweep.read(write_sweep(FIXED, TWO))
+    single("osp", plan.entries[0], Path("out") / plan.entries[0].name)
+    status = sweep.run(Path("mine.toml"), out=Path("out"))
+    assert [row["route"] for row in status["runs"]] == ["alone", "alone"]
     monkeypatch.setattr(commands, "prepare", lambda _: pytest.fail("a finished run was begun again"))
-    assert sweep.run(Path("mine.toml"), out=Path("out")) == found
+    assert sweep.run(Path("mine.toml"), out=Path("out")) == status
 
 
 def test_runs_are_grouped_by_what_they_share() -> None:
     grid = "[grid]\nseed = [0, 1]\nepochs = [1, 2]\nlr = [0.1, 0.2]\ncriterion = ['magnitude', 'snip', 'random']\n"
-    chunks = sweep._chunks(sweep.read(file(grid)), Path("out"))
+    chunks = sweep._chunks(sweep.read(write_sweep(grid)), Path("out"))
     assert [len(chunk) for chunk in chunks] == [6] * 4
     for chunk in chunks:
         assert len({(entry.options.seed, entry.options.epochs) for entry in chunk}) == 1
     many = f"[grid]\nsparsity = {[k / 100 for k in range(50, 70)]}\n"
-    assert [len(chunk) for chunk in sweep._chunks(sweep.read(file(many)), Path("out"))] == [8, 8, 4]
+    assert [len(chunk) for chunk in sweep._chunks(sweep.read(write_sweep(many)), Path("out"))] == [8, 8, 4]
 
 
-@pytest.mark.usefixtures("plain")
-def test_dense_networks_that_are_the_same_are_trained_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(sweep, "fit", lambda model, *a, fit=sweep.fit, **k: seen.append(model) or fit(model, *a, **k))
-    sweep.run(file(FIXED, TWO, "gate_lr = [1.0, 2.0]\n", command="pft"))
-    assert len(seen) == 1
-    assert isinstance(seen[0], torch.nn.Module)
-    sweep.run(file(FIXED, TWO, "lr = [0.05, 0.2]\n", name="rates.toml"))
-    assert len(seen[1]) == 2
+@pytest.mark.usefixtures("few_reports")
+def test_equal_dense_networks_are_trained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[Any] = []
+    monkeypatch.setattr(sweep, "fit", lambda model, *a, fit=sweep.fit, **k: models.append(model) or fit(model, *a, **k))
+    sweep.run(write_sweep(FIXED, TWO, "gate_lr = [1.0, 2.0]\n", command="pft"))
+    assert len(models) == 1
+    assert isinstance(models[0], torch.nn.Module)
+    sweep.run(write_sweep(FIXED, TWO, "lr = [0.05, 0.2]\n", name="rates.toml"))
+    assert len(models[1]) == 2
 
 
-# --- What goes wrong.
+# --- Failures.
 
 
-@pytest.mark.usefixtures("plain")
-def test_a_run_that_fails_does_not_take_the_others_with_it() -> None:
-    found = sweep.run(file(FIXED, "[grid]\nlr = [0.1, 1e30, 0.2]\n"))
-    good, bad, last = found["runs"]
-    assert (good["state"], last["state"], found["failed"]) == ("finished", "finished", 1)
+@pytest.mark.usefixtures("few_reports")
+def test_the_failure_of_one_run_does_not_stop_the_others() -> None:
+    status = sweep.run(write_sweep(FIXED, "[grid]\nlr = [0.1, 1e30, 0.2]\n"))
+    good, bad, last = status["runs"]
+    assert (good["state"], last["state"], status["failed"]) == ("finished", "finished", 1)
     assert bad["state"] == "failed"
     assert bad["reason"].startswith("the loss became")
     assert sorted(f.name for f in Path("runs/mine").iterdir()) == sorted(
         ["log", "sweep.toml", good["run"], last["run"]]
     )
     assert len(events(Path("runs/mine"), good["run"], "finished")) == 1
-    assert sweep.status(Path("runs/mine")) == found
+    assert sweep.status(Path("runs/mine")) == status
 
 
-@pytest.mark.usefixtures("plain")
-def test_what_nobody_foresaw_is_noted_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("few_reports")
+def test_an_unexpected_error_is_noted_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("out of\nluck")
 
     monkeypatch.setattr(commands, "single", broken)
-    found = sweep.run(file(FIXED, "[grid]\nseed = [3]\n"))
-    assert found["runs"][0]["reason"] == "RuntimeError: out of luck"
-    assert "in broken" in events(Path("runs/mine"), found["runs"][0]["run"], "failed")[0]["traceback"]
+    status = sweep.run(write_sweep(FIXED, "[grid]\nseed = [3]\n"))
+    assert status["runs"][0]["reason"] == "RuntimeError: out of luck"
+    assert "in broken" in events(Path("runs/mine"), status["runs"][0]["run"], "failed")[0]["traceback"]
 
 
-@pytest.mark.usefixtures("plain")
+@pytest.mark.usefixtures("few_reports")
 @pytest.mark.parametrize("stage", ["dense", "masks", "tune", "stored"])
-def test_a_population_broken_off_anywhere_goes_on_to_the_bit(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = file("dense_epochs = 2\nepochs = 4\n", TWO, command="pft")
+def test_an_interrupted_population_resumes_to_the_bit(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_sweep("dense_epochs = 2\nepochs = 4\n", TWO, command="pft")
     calls: list[str] = []
     stop = ""
 
@@ -190,10 +190,10 @@ def test_a_population_broken_off_anywhere_goes_on_to_the_bit(stage: str, monkeyp
 
         return progress
 
-    def finish(folder: Path, found: Any, finish: Any = store.finish) -> None:
+    def finish(folder: Path, result: Any, finish: Any = store.finish) -> None:
         if stop == "stored" and list(Path("broken").glob("*/result.json")):  # one run is stored, the other is not
             raise KeyboardInterrupt
-        finish(folder, found)
+        finish(folder, result)
 
     monkeypatch.setattr(locks, "watch", watch)
     monkeypatch.setattr(store, "finish", finish)
@@ -205,7 +205,7 @@ def test_a_population_broken_off_anywhere_goes_on_to_the_bit(stage: str, monkeyp
     assert sweep.status(Path("broken"))["finished"] == (stage == "stored")
     stop = ""
     assert sweep.run(path, out=Path("broken"))["runs"] == whole["runs"]
-    assert len(calls) <= needed + 13  # an epoch is 12 steps, and tells when it ends
+    assert len(calls) <= needed + 13  # an epoch calls progress for each of its 12 steps and at its end
     for row in whole["runs"]:
         for name in ("model.safetensors", "metrics.jsonl"):
             assert Path("broken", row["run"], name).read_bytes() == Path("whole", row["run"], name).read_bytes()
@@ -247,8 +247,8 @@ def test_a_bad_file_is_refused_and_nothing_is_written(content: str, words: str) 
     assert [f.name for f in Path().iterdir()] == ["mine.toml"]
 
 
-def test_folders_of_something_else_are_refused() -> None:
-    path = file(FIXED, TWO)
+def test_folders_of_other_runs_and_missing_files_are_refused() -> None:
+    path = write_sweep(FIXED, TWO)
     for folder in (Path("run"), Path("out") / sweep.read(path).entries[0].name):
         store.begin(folder, "osp", options.Osp(seed=5))
     with pytest.raises(ValueError, match="run is a file or the folder of one run; choose another --out"):
@@ -263,27 +263,28 @@ def test_folders_of_something_else_are_refused() -> None:
         sweep.run(Path("none.toml"))
 
 
-def test_where_a_run_is_computed_can_be_given_with_the_call() -> None:
-    found = sweep.read(file(TWO), device="cuda")
-    assert {entry.options.device for entry in found.entries} == {"cuda"}
-    assert found.resources == sweep.Resources(num_gpus=1.0)
-    assert sweep.read(file(TWO, "[ray]\nnum_gpus = 0.25\n"), device="cuda").resources.num_gpus == 0.25
-    assert sweep.read(file(TWO)).resources == sweep.Resources()
+def test_the_device_of_the_call_replaces_that_of_the_file() -> None:
+    plan = sweep.read(write_sweep(TWO), device="cuda")
+    assert {entry.options.device for entry in plan.entries} == {"cuda"}
+    assert plan.resources == sweep.Resources(num_gpus=1.0)
+    assert sweep.read(write_sweep(TWO, "[ray]\nnum_gpus = 0.25\n"), device="cuda").resources.num_gpus == 0.25
+    assert sweep.read(write_sweep(TWO)).resources == sweep.Resources()
 
 
-# --- Who works on a run.
+# --- Locks.
 
 
-def test_a_claim_dies_with_its_holder() -> None:
+def test_a_lock_is_released_when_its_holder_dies() -> None:
     code = "import sys; from pathlib import Path; from pacprune.runs import locks\n" + (
         "with locks.exclusive(Path('out'), 'one') as note:\n"
         "    locks.begin(note); note('running', stage='dense', done=3, total=9, epoch=1); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ, stdin=subprocess.PIPE) as holder:
         while len(locks.lines(Path("out"), "one")) < 2:
+            assert holder.poll() is None, "the holder ended by itself"
             time.sleep(0.05)
-        found = locks.state(Path("out"), "one")
-        assert (found["state"], found["stage"], found["epoch"]) == ("running", "dense", 1)
+        state = locks.state(Path("out"), "one")
+        assert (state["state"], state["stage"], state["epoch"]) == ("running", "dense", 1)
         holder.kill()
     assert locks.state(Path("out"), "one") == {"state": "waiting", "stage": "dense", "epoch": 1, "done": 3, "total": 9}
     with locks.exclusive(Path("out"), "one"):
@@ -291,16 +292,16 @@ def test_a_claim_dies_with_its_holder() -> None:
 
 
 def test_two_sweeps_at_once_do_every_run_once() -> None:
-    path = file(FIXED, TWO, "seed = [0, 1]\n")
+    path = write_sweep(FIXED, TWO, "seed = [0, 1]\n")
     code = "from pathlib import Path; from pacprune.runs import sweep; sweep.run(Path('mine.toml'))"
-    both = [subprocess.Popen([sys.executable, "-c", code], env=os.environ) for _ in range(2)]
-    assert [one.wait() for one in both] == [0, 0]
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=os.environ) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
     for entry in sweep.read(path).entries:
         assert len(events(Path("runs/mine"), entry.name, "finished")) == 1
         assert len(events(Path("runs/mine"), entry.name, "begun")) == 1
 
 
-def test_many_may_look_at_once() -> None:
+def test_readers_do_not_take_each_other_for_workers() -> None:
     with locks.exclusive(Path("out"), "one") as note:
         locks.begin(note)
     code = "from pathlib import Path; from pacprune.runs import locks\n" + (
@@ -319,28 +320,28 @@ def test_a_file_system_without_locks_is_refused(monkeypatch: pytest.MonkeyPatch)
         locks.exclusive(Path("out"), "one").__enter__()
 
 
-def test_the_table_tells_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = sweep.read(file("[grid]\nseed = [0, 1, 2, 3, 4]\n"))
-    names = [entry.name for entry in asked.entries]
+def test_the_table_shows_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = sweep.read(write_sweep("[grid]\nseed = [0, 1, 2, 3, 4]\n"))
+    names = [entry.name for entry in plan.entries]
     store.finish(Path("out") / names[0], {"test_error": 0.125})
     for name, event in (names[1], "failed"), (names[2], "running"), (names[3], "running"):
         with locks.exclusive(Path("out"), name) as note:
             locks.begin(note)
             note(event, reason="no luck", stage="dense", done=3, total=9, epoch=1)
-    shown = io.StringIO()
-    monkeypatch.setattr(locks, "Console", partial(Console, file=shown, force_terminal=True, width=160))
-    with locks.exclusive(Path("out"), names[2]), locks.live(partial(sweep.looked_at, Path("out"), asked)):
+    output = io.StringIO()
+    monkeypatch.setattr(locks, "Console", partial(Console, file=output, force_terminal=True, width=160))
+    with locks.exclusive(Path("out"), names[2]), locks.live(partial(sweep.status_of, Path("out"), plan)):
         pass
-    found = {name: next(line for line in shown.getvalue().splitlines() if name in line) for name in names}
+    lines = {name: next(line for line in output.getvalue().splitlines() if name in line) for name in names}
     for name, words in zip(
         names,
         ("finished", "no luck", "dense, epoch 2, 3 of 9 steps", "broken off in dense, epoch 2", "waiting"),
         strict=True,
     ):
-        assert words in found[name]
-    assert "0.1250" in found[names[0]]
-    assert "1 finished, 1 running, 2 waiting, 1 failed" in shown.getvalue()
-    assert json.loads(json.dumps(sweep.looked_at(Path("out"), asked)))["running"] == 0
+        assert words in lines[name]
+    assert "0.1250" in lines[names[0]]
+    assert "1 finished, 1 running, 2 waiting, 1 failed" in output.getvalue()
+    assert json.loads(json.dumps(sweep.status_of(Path("out"), plan)))["running"] == 0
 
 
 # --- The command.
@@ -352,23 +353,23 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(app, list(words))
 
 
-@pytest.mark.usefixtures("plain")
-def test_the_command_runs_a_sweep_and_tells_its_state() -> None:
-    file(FIXED, "[grid]\nlr = [0.1, 1e30]\n")
-    done = call("mine.toml", "--json")
-    assert done.exit_code == 1  # one run fails
-    found = json.loads(done.stdout)
-    assert (found["finished"], found["failed"]) == (1, 1)
-    assert json.loads(call("status", "runs/mine", "--json").stdout) == found
-    shown = call("status", "runs/mine")
-    assert shown.exit_code == 1
+@pytest.mark.usefixtures("few_reports")
+def test_the_command_runs_a_sweep_and_prints_its_state() -> None:
+    write_sweep(FIXED, "[grid]\nlr = [0.1, 1e30]\n")
+    result = call("mine.toml", "--json")
+    assert result.exit_code == 1  # one run fails
+    status = json.loads(result.stdout)
+    assert (status["finished"], status["failed"]) == (1, 1)
+    assert json.loads(call("status", "runs/mine", "--json").stdout) == status
+    table = call("status", "runs/mine")
+    assert table.exit_code == 1
     for words in ("the loss", "1 finished, 0 running, 0 waiting, 1 failed", "Runs: runs/mine"):
-        assert words in shown.stdout
+        assert words in table.stdout
     assert call("status", "--help").stdout.count("Ray cluster") == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("status",), "the folder for `pacprune sweep status` is missing; name one, such as runs/mine"),
         (("status", "none"), "none does not exist; name the folder of a sweep"),
@@ -376,18 +377,18 @@ def test_the_command_runs_a_sweep_and_tells_its_state() -> None:
         (("mine.toml",), "sparsity in mine.toml is 'high', but it must be a float; change it"),
     ],
 )
-def test_the_command_refuses_in_one_sentence(words: tuple[str, ...], said: str) -> None:
-    file('[grid]\nsparsity = ["high"]\n')
-    done = call(*words)
-    assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"pacprune: error: {said}\n")
+def test_the_command_refuses_in_one_sentence(words: tuple[str, ...], message: str) -> None:
+    write_sweep('[grid]\nsparsity = ["high"]\n')
+    result = call(*words)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"pacprune: error: {message}\n")
     assert [f.name for f in Path().iterdir()] == ["mine.toml"]
 
 
-# --- Ray, as far as it can be refused without one.
+# --- Refusals that need no Ray cluster.
 
 
 @pytest.mark.parametrize("address", ["nowhere", "ray://host:10001", "host:port"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_a_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"--ray is .*; give auto, or HOST:PORT"):
         cluster._check_reachable(address)
 
@@ -397,14 +398,14 @@ def test_a_cluster_that_does_not_answer_is_refused() -> None:
         cluster._check_reachable("127.0.0.1:9")
 
 
-def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"ray cannot be imported .*; pip install \"pacprune\[sweep\]\""):
-        sweep.run(file(TWO), work=cluster.work_at("auto"))
+        sweep.run(write_sweep(TWO), work=cluster.work_at("auto"))
     assert not Path("runs").exists()
 
 
-def test_ray_gives_out_the_gpus() -> None:
-    path = file('device = "cuda:1"\n', TWO)
+def test_a_numbered_gpu_is_refused_with_ray() -> None:
+    path = write_sweep('device = "cuda:1"\n', TWO)
     with pytest.raises(ValueError, match="device is 'cuda:1', but Ray gives every run a GPU of its own; use cuda"):
         sweep.run(path, work=cluster.work_at("auto"))

@@ -34,7 +34,7 @@ Network = Callable[[Tensor], Any]
 
 def network(folder: Path) -> tuple[nn.Module, Tensor]:
     """The network that a finished run left, in eval mode, and a batch of noise as its input."""
-    _, options = store.recorded(folder)
+    _, options = store.read_config(folder)
     store.result(folder)
     path = folder / "model.safetensors"
     if not path.is_file():
@@ -52,7 +52,7 @@ def export(run: Path, *, format: str, out: Path | None = None) -> dict[str, Any]
         raise ValueError(f"format {format!r} is unknown; use one of {', '.join(formats.FORMATS)}")
     model, x = network(run)
     path = run / formats.FORMATS[format].file if out is None else out
-    pattern = getattr(store.recorded(run)[1], "pattern", None)  # pbp has none
+    pattern = getattr(store.read_config(run)[1], "pattern", None)  # pbp has none
     sentence = formats.write(path, model, format=format, example=x, pattern=pattern)
     return {"run": str(run), "format": format, "file": str(path), "bytes": path.stat().st_size, "said": sentence}
 

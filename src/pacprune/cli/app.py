@@ -114,7 +114,7 @@ def run_command(name: str) -> Callable[..., None]:
                 with progress_bars() if chief else nullcontext(lambda *_: None) as progress:
                     result = commands.execute(name, options, work, out=out, progress=progress)
             if chief:
-                show(result, json, *report.shown(result))
+                show(result, json, *report.console_output(result))
 
     # None stands for "not given", so that a config file can speak first.
     hints: dict[str, Any] = {

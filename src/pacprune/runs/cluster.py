@@ -1,6 +1,6 @@
 """Sweeps over machines: every run is a Ray task.
 
-Ray is an extra, and imported here alone, when it is asked for.
+Ray is an extra. Only this module imports it, and only when a sweep uses it.
 """
 
 import logging
@@ -30,34 +30,34 @@ def work_at(address: str) -> Work:
 
 
 def _run(address: str, plan: Sweep, folder: Path, waiting: list[Entry]) -> None:
-    """Hands every run to Ray and waits; Ray starts those again whose worker or node dies, elsewhere if need be.
+    """Hands every run to Ray and waits. Ray restarts a run whose worker or node dies, on another node if need be.
 
-    The shared folder says whether a run is finished, and how far it is: a killed driver can be started again.
+    The shared folder records which runs are finished and how far the others are: a killed driver can be restarted.
     """
     waiting, folder = [_anywhere(entry) for entry in waiting], folder.absolute()
     with _connected(address) as ray:
         _check_resources(ray, plan.resources)
-        set_aside = {"num_cpus": plan.resources.num_cpus, "num_gpus": plan.resources.num_gpus}
-        _rehearse(ray, set_aside, [_anywhere(Entry("", options, {})).options for options in plan.rehearsed])
+        reservation = {"num_cpus": plan.resources.num_cpus, "num_gpus": plan.resources.num_gpus}
+        _rehearse(ray, reservation, [_anywhere(Entry("", options, {})).options for options in plan.rehearsed])
         sweep.begin(plan, folder)
-        task = ray.remote(**set_aside, max_retries=plan.resources.max_retries)(_task)
+        task = ray.remote(**reservation, max_retries=plan.resources.max_retries)(_task)
         pending = {task.remote(folder, plan.command, entry): entry for entry in waiting}
-        with locks.live(partial(sweep.looked_at, folder, plan)):
+        with locks.live(partial(sweep.status_of, folder, plan)):
             while pending:
-                done, _ = ray.wait(list(pending), num_returns=1)
-                _settle(ray, done[0], folder, pending.pop(done[0]), plan.resources)
+                ready, _ = ray.wait(list(pending), num_returns=1)
+                _settle(ray, ready[0], folder, pending.pop(ready[0]), plan.resources)
 
 
 def _task(folder: Path, command: str, entry: Entry) -> str:
     """One run, on a worker; returns the machine's name."""
-    sweep.alone(folder, command, entry)
+    sweep.run_alone(folder, command, entry)
     return socket.gethostname()
 
 
-def _settle(ray: Any, done: Any, folder: Path, entry: Entry, resources: Resources) -> None:
-    """Looks at the run of a task that ended: what went wrong outside the run goes into its log, too."""
+def _settle(ray: Any, task: Any, folder: Path, entry: Entry, resources: Resources) -> None:
+    """Checks the run of a task that ended. An error outside the run goes into its log, too."""
     try:
-        host = ray.get(done)
+        host = ray.get(task)
         if locks.is_over(folder, entry.name):
             return
         reason = f"{host} has done this run, but not in {folder} as it is here; give --out a folder that they share"
@@ -70,10 +70,10 @@ def _settle(ray: Any, done: Any, folder: Path, entry: Entry, resources: Resource
         note("failed", reason=reason)
 
 
-def _rehearse(ray: Any, set_aside: dict[str, float], options: list[Any]) -> None:
+def _rehearse(ray: Any, reservation: dict[str, float], options: list[Any]) -> None:
     """The rehearsal on a worker: this machine may have neither the data nor the device."""
     try:
-        ray.get(ray.remote(**set_aside)(sweep.rehearse).remote(options))
+        ray.get(ray.remote(**reservation)(sweep.rehearse).remote(options))
     except ray.exceptions.RayTaskError as failure:
         if isinstance(failure.cause, ValueError):
             raise ValueError(str(failure.cause)) from None
@@ -103,7 +103,7 @@ def _anywhere(entry: Entry) -> Entry:
 
 @contextmanager
 def _connected(address: str) -> Iterator[Any]:
-    """The module ray, connected to a cluster that is there."""
+    """The module ray, connected to a running cluster."""
     ray = extra("ray", "sweep")
     if address != "auto":
         _check_reachable(address)
@@ -121,7 +121,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuses an address where no cluster answers: `ray.init` would try for minutes, and warn every second."""
+    """Refuses an address where no cluster answers; `ray.init` would try for minutes and warn every second."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         raise ValueError(f"--ray is {address!r}; give auto, or HOST:PORT of the cluster's head node")
@@ -141,7 +141,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_resources(ray: Any, resources: Resources) -> None:
-    """Warns when no machine of the cluster can take a run now; one that grows by itself may still get one."""
+    """Warns when no machine of the cluster can take a run now; a cluster that grows may still get such a machine."""
     for kind, name in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
         need = getattr(resources, name)
         most = max((node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)

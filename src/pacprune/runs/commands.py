@@ -57,14 +57,14 @@ class Outcome:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The table's row; certificate and held-out baseline are None where there is none."""
-        proved = self.certificate
+        """The table's row; certificate and held-out baseline are None without a certificate."""
+        certificate = self.certificate
         return {
             "method": self.method,
             "sparsity": self.sparsity,
             "test_error": self.test_error,
-            "certificate": proved.bound if proved else None,
-            "held_out": proved.bounds["held_out"] if proved else None,
+            "certificate": certificate.bound if certificate else None,
+            "held_out": certificate.bounds["held_out"] if certificate else None,
         }
 
 
@@ -73,21 +73,21 @@ Work = Callable[[Any, Callable[[], Path], Progress], dict[str, Any]]
 
 
 def execute(command: str, options: Any, work: Work, *, out: Path | None, progress: Progress) -> dict[str, Any]:
-    """Runs a command in its folder: returns at once when it is finished there, goes on when it was broken off."""
+    """Runs a command in its folder. Returns at once if it is finished there, and goes on if it was interrupted."""
     folder = out if out is not None else Path("runs") / opt.run_name(command, options)
-    done = ranks.on_rank0(lambda: store.claim(folder, command, options))
-    if done is not None:
+    previous = ranks.on_rank0(lambda: store.claim(folder, command, options))
+    if previous is not None:
         ranks.on_rank0(lambda: store.drop_checkpoints(folder))
-        return done
-    existed, taken_up = ranks.on_rank0(lambda: (folder.exists(), (folder / "config.toml").exists()))
+        return previous
+    existed, was_begun = ranks.on_rank0(lambda: (folder.exists(), (folder / "config.toml").exists()))
     try:
         # The networks for the digits are so small that a second thread costs time.
         with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
             begin = partial(store.begin, folder, command, options)
             numbers = work(options, lambda: ranks.on_rank0(begin), progress)
     except ValueError:
-        # The same input fails the same way, so what was begun here is not worth keeping, unless it was trained.
-        if not taken_up and ranks.rank() == 0:
+        # The same input fails the same way, so this folder is not worth keeping, unless something was trained.
+        if not was_begun and ranks.rank() == 0:
             store.clear(folder, keep=existed)
         raise
     common = {"command": command, "folder": str(folder), "version": __version__, "torch": torch.__version__}
@@ -112,10 +112,10 @@ def single(options: Options, begin: Callable[[], Path], progress: Progress) -> d
     if options.dense_epochs:
         outcomes.append(dense(options, model, split, folder / store.CHECKPOINTS, progress))
     outcomes.append(prune(options, model, split, folder / store.CHECKPOINTS, progress))
-    return ranks.on_rank0(lambda: stored(options, outcomes, split, folder))
+    return ranks.on_rank0(lambda: store_outcomes(options, outcomes, split, folder))
 
 
-def stored(options: Options, outcomes: list[Outcome], split: Split, folder: Path) -> dict[str, Any]:
+def store_outcomes(options: Options, outcomes: list[Outcome], split: Split, folder: Path) -> dict[str, Any]:
     """Writes the network and its history; returns the numbers."""
     last = outcomes[-1]
     store.write_model(folder / "model.safetensors", last.model)
@@ -130,13 +130,13 @@ def stored(options: Options, outcomes: list[Outcome], split: Split, folder: Path
         "dense_error": outcomes[0].test_error if options.dense_epochs else None,
     }
     if last.certificate:
-        numbers |= certified(folder, last.certificate)
+        numbers |= save_certificate(folder, last.certificate)
         numbers["expected_sparsity"] = last.sparsity
         numbers["thresholded_error"] = error(last.model, split.test)
     return numbers
 
 
-def certified(folder: Path, certificate: Certificate) -> dict[str, Any]:
+def save_certificate(folder: Path, certificate: Certificate) -> dict[str, Any]:
     """Saves the certificate; returns its numbers."""
     certificate.save(folder / store.CERTIFICATE)
     names = ("risk", "risk_upper", "draws", "kl", "n", "bounds", "winner", "statement")
@@ -145,11 +145,11 @@ def certified(folder: Path, certificate: Certificate) -> dict[str, Any]:
 
 
 def certify(folder: Path, *, delta: float, certified: int, device: str, out: Path | None) -> Certificate:
-    """The held-out certificate of the sparse network that a finished run left, saved; its report shows it.
+    """Certifies the sparse network of a finished run by held-out examples, saves that, and shows it in the report.
 
-    One that was issued before is returned as it is, and never replaced.
+    A certificate that was issued before is returned as it is, and never replaced.
     """
-    command, options = store.recorded(folder)
+    command, options = store.read_config(folder)
     result = store.result(folder)
     if not isinstance(options, Pruning):
         where = folder / store.CERTIFICATE
@@ -174,17 +174,18 @@ def certify(folder: Path, *, delta: float, certified: int, device: str, out: Pat
 
 
 def _issued(place: Path, certificate: Certificate) -> Certificate:
-    """The certificate that lies in `place`, if it says what this one does: its readers must find it there again."""
+    """The certificate in `place`, if it agrees with this one: a published certificate must not change."""
     issued = load(place)
-    for name, there, here in (
+    for name, issued_value, value in (
         ("kind", issued.record["kind"], certificate.record["kind"]),
         ("network", issued.record["hashes"].get("model"), certificate.record["hashes"]["model"]),
         ("delta", issued.ledger.delta, certificate.ledger.delta),
         ("certified", issued.ledger.certified, certificate.ledger.certified),
     ):
-        if there != here:
+        if issued_value != value:
             raise ValueError(
-                f"{place} holds a certificate already: {name} is {there} there and {here} here; choose another --out"
+                f"{place} holds a certificate already: {name} is {issued_value} there and {value} here; "
+                "choose another --out"
             )
     return issued
 
@@ -199,7 +200,7 @@ def prepare(options: Any) -> tuple[Split, nn.Module]:
     try:
         split = load(prior_fraction=options.prior_fraction, unlabelled=aside)
     except ValueError:
-        # The split speaks of the parts that are left, which are nothing when too much is kept aside.
+        # The split's own error is about the remaining parts, which are empty when too much is kept aside.
         if aside and not 0 <= aside <= (most := len(load().train) - 2):
             raise ValueError(
                 f"unlabelled is {aside}, but of the {most + 2} training examples of {options.data}, from 0 to "
@@ -220,7 +221,7 @@ def check_device(name: str) -> torch.device:
 
 
 def model_of(spelled: str) -> nn.Module:
-    """The network that package.module:factory makes; the module may lie in the present folder."""
+    """The network that package.module:factory makes; the module may lie in the current folder."""
     module, _, factory = spelled.partition(":")
     sys.path.insert(0, "")
     try:
@@ -245,7 +246,7 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
     if isinstance(options, Certifying):
         _rehearse_certificate(options, model, split)
     else:
-        part = training(options, split)
+        part = training_part(options, split)
         procedure(options)(model, part.subset(torch.arange(min(FEW, len(part)))), config)
 
 
@@ -270,7 +271,7 @@ def _rehearse_certificate(options: Any, model: nn.Module, split: Split) -> None:
 
 
 def stage(options: Options) -> Config:
-    """How what follows dense training is done."""
+    """The Config of the stages after dense training."""
     gate_lr = getattr(options, "gate_lr", None)  # not every method has gates
     on_gpu = torch.device(options.device).type == "cuda"
     return Config(
@@ -288,21 +289,21 @@ def stage(options: Options) -> Config:
 
 
 def dense_stage(options: Options) -> Config:
-    """How dense training is done."""
+    """The Config of dense training."""
     rates = {"lr": options.dense_lr, "weight_decay": options.dense_weight_decay}
     changes = {name: value for name, value in rates.items() if value is not None}
     return replace(stage(options), epochs=options.dense_epochs, **changes)
 
 
 def posterior(options: Certifying) -> Config:
-    """How Q is trained: its own epochs and learning rate, on the bound examples as they are."""
+    """The Config of Q: its own epochs and learning rate, and no augmentation of the bound examples."""
     return Config(epochs=options.posterior_epochs, lr=options.posterior_lr, batch_size=options.batch_size)
 
 
 def procedure(options: Options) -> "partial[Any]":
     """The pipeline of these options, with all arguments but model, data, config, folder and progress."""
     method = METHODS[options.command]
-    flags = (flag for flag in method.flags or () if flag != "gate_lr")  # which is in the config
+    flags = (flag for flag in method.flags or () if flag != "gate_lr")  # the Config has it
     arguments = {name: getattr(options, name) for name in ("sparsity", "seed", *flags)} | dict(method.options)
     if isinstance(options, Certifying):
         arguments |= {"name": options.model, "posterior": posterior(options)}
@@ -310,7 +311,7 @@ def procedure(options: Options) -> "partial[Any]":
 
 
 def method_name(options: Options) -> str:
-    """The method's name in tables: the command's, or that of a variant whose options these are."""
+    """The method's name in tables: the name of the variant with these options, else the command's."""
     verb, values = METHODS[options.command].verb, vars(options)
     for name, method in METHODS.items():
         if method.flags is None and method.verb is verb and method.options.items() <= values.items():
@@ -318,8 +319,8 @@ def method_name(options: Options) -> str:
     return options.command
 
 
-def training(options: Options, split: Split) -> Part:
-    """What dense networks are trained on: S_P before a certificate, whose prior sees nothing else; else S or S_P."""
+def training_part(options: Options, split: Split) -> Part:
+    """The examples for dense training: S_P before a certificate, whose prior sees nothing else; otherwise S or S_P."""
     if not isinstance(options, Pruning):
         return split.prior
     if options.train_on not in opt.PARTS:
@@ -329,7 +330,7 @@ def training(options: Options, split: Split) -> Part:
 
 def dense(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress) -> Outcome:
     """Dense training, in place."""
-    part = training(options, split)
+    part = training_part(options, split)
     config = dense_stage(options)
     path = folder / "dense.pt"
     history = fit(model, part, config, seed=options.seed, stage="dense", checkpoint=path, progress=progress)
@@ -340,14 +341,14 @@ def prune(options: Options, model: nn.Module, split: Split, folder: Path, progre
     """Prunes the network in place by the procedure of its options, and measures it."""
     run, config = partial(procedure(options), folder=folder, progress=progress), stage(options)
     if not isinstance(options, Certifying):
-        return measured(options, run(model, training(options, split), config), split)
-    # A run that was broken off after it certified makes the same certificate again: that is one certificate, not two.
+        return measure(options, run(model, training_part(options, split), config), split)
+    # A run that was interrupted after it certified makes the same certificate again: that counts once.
     (folder / "certify-calls.json").unlink(missing_ok=True)
-    return measured(options, run(model, split, config), split)
+    return measure(options, run(model, split, config), split)
 
 
-def measured(options: Options, result: Any, split: Split) -> Outcome:
-    """What a pipeline left, with its error on the test part."""
+def measure(options: Options, result: Any, split: Split) -> Outcome:
+    """The outcome of a pipeline, with its error on the test part."""
     name, model = method_name(options), result.model
     if not isinstance(options, Certifying):
         return Outcome(name, result.sparsity, error(model, split.test), model, result.history)

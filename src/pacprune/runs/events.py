@@ -29,9 +29,9 @@ _EDGES = np.linspace(0.0, 1.0, 51)
 def write(folder: Path, *, out: Path | None = None) -> Path:
     """Writes the events of a run, finished or still going, to `out` or RUN/events; returns that folder.
 
-    The gates of pft are in its checkpoints, which a finished run does not keep: to see those, follow it with --track.
+    The gates of pft are in its checkpoints, which a finished run deletes: to see them, run with --track.
     """
-    command, options = store.recorded(folder)
+    command, options = store.read_config(folder)
     place = folder / EVENTS if out is None else out
     if place.is_dir() and any(place.iterdir()):
         raise ValueError(f"{place} already holds {len(list(place.iterdir()))} files; give another --out, or delete it")
@@ -49,15 +49,15 @@ def write(folder: Path, *, out: Path | None = None) -> Path:
 @contextmanager
 def following(folder: Path, command: str, options: Any, progress: Progress) -> Iterator[Progress]:
     """A `progress` that also writes the events of the run in `folder` as it goes, and its figures at the end."""
-    done: set[tuple[str, int]] = set()
+    written_epochs: set[tuple[str, int]] = set()
     with _writer(folder / EVENTS) as writer:
 
         def update(stage: str, steps: int, total: int, row: dict[str, Any]) -> None:
             progress(stage, steps, total, row)
-            if "epoch" not in row or (stage, row["epoch"]) in done:
+            if "epoch" not in row or (stage, row["epoch"]) in written_epochs:
                 return
-            # The row of an epoch comes first with the checkpoint of that epoch behind it.
-            done.add((stage, row["epoch"]))
+            # At the first row of an epoch, its checkpoint is already written.
+            written_epochs.add((stage, row["epoch"]))
             _scalars(writer, stage.replace(": ", "/"), row)
             if steps == total:
                 method, _, name = stage.rpartition(": ")
@@ -66,7 +66,7 @@ def following(folder: Path, command: str, options: Any, progress: Progress) -> I
                     _gates(writer, stage.replace(": ", "/"), path, _options(command, options, path))
 
         yield update
-        if done and (folder / "result.json").exists():
+        if written_epochs and (folder / "result.json").exists():
             _outcome(writer, folder)
 
 
@@ -144,9 +144,9 @@ def _histograms(writer: Any, tag: str, keep_probs: dict[str, Tensor], step: int)
 
 
 def _outcome(writer: Any, folder: Path) -> None:
-    """What a finished run shows: P and Q where there are any, the result's numbers and the figures."""
-    proved = plots.proved(folder)
-    tensors = proved.tensors.get("distributions.safetensors", {}) if proved else {}
+    """The events of a finished run: P and Q if it has a certificate, the result's numbers and the figures."""
+    certificate = plots.certificate_of(folder)
+    tensors = certificate.tensors.get("distributions.safetensors", {}) if certificate else {}
     for part in ("prior", "posterior"):
         head = f"{part}/keep_prob/"
         keep_probs = {name.removeprefix(head): t for name, t in tensors.items() if name.startswith(head)}

@@ -1,7 +1,7 @@
-"""Who works on a run of a sweep: a lock that dies with its holder, and a log of what became of the run.
+"""The lock and the log of each run of a sweep.
 
-Both are one file, LOG/NAME.jsonl in the sweep's folder: the process that works on the run holds the lock on it. The
-system takes the lock back when that process dies, so that there is nothing to expire and nothing to clean up.
+Both are one file, LOG/NAME.jsonl in the sweep's folder. The process that works on a run holds the lock on that file and
+appends to it. The system releases the lock when the process dies: no lock expires, and none has to be cleaned up.
 """
 
 import json
@@ -33,7 +33,7 @@ Note = Callable[..., None]
 
 @contextmanager
 def exclusive(folder: Path, name: str) -> Iterator[Note]:
-    """The sole right to a run, for this block and at most for the life of this process; waits until it is free."""
+    """The lock on a run, for this block and at most for the life of this process; waits until it is free."""
     path = folder / LOG / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
@@ -52,12 +52,12 @@ def exclusive(folder: Path, name: str) -> Iterator[Note]:
 
 
 def begin(note: Note) -> None:
-    """Notes who begins, or goes on with, the run."""
+    """Notes the host and the process that begin or resume the run."""
     note("begun", host=socket.gethostname(), pid=os.getpid())
 
 
 def fail(note: Note, failure: Exception) -> None:
-    """Notes why a run failed: a sentence for what a user did, the place as well for what nobody foresaw."""
+    """Notes why a run failed: one sentence for a user's error, with a traceback for any other."""
     if isinstance(failure, ValueError):
         note("failed", reason=str(failure))
     else:
@@ -66,7 +66,7 @@ def fail(note: Note, failure: Exception) -> None:
 
 
 def watch(notes: Sequence[Note]) -> Progress:
-    """A progress that writes into logs how far their runs are."""
+    """A progress that writes into these logs how far their runs are."""
     last_time = -INTERVAL
 
     def progress(stage: str, done: int, total: int, row: dict[str, Any] | None = None) -> None:
@@ -87,13 +87,13 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def is_over(folder: Path, name: str) -> bool:
-    """Whether a run that nobody works on is done with: finished, or noted as failed."""
+    """Whether a run has ended: it is finished, or the last line of its log says that it failed."""
     log = lines(folder, name)
     return (folder / name / "result.json").exists() or (bool(log) and log[-1]["event"] == "failed")
 
 
 def state(folder: Path, name: str) -> dict[str, Any]:
-    """What became of a run: its state, one of STATES, and what there is to say about it."""
+    """The state of a run, one of STATES, and the details of that state."""
     if (folder / name / "result.json").exists():
         result = store.result(folder / name)
         return {"state": "finished", "test_error": result["test_error"], "route": result.get("route", "alone")}
@@ -102,19 +102,20 @@ def state(folder: Path, name: str) -> dict[str, Any]:
         return {"state": "waiting"}
     last, begun = log[-1], next((line for line in reversed(log) if line["event"] == "begun"), {})
     position = {key: last[key] for key in ("stage", "epoch", "done", "total") if key in last}
-    if _taken(folder / LOG / f"{name}.jsonl"):
+    if _is_locked(folder / LOG / f"{name}.jsonl"):
         return {"state": "running", "since": begun.get("time"), "host": begun.get("host"), **position}
     if last["event"] == "failed":
         return {"state": "failed", "reason": last["reason"]}
     return {"state": "waiting", **position}
 
 
-def _taken(path: Path) -> bool:
-    """Whether somebody works on the run of this log.
+def _is_locked(path: Path) -> bool:
+    """Whether a process works on the run of this log.
 
-    To look is to take the lock for a moment. So only one may look at a time, or two would take each other for a worker.
+    The only way to ask is to take the lock for a moment. A guard lets one process ask at a time; two would take each
+    other for a worker.
     """
-    writable = os.access(path, os.W_OK)  # not for a guest, who looks unguarded; over a network, locks may need it
+    writable = os.access(path, os.W_OK)  # a reader without this right asks unguarded; network locks may need it
     guard = FileLock(path.parent / "look.lock", fallback_to_soft=False) if writable else nullcontext()
     with guard, path.open("rb+" if writable else "rb") as file:
         return not lock_descriptor(file.fileno(), blocking=False)
@@ -146,7 +147,7 @@ def _detail(row: dict[str, Any]) -> str:
 
 @contextmanager
 def live(status: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """The table on stderr, kept up to date while the block runs: what moves comes first, if it is too long."""
+    """The table on stderr, updated while the block runs. Running runs come first, since a long table is cut."""
     order = ("running", "failed", "waiting", "finished")
 
     def sorted_table() -> Table:
@@ -154,7 +155,7 @@ def live(status: Callable[[], dict[str, Any]]) -> Iterator[None]:
         return table(current | {"runs": sorted(current["runs"], key=lambda row: order.index(row["state"]))})
 
     console = Console(stderr=True)
-    if not console.is_terminal:  # a log file has no use of a table that moves
+    if not console.is_terminal:  # a log file cannot show a table that changes
         yield
         return
     with Live(get_renderable=sorted_table, console=console, refresh_per_second=1, transient=True):

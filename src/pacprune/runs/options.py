@@ -1,4 +1,4 @@
-"""What can be asked of a command: one frozen dataclass gives its flags, help, defaults, config file and run name.
+"""The options of a command: one frozen dataclass gives its flags, help, defaults, config file and run name.
 
 A method's dataclass is made from its row of METHODS and the signature of its verb.
 """
@@ -27,13 +27,13 @@ PARTS = ("train", "prior")
 
 
 def _option(default: Any, help: str, *, names_run: bool = True) -> Any:
-    """One option; `names_run` is False for what changes where a run happens but not what is asked."""
+    """One option; `names_run` is False if it changes where a run happens but not its outcome."""
     return field(default=default, metadata={"help": help, "names_run": names_run})
 
 
 @dataclass(frozen=True)
 class Options:
-    """What all methods share."""
+    """The options that all methods share."""
 
     command: ClassVar[str]
     """The command whose options these are."""
@@ -60,7 +60,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Pruning(Options):
-    """What every method shares that leaves a plain sparse network."""
+    """The options of every method that leaves a plain sparse network."""
 
     train_on: str = _option(
         "train", "train: all training data; prior: S_P alone, so that `pacprune certify` can use the rest."
@@ -69,7 +69,7 @@ class Pruning(Options):
 
 @dataclass(frozen=True)
 class Certifying(Options):
-    """What every method shares that leaves a certificate."""
+    """The options of every method that leaves a certificate."""
 
     epochs: int = _option(20, "Epochs of training the prior, after dense training and before --posterior-epochs.")
     posterior_epochs: int = _option(20, "Epochs of training the posterior on the bound.")
@@ -93,12 +93,12 @@ GATE_LR = (
     f"{GATE_STEPS} steps."
 )
 _CHOICES: dict[str, Iterable[str]] = {"criterion": criteria.CRITERIA, "objective": OBJECTIVES, "family": FAMILIES}
-"""Flags whose help lists what there is."""
+"""Flags whose help lists the choices."""
 
 
 @functools.cache
 def options_of(command: str, method: Method) -> type[Options]:
-    """The options of a method's command: what all share, and its flags, as the method's verb documents them."""
+    """The options of a method's command: the shared ones, and its flags as the method's verb documents them."""
     parameters = inspect.signature(method.verb).parameters
     flags: list[tuple[str, Any, Any]] = []
     for flag in method.flags or ():
@@ -136,7 +136,7 @@ def _plain_type(hint: Any) -> Any:
 
 
 class _Commands(Mapping[str, type]):
-    """The options of every command that makes a run: the demo, and all of METHODS that have a command of their own."""
+    """The options of every command that makes a run: the demo, and each row of METHODS that has a command."""
 
     def __getitem__(self, command: str) -> type:
         if command == "demo":
@@ -178,7 +178,7 @@ _CERTIFIED: dict[str, dict[str, Any]] = {
         "posterior_epochs": 60,
     },
 }
-"""Methods that certify have the paper's constants, and a finer certificate, where there is more data."""
+"""Methods that certify have the paper's constants, and a finer certificate on larger data."""
 
 _GREY = {"lr": 0.1, "dense_lr": 0.05, "dense_epochs": 12, "epochs": 12, "warmup": 0.05}
 _PRUNED: dict[str, dict[str, Any]] = {
@@ -195,11 +195,11 @@ _PRUNED: dict[str, dict[str, Any]] = {
         "warmup": 0.05,
     },
 }
-"""The others have what docs/results.md compares them by."""
+"""The other methods have the settings with which docs/results.md compares them."""
 
 
 def preset(kind: type, data: str, model: str | None = None) -> dict[str, Any]:
-    """What a command takes by itself on a data set, with its usual network or the one that is named."""
+    """The values that a command chooses for a data set, with `model` or the data set's usual network."""
     if not issubclass(kind, Options):
         return {}
     if issubclass(kind, Certifying):
@@ -213,7 +213,7 @@ _Kind = TypeVar("_Kind")
 
 
 def resolve(kind: type[_Kind], *layers: Mapping[str, Any]) -> _Kind:
-    """Options from the defaults, the presets, what a pattern says, and the layers; the later ones win."""
+    """Options from the defaults, the presets, the pattern's sparsity, and the layers; later ones win."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     values = {name: value for layer in layers for name, value in layer.items()}
     usual = preset(kind, values.get("data", ""), values.get("model"))
@@ -223,12 +223,12 @@ def resolve(kind: type[_Kind], *layers: Mapping[str, Any]) -> _Kind:
 
 
 def identity(options: Any) -> dict[str, Any]:
-    """What the outcome follows from: every option that names the run."""
+    """The options that decide the outcome, and so name the run."""
     return {f.name: getattr(options, f.name) for f in fields(options) if f.metadata["names_run"]}
 
 
-def changed(options: Any) -> dict[str, Any]:
-    """The options that name the run and are not what the command takes by itself for this data, network and pattern."""
+def changes(options: Any) -> dict[str, Any]:
+    """The options that name the run and differ from the command's choice for this data, network and pattern."""
     values = identity(options)
     chosen = {name: values[name] for name in values if name in ("data", "model", "pattern")}
     usual = asdict(resolve(type(options), chosen)) | {"data": Options.data, "pattern": None}
@@ -238,8 +238,8 @@ def changed(options: Any) -> dict[str, Any]:
 
 
 def run_name(command: str, options: Any) -> str:
-    """COMMAND-HASH: 10 hex digits of SHA-256 of the canonical JSON of `changed`; the demo as it is needs no hash."""
-    values = changed(options)
+    """COMMAND-HASH: 10 hex digits of SHA-256 of the canonical JSON of `changes`; an unchanged demo has no hash."""
+    values = changes(options)
     if command == "demo" and not values:
         return command
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
@@ -247,9 +247,9 @@ def run_name(command: str, options: Any) -> str:
 
 
 def command_line(command: str, options: Any) -> str:
-    """The shortest command that asks for this run."""
+    """The shortest command for this run."""
     words = ["pacprune", command]
-    for name, value in changed(options).items():
+    for name, value in changes(options).items():
         flag = "--" + name.replace("_", "-")
         words += [flag if value else flag.replace("--", "--no-", 1)] if isinstance(value, bool) else [flag, str(value)]
     return shlex.join(words)
@@ -266,7 +266,7 @@ def to_toml(command: str, options: Any) -> str:
 
 
 def from_toml(path: Path, command: str | None = None) -> tuple[str, dict[str, Any]]:
-    """(command, options) of a config file, every key and type checked; it must be for `command` when one is given."""
+    """(command, options) of a config file, every key and type checked; refuses a file of another `command`."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

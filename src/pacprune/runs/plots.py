@@ -21,7 +21,7 @@ from pacprune.runs import store
 from pacprune.types import Table
 
 HINT = 'no figures were drawn, since matplotlib is not installed: pip install "pacprune[plot]"'
-# Okabe and Ito's colours: told apart by colour-blind readers.
+# Okabe and Ito's colours: colour-blind readers can distinguish them.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#7F7F7F"
 STAGES = {"dense": GREY, "masks": ORANGE, "prior": ORANGE, "posterior": PURPLE, "tune": BLUE}
 DENSE = "#CCCCCC"
@@ -45,7 +45,7 @@ class Figure:
 
 def draw(folder: Path, result: dict[str, Any], out: Path) -> list[Figure]:
     """Writes OUT/figures/NAME.csv and, with matplotlib, figures/NAME.png for everything the run has to show."""
-    found = []
+    figures = []
     for name, (table, caption, paint) in _PLOTS.items():
         rows = table(folder, result)
         if not rows:
@@ -55,11 +55,11 @@ def draw(folder: Path, result: dict[str, Any], out: Path) -> list[Figure]:
         picture = png_of(paint, rows)
         if picture is not None:
             write_atomically(path.with_suffix(".png"), picture)
-        found.append(Figure(name, caption, path, None if picture is None else path.with_suffix(".png")))
-    return found
+        figures.append(Figure(name, caption, path, None if picture is None else path.with_suffix(".png")))
+    return figures
 
 
-def proved(folder: Path) -> Certificate | None:
+def certificate_of(folder: Path) -> Certificate | None:
     """The certificate in a run folder, where there is one."""
     path = folder / store.CERTIFICATE
     return load_certificate(path) if path.exists() else None
@@ -88,8 +88,8 @@ def png_of(paint: Callable[[Any, Table], None], rows: Table) -> bytes | None:
         from matplotlib.figure import Figure as Canvas
     except ImportError:
         return None
-    look: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-    with matplotlib.rc_context(look):
+    style: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    with matplotlib.rc_context(style):
         canvas = Canvas(layout="constrained")
         paint(canvas, rows)
         content = io.BytesIO()
@@ -112,12 +112,12 @@ def _methods(canvas: Any, rows: Table) -> None:
     axes.barh(names, values, height=0.6, color=[colour(row["method"]) for row in rows])
     for place, row in enumerate(rows):
         axes.text(row["test_error"], place, f" {row['test_error']:.3f}", va="center")
-    shown = {"certificate": ("D", "certificate"), "held_out": ("s", "held-out baseline")}
-    for key, (marker, label) in shown.items():
-        proved = [(row[key], place) for place, row in enumerate(rows) if row[key] is not None]
-        if proved:
+    markers = {"certificate": ("D", "certificate"), "held_out": ("s", "held-out baseline")}
+    for key, (marker, label) in markers.items():
+        points = [(row[key], place) for place, row in enumerate(rows) if row[key] is not None]
+        if points:
             axes.plot(
-                *zip(*proved, strict=True),
+                *zip(*points, strict=True),
                 marker,
                 color="black",
                 mfc="none" if key == "held_out" else "black",
@@ -138,7 +138,7 @@ def _curves_table(folder: Path, result: dict[str, Any]) -> Table:
     steps: dict[str, int] = {}
     rows = []
     for row in store.metrics(folder):
-        method = row.get("method", result["rows"][-1]["method"])  # the demo alone has rows of several
+        method = row.get("method", result["rows"][-1]["method"])  # only the demo has rows of several methods
         steps[method] = steps.get(method, 0) + 1
         rows.append(
             {
@@ -157,18 +157,14 @@ def _curves(canvas: Any, rows: Table) -> None:
     canvas.set_size_inches(max(6.5, 2 * len(methods)), 4.2)
     grid = canvas.subplots(2, len(methods), sharex="col", sharey="row", squeeze=False)
     for (above, below), method in zip(grid.T, methods, strict=True):
-        own = [row for row in rows if row["method"] == method]
-        for stage in dict.fromkeys(row["stage"] for row in own):
-            part = [row for row in own if row["stage"] == stage]
+        method_rows = [row for row in rows if row["method"] == method]
+        for stage in dict.fromkeys(row["stage"] for row in method_rows):
+            part = [row for row in method_rows if row["stage"] == stage]
             x = [row["epoch"] for row in part]
-            look = {
-                "color": STAGES.get(stage, BLUE),
-                "lw": 2,
-                "marker": ".",
-                "ms": 5,
-            }  # the rounds of imp have no colour
-            above.plot(x, [row["loss"] for row in part], label=stage, **look)
-            below.plot(x, [row["sparsity"] for row in part], **look)
+            # The rounds of imp have no colour.
+            style = {"color": STAGES.get(stage, BLUE), "lw": 2, "marker": ".", "ms": 5}
+            above.plot(x, [row["loss"] for row in part], label=stage, **style)
+            below.plot(x, [row["sparsity"] for row in part], **style)
         above.set_yscale("log")
         above.set_title(method, loc="left")
         above.legend(fontsize=8)
@@ -208,10 +204,14 @@ def _layers(canvas: Any, rows: Table) -> None:
     axes = canvas.subplots()
     height = 0.8 / len(methods)
     for number, method in enumerate(methods):
-        own = {row["layer"]: row for row in rows if row["method"] == method}
+        layer_rows = {row["layer"]: row for row in rows if row["method"] == method}
         places = [place + (number + 0.5) * height - 0.4 for place in range(len(layers))]
         axes.barh(
-            places, [own[layer]["sparsity"] for layer in layers], height * 0.9, color=colour(method), label=method
+            places,
+            [layer_rows[layer]["sparsity"] for layer in layers],
+            height * 0.9,
+            color=colour(method),
+            label=method,
         )
     sizes = {row["layer"]: row["weights"] for row in rows}
     axes.set_yticks(range(len(layers)), [f"{layer}\n({sizes[layer]:,})" for layer in layers], fontsize=8)
@@ -229,8 +229,8 @@ _EDGES = np.linspace(-LOGIT_MAX, LOGIT_MAX, 57)
 
 
 def _keep_table(folder: Path, result: dict[str, Any]) -> Table:
-    found = proved(folder)
-    tensors = found.tensors.get("distributions.safetensors") if found else None
+    certificate = certificate_of(folder)
+    tensors = certificate.tensors.get("distributions.safetensors") if certificate else None
     if tensors is None:
         return []
     counts = {}
@@ -264,27 +264,27 @@ def _keep(canvas: Any, rows: Table) -> None:
 
 
 def _certificate_table(folder: Path, result: dict[str, Any]) -> Table:
-    found = proved(folder)
-    if found is None:
+    certificate = certificate_of(folder)
+    if certificate is None:
         return []
-    record, total = found.record, found.bounds
-    held = record["reference"]["errors"] / found.n
-    one = {"empirical risk": held, "confidence": total["held_out"] - held, "total": total["held_out"]}
+    record, total = certificate.record, certificate.bounds
+    held_out_risk, held_out = record["reference"]["errors"] / certificate.n, total["held_out"]
+    reference = {"empirical risk": held_out_risk, "confidence": held_out - held_out_risk, "total": held_out}
     if record["kind"] == "held-out":
-        return [{"certificate": "this network", **one}]
+        return [{"certificate": "this network", **reference}]
     entry = record["bounds"]["seeger"]["ledger"]
     delta = entry["pac_bayes"] / (entry["grid"] * entry["certified"])
     rows = []
     for whose, key, name in (("posterior", "seeger", "posterior Q"), ("prior", "q_equals_p", "prior P (Q = P)")):
-        drawn = record["monte_carlo"][whose]
-        upper = drawn["risk_upper"]
-        risk = min(drawn["risk"], upper)  # the plain mean is noisier than what the bound is made from
-        free = min(total[key], bounds.seeger(upper, n=found.n, kl=0.0, delta=delta))
+        estimate = record["monte_carlo"][whose]
+        upper = estimate["risk_upper"]
+        risk = min(estimate["risk"], upper)  # the plain mean is noisier than what the bound is made from
+        free = min(total[key], bounds.seeger(upper, n=certificate.n, kl=0.0, delta=delta))
         pieces = {"empirical risk": risk, "Monte Carlo": upper - risk, "confidence": free - upper}
         rows.append({"certificate": name, **pieces, "KL": total[key] - free, "total": total[key]})
     if (family := record["claim"]["family"]) != "seeger":
-        rows.insert(0, {"certificate": f"posterior Q, {family}", "total": found.bound})
-    return [*rows, {"certificate": "held-out baseline", **one}]
+        rows.insert(0, {"certificate": f"posterior Q, {family}", "total": certificate.bound})
+    return [*rows, {"certificate": "held-out baseline", **reference}]
 
 
 def _certificate(canvas: Any, rows: Table) -> None:
@@ -292,20 +292,20 @@ def _certificate(canvas: Any, rows: Table) -> None:
     axes = canvas.subplots()
     colours = {"empirical risk": BLUE, "Monte Carlo": ORANGE, "confidence": "#56B4E9", "KL": PURPLE}
     for place, row in enumerate(rows):
-        left = 0.0
+        start = 0.0
         for key, colour in colours.items():
-            axes.barh(place, row.get(key, 0.0), 0.6, left=left, color=colour)
-            left += row.get(key, 0.0)
-        if not left:
+            axes.barh(place, row.get(key, 0.0), 0.6, left=start, color=colour)
+            start += row.get(key, 0.0)
+        if not start:
             axes.barh(place, row["total"], 0.6, color="#D0D0D0")
         axes.text(row["total"], place, f" {rounded_up(row['total'])}", va="center")
     axes.set_yticks(range(len(rows)), [row["certificate"] for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlabel("bound on the error rate on new data")
-    shown = [key for key in colours if any(key in row for row in rows)]
-    blocks = [axes.barh(0, 0, color=colours[key]) for key in shown]
-    canvas.legend(blocks, shown, ncols=4, loc="outside lower center", fontsize=9)
+    pieces = [key for key in colours if any(key in row for row in rows)]
+    blocks = [axes.barh(0, 0, color=colours[key]) for key in pieces]
+    canvas.legend(blocks, pieces, ncols=4, loc="outside lower center", fontsize=9)
     title(canvas, "What the certificate is made of", "bound examples, drawn networks")
 
 

@@ -36,18 +36,18 @@ MEANINGS = {
 
 def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> Path:
     """Draws the figures of a run folder and writes report.html beside them, in the folder itself or in `out`."""
-    command, options = store.recorded(folder)
+    command, options = store.read_config(folder)
     out = folder if out is None else out
     figures = plots.draw(folder, result, out)
-    proved = plots.proved(folder)
+    certificate = plots.certificate_of(folder)
     body = [
         f"<h1>{_title(command)}</h1>",
         f"<p>{escape(_summary(result))}</p>",
         _table(result["rows"]),
-        _certificate(proved, os.path.relpath(folder / store.CERTIFICATE, out)) if proved else "",
+        _certificate(certificate, os.path.relpath(folder / store.CERTIFICATE, out)) if certificate else "",
         *(_figure(figure, out) for figure in figures),
         "" if all(figure.png for figure in figures) else f"<p>{escape(plots.HINT)}</p>",
-        _asked(command, options, result),
+        _reproduction(command, options, result),
     ]
     page = f"""<!doctype html>
 <html lang="en">
@@ -76,12 +76,12 @@ def _meaning(method: str) -> str:
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Key and title of the columns in which at least one row has something to say."""
+    """Key and title of the columns in which at least one row has a value."""
     return {key: title for key, title in COLUMNS.items() if any(row[key] is not None for row in rows)}
 
 
 def cell(name: str, value: Any) -> str:
-    """One cell of the table: four decimals, certificates rounded up, a dash for what a method does not give."""
+    """One cell of the table: four decimals, certificates rounded up, a dash for None."""
     if value is None:
         return "–"
     if name in ("certificate", "held_out"):
@@ -100,13 +100,13 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    shown = columns(rows)
-    head = "".join(f"<th>{title}</th>" for title in shown.values())
+    titles = columns(rows)
+    head = "".join(f"<th>{title}</th>" for title in titles.values())
     lines = []
     for row in rows:
-        cells = "".join(f"<td>{cell(name, row[name])}</td>" for name in shown if name != "method")
+        cells = "".join(f"<td>{cell(name, row[name])}</td>" for name in titles if name != "method")
         lines.append(f"<tr><th>{row['method']}<small>{_meaning(row['method'])}</small></th>{cells}</tr>")
-    meanings = "".join(f"<dt>{t}</dt><dd>{sentence(MEANINGS[t])}</dd>" for t in shown.values() if t in MEANINGS)
+    meanings = "".join(f"<dt>{t}</dt><dd>{sentence(MEANINGS[t])}</dd>" for t in titles.values() if t in MEANINGS)
     return (
         f'<div class="wide"><table id="results"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
@@ -148,8 +148,8 @@ def _bounds(c: Certificate) -> str:
 
 _CHOICE = (
     "The claim was declared before the bound examples were counted. Each other bound is valid by itself, with the same "
-    "probability, for somebody who had declared that one beforehand; they do not hold all at once, and whoever picks "
-    "the lowest one afterwards has to divide delta among them first."
+    "probability, if it was declared beforehand. They do not hold all at once: to choose the lowest one afterwards, "
+    "divide delta among them first."
 )
 
 
@@ -161,11 +161,11 @@ def _facts(c: Certificate) -> Iterator[str]:
             f"Clopper and Pearson's bound, at delta {c.ledger.delta_each:g}."
         )
     else:
-        drawn, single, flat = record["monte_carlo"]["posterior"], record["single_draw"], record["thresholded"]
+        estimate, single, flat = record["monte_carlo"]["posterior"], record["single_draw"], record["thresholded"]
         yield (
             f"Empirical risk {c.risk:.4f}: the mean error of {c.draws:,} networks drawn from Q, each on its own random "
             f"{record['monte_carlo']['batch']} of the {c.n:,} bound examples; with Monte-Carlo uncertainty, at most "
-            f"{rounded_up(c.risk_upper)} (by Chernoff's bound, {rounded_up(drawn['chernoff'])})."
+            f"{rounded_up(c.risk_upper)} (by Chernoff's bound, {rounded_up(estimate['chernoff'])})."
         )
         yield (
             f"KL(Q||P) = {c.kl:.3f} nats: how far the posterior Q moved from the prior P. P was made from "
@@ -200,7 +200,7 @@ def _figure(figure: plots.Figure, out: Path) -> str:
     return f'<figure id="{figure.name}">{image}<figcaption>{escape(figure.caption)} {link}</figcaption></figure>'
 
 
-def _asked(command: str, options: Any, result: dict[str, Any]) -> str:
+def _reproduction(command: str, options: Any, result: dict[str, Any]) -> str:
     rows = "".join(
         f"<tr><th>{name}</th><td>{escape(str(value))}</td></tr>"
         for name, value in opt.identity(options).items()
@@ -240,8 +240,8 @@ pre { background: var(--tint); padding: .8rem 1rem; overflow-x: auto; border-rad
 """
 
 
-def shown(result: dict[str, Any]) -> Iterator[Any]:
-    """The table of a run, what is proved, and where everything lies."""
+def console_output(result: dict[str, Any]) -> Iterator[Any]:
+    """The table of a run, the statement of its certificate, and the path of its report."""
     names = columns(result["rows"])
     table = Table(*names.values())
     for row in result["rows"]:

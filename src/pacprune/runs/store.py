@@ -1,4 +1,4 @@
-"""Run folders: named by what was asked, taken up again where they stopped, never shared by two runs."""
+"""Run folders: named by their options, resumed where they stopped, never shared by two runs."""
 
 import json
 import shutil
@@ -17,39 +17,39 @@ CHECKPOINTS, CERTIFICATE = "checkpoints", "certificate"
 
 
 def check_folder(folder: Path, what: str) -> None:
-    """Refuses a folder that is not there."""
+    """Refuses a folder that does not exist."""
     if not folder.is_dir():
         fault = "is not a folder" if folder.exists() else "does not exist"
         raise ValueError(f"{folder} {fault}; name the folder of {what}")
 
 
 def claim(folder: Path, command: str, options: Any) -> dict[str, Any] | None:
-    """The result when this very run is finished in `folder`, None when it is to be begun or taken up again.
+    """The result if this run is finished in `folder`; None if it has to be begun or resumed.
 
-    Raises, and touches nothing, when the folder holds something else.
+    Raises, and changes nothing, if the folder holds anything else.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, not a folder; choose another --out")
-    # A .part is all that a process killed at its very first write leaves.
+    # A process that was killed at its first write leaves only a .part.
     if not folder.exists() or all(file.suffix == ".part" for file in folder.iterdir()):
         return None
     if not (folder / "config.toml").is_file():
         raise ValueError(f"{folder} is not empty and holds no config.toml, so it is not a run; choose another --out")
-    recorded_command, recorded_options = recorded(folder)
+    recorded_command, recorded_options = read_config(folder)
     if recorded_command != command:
         raise ValueError(f"{folder} holds a run of {recorded_command!r}, this is {command!r}; choose another --out")
-    there, here = opt.identity(recorded_options), opt.identity(options)
-    for name in here:
-        if here[name] != there[name]:
+    recorded_values, values = opt.identity(recorded_options), opt.identity(options)
+    for name in values:
+        if values[name] != recorded_values[name]:
             raise ValueError(
-                f"{folder} belongs to another run: {name} is {there[name]!r} there and {here[name]!r} here; "
-                "choose another --out"
+                f"{folder} belongs to another run: {name} is {recorded_values[name]!r} there and {values[name]!r} "
+                "here; choose another --out"
             )
     return result(folder) if (folder / "result.json").exists() else None
 
 
 def begin(folder: Path, command: str, options: Any) -> Path:
-    """Makes the folder and writes down what was asked, unless that was done before."""
+    """Makes the folder and writes config.toml, if it is missing."""
     if not (folder / "config.toml").exists():
         write_atomically(folder / "config.toml", opt.to_toml(command, options).encode())
     return folder
@@ -62,12 +62,12 @@ def finish(folder: Path, result: dict[str, Any]) -> None:
 
 
 def drop_checkpoints(folder: Path) -> None:
-    """Checkpoints serve a run that is not finished; afterwards they are only large."""
+    """Deletes the checkpoints, which a finished run does not need."""
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
 def clear(folder: Path, *, keep: bool) -> None:
-    """Deletes what a run wrote into its folder, and the folder too unless it is to be kept; never a trained stage."""
+    """Deletes the run's files, and without `keep` the folder too; does nothing if it holds a trained stage."""
     if (folder / "config.toml").exists() and not any((folder / CHECKPOINTS).rglob("*")):
         for file in folder.iterdir():
             shutil.rmtree(file) if file.is_dir() else file.unlink()
@@ -75,8 +75,8 @@ def clear(folder: Path, *, keep: bool) -> None:
             folder.rmdir()
 
 
-def recorded(folder: Path) -> tuple[str, Any]:
-    """(command, options) as config.toml has them."""
+def read_config(folder: Path) -> tuple[str, Any]:
+    """(command, options) of the config.toml in a run folder."""
     check_folder(folder, "a run")
     path = folder / "config.toml"
     if not path.is_file():
@@ -86,7 +86,7 @@ def recorded(folder: Path) -> tuple[str, Any]:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """The result of a finished run, with the folder it is in now."""
+    """The result of a finished run, with its present folder."""
     check_folder(folder, "a finished run")
     path = folder / "result.json"
     if not path.is_file():
@@ -106,7 +106,7 @@ def certificate(folder: Path) -> Path:
         if (place / RECORD).is_file():
             return place
     if (folder / "config.toml").is_file():
-        command, _ = recorded(folder)
+        command, _ = read_config(folder)
         result(folder)
         if issubclass(opt.COMMANDS[command], opt.Pruning):
             raise ValueError(f"{folder} is a run of {command} without a certificate; run pacprune certify {folder}")

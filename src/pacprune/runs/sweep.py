@@ -1,6 +1,6 @@
-"""Sweeps: every combination of some options, each a run folder of its own, done once however often it is asked for.
+"""Sweeps: every combination of some options. Each is a run folder, and a finished run is never repeated.
 
-A sweep's folder holds sweep.toml (what was asked for last), and a folder and a log for each run.
+A sweep's folder holds sweep.toml (the latest sweep file), and a folder and a log for each run.
 """
 
 import copy
@@ -28,19 +28,19 @@ from pacprune.training.fit import fit
 from pacprune.training.population import AT_ONCE
 from pacprune.types import Progress
 
-ASKED, POPULATIONS = "sweep.toml", "populations"
+SWEEP_FILE, POPULATIONS = "sweep.toml", "populations"
 COMMANDS = tuple(name for name, kind in opt.COMMANDS.items() if issubclass(kind, Options))
 SHARED = (
     *("data", "data_dir", "prior_fraction", "unlabelled", "train_on", "seed", "model", "device"),
     *("dense_epochs", "epochs", "posterior_epochs", "batch_size", "augment", "amp"),
     *("recipe", "noise", "mask_share", "rounds"),
 )
-"""What runs have in common that are trained as one population: data (which the seed cuts), network and stages."""
+"""Options in which runs must agree to be trained as one population: data (with its seed), network and stages."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of a sweep: its name, all its options, and those that the grid gave it."""
+    """One run of a sweep: its name, all its options, and those that come from the grid."""
 
     name: str
     options: Options
@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Resources:
-    """What Ray sets aside for one run, and how often it starts a run again whose worker died: the table [ray]."""
+    """The table [ray]: what Ray reserves for one run, and how often it restarts a run whose worker died."""
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
@@ -58,7 +58,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep file asks for."""
+    """The content of a sweep file."""
 
     command: str
     entries: list[Entry]
@@ -69,7 +69,7 @@ class Sweep:
 
 
 Work = Callable[[Sweep, Path, list[Entry]], None]
-"""(sweep, folder, the runs that are not finished) -> all runs done, or their failures in their logs."""
+"""(sweep, folder, unfinished runs): afterwards each run is finished, or its log says why it failed."""
 
 
 def read(path: Path, *, device: str | None = None) -> Sweep:
@@ -82,7 +82,7 @@ def read(path: Path, *, device: str | None = None) -> Sweep:
     command = content.pop("command", None)
     if command not in COMMANDS:
         raise ValueError(f"command in {path} is {command!r}; use one of {', '.join(COMMANDS)}")
-    grid, given = content.pop("grid", {}), content.pop("ray", {})
+    grid, ray_table = content.pop("grid", {}), content.pop("ray", {})
     if not isinstance(grid, dict) or not grid:
         raise ValueError(
             f"[grid] in {path} is {grid or 'missing'}; add a table of lists to be crossed, such as sparsity = [.9, .95]"
@@ -98,19 +98,19 @@ def read(path: Path, *, device: str | None = None) -> Sweep:
         if len(set(values)) < len(values):
             raise ValueError(f"{name} in [grid] of {path} is {values}, which names a value twice; name each once")
 
-    def resolved(point: dict[str, Any]) -> Options:
+    def resolve(point: dict[str, Any]) -> Options:
         return opt.resolve(kind, fixed, point, {} if device is None else {"device": device})
 
     entries = []
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
-        entries.append(Entry(opt.run_name(command, resolved(point)), resolved(point), point))
+        entries.append(Entry(opt.run_name(command, resolve(point)), resolve(point), point))
     if len({entry.name for entry in entries}) < len(entries):
         raise ValueError(f"[grid] in {path} asks for the same run more than once; leave out what names no run")
     _check_paid(path, entries)
     longest = max(map(len, grid.values()))
-    some = [resolved({name: values[i % len(values)] for name, values in grid.items()}) for i in range(longest)]
-    return Sweep(command, entries, some, _resources(path, given, some[0].device), text)
+    rehearsed = [resolve({name: values[i % len(values)] for name, values in grid.items()}) for i in range(longest)]
+    return Sweep(command, entries, rehearsed, _resources(path, ray_table, rehearsed[0].device), text)
 
 
 def _checked(path: Path, kinds: dict[str, type], name: str, value: Any) -> Any:
@@ -124,41 +124,42 @@ def _checked(path: Path, kinds: dict[str, type], name: str, value: Any) -> Any:
     return value
 
 
-def _resources(path: Path, given: Any, device: str) -> Resources:
-    if not isinstance(given, dict):
-        raise ValueError(f"ray in {path} is {given!r}, but it must be a table: write [ray] and num_cpus = 1 below it")
-    found = {name: _checked(path, opt.types_of(Resources), name, value) for name, value in given.items()}
-    for name, value in found.items():
+def _resources(path: Path, table: Any, device: str) -> Resources:
+    if not isinstance(table, dict):
+        raise ValueError(f"ray in {path} is {table!r}, but it must be a table: write [ray] and num_cpus = 1 below it")
+    settings = {name: _checked(path, opt.types_of(Resources), name, value) for name, value in table.items()}
+    for name, value in settings.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} in [ray] of {path} is {value}; it must be a number of at least 0")
-    return Resources(**{"num_gpus": 0.0 if device == "cpu" else 1.0, **found})
+    return Resources(**{"num_gpus": 0.0 if device == "cpu" else 1.0, **settings})
 
 
 def _check_paid(path: Path, entries: list[Entry]) -> None:
-    """Refuses priors on one bound set that delta is not divided among: somebody will choose the best of them."""
-    same: dict[Any, list[Any]] = {}
+    """Refuses several priors on one bound set unless delta is divided among them: a sweep invites choosing the best."""
+    by_bound_set: dict[Any, list[Any]] = {}
     for options in (entry.options for entry in entries):
         if isinstance(options, Certifying):
             key = options.data, options.seed, options.prior_fraction, options.unlabelled
-            same.setdefault(key, []).append(options)
-    for found in same.values():
-        paid = min(options.grid for options in found)
-        if paid < len(found):
+            by_bound_set.setdefault(key, []).append(options)
+    for rivals in by_bound_set.values():
+        grid = min(options.grid for options in rivals)
+        if grid < len(rivals):
             raise ValueError(
-                f"{path} asks for {len(found)} certificates on the same bound examples (seed {found[0].seed}), but "
-                f"grid is {paid}, so that a choice among them is not paid for; write grid = [{len(found)}] below [grid]"
+                f"{path} asks for {len(rivals)} certificates on the same bound examples (seed {rivals[0].seed}), but "
+                f"grid is {grid}, so that a choice among them is not paid for; write grid = [{len(rivals)}] "
+                "below [grid]"
             )
 
 
 def run(file: Path, *, out: Path | None = None, device: str | None = None, work: Work | None = None) -> dict[str, Any]:
-    """Runs what is not finished of a sweep, on this machine or by `work`; returns what `status` finds then."""
+    """Runs the unfinished runs of a sweep, on this machine or by `work`; returns the `status` at the end."""
     sweep = read(file, device=device)
     folder = Path("runs") / file.stem if out is None else out
     if folder.is_file() or (folder / "config.toml").exists():
         raise ValueError(f"{folder} is a file or the folder of one run; choose another --out, for one folder per run")
     waiting = [e for e in sweep.entries if store.claim(folder / e.name, sweep.command, e.options) is None]
     if waiting:
-        (here if work is None else work)(sweep, folder, waiting)
+        (run_here if work is None else work)(sweep, folder, waiting)
     else:
         begin(sweep, folder)
     return status(folder)
@@ -167,33 +168,35 @@ def run(file: Path, *, out: Path | None = None, device: str | None = None, work:
 def status(folder: Path) -> dict[str, Any]:
     """Every run of the sweep in a folder, with its state, and how many there are of each state."""
     store.check_folder(folder, "a sweep")
-    if not (folder / ASKED).is_file():
-        raise ValueError(f"{folder} holds no {ASKED}, so it is not the folder of a sweep; name one, such as runs/mine")
-    return looked_at(folder, read(folder / ASKED))
+    if not (folder / SWEEP_FILE).is_file():
+        raise ValueError(
+            f"{folder} holds no {SWEEP_FILE}, so it is not the folder of a sweep; name one, such as runs/mine"
+        )
+    return status_of(folder, read(folder / SWEEP_FILE))
 
 
-def looked_at(folder: Path, sweep: Sweep) -> dict[str, Any]:
-    """`status` of a sweep that is known."""
+def status_of(folder: Path, sweep: Sweep) -> dict[str, Any]:
+    """`status` of a sweep file that was read before."""
     rows = [{"run": e.name, "point": e.point, **locks.state(folder, e.name)} for e in sweep.entries]
     counts = {state: sum(row["state"] == state for row in rows) for state in locks.STATES}
     return {"folder": str(folder), "command": sweep.command, **counts, "runs": rows}
 
 
 def begin(sweep: Sweep, folder: Path) -> None:
-    """Writes down what was asked."""
-    write_atomically(folder / ASKED, sweep.text)
+    """Writes the sweep file into the folder."""
+    write_atomically(folder / SWEEP_FILE, sweep.text)
 
 
-def rehearse(some: Sequence[Options]) -> None:
-    """Refuses, before anything is written, what would be refused in the middle."""
-    for options in some:
+def rehearse(samples: Sequence[Options]) -> None:
+    """Refuses bad options before anything is written."""
+    for options in samples:
         if options.data_dir is not None:
             store.check_folder(Path(options.data_dir), "the data files")
         split, model = commands.prepare(options)
         commands.rehearse(options, model, split)
 
 
-def alone(folder: Path, command: str, entry: Entry) -> None:
+def run_alone(folder: Path, command: str, entry: Entry) -> None:
     """One run by itself, as its command would do it, unless it is finished; a failure goes into its log."""
     with locks.exclusive(folder, entry.name) as note:
         try:
@@ -202,39 +205,39 @@ def alone(folder: Path, command: str, entry: Entry) -> None:
                 out = folder / entry.name
                 commands.execute(command, entry.options, commands.single, out=out, progress=locks.watch([note]))
                 note("finished")
-        except Exception as failure:  # one run's bad luck must not end the others
+        except Exception as failure:  # the failure of one run must not end the others
             locks.fail(note, failure)
 
 
 # --- On this machine.
 
 
-def here(sweep: Sweep, folder: Path, waiting: list[Entry]) -> None:
+def run_here(sweep: Sweep, folder: Path, waiting: list[Entry]) -> None:
     """Runs that have enough in common as populations, the others one after another."""
     rehearse(sweep.rehearsed)
     begin(sweep, folder)
     names = {entry.name for entry in waiting}
-    with locks.live(partial(looked_at, folder, sweep)):
+    with locks.live(partial(status_of, folder, sweep)):
         for chunk in _chunks(sweep, folder):
-            # The checkpoints of a population serve the same members alone, also when some of these are finished.
-            whole = _scratch(folder, chunk).exists()
-            members = [entry for entry in chunk if whole or entry.name in names]
+            # Checkpoints of a population fit the same members only, so finished members are trained along.
+            has_checkpoints = _scratch(folder, chunk).exists()
+            members = [entry for entry in chunk if has_checkpoints or entry.name in names]
             if any(entry.name in names for entry in members):
                 _population(folder, sweep.command, members)
 
 
 def _chunks(sweep: Sweep, folder: Path) -> list[list[Entry]]:
-    """All runs, in the groups that are trained together; a run that was broken off alone goes on alone."""
+    """All runs, in the groups that are trained together; a run that was interrupted alone is resumed alone."""
     groups: dict[Any, list[Entry]] = {}
     for entry in sweep.entries:
         by_itself = entry.name if (folder / entry.name / store.CHECKPOINTS).exists() else ""
         key = by_itself, *(getattr(entry.options, name, None) for name in SHARED)
         groups.setdefault(key, []).append(entry)
-    found = []
+    chunks = []
     for group in groups.values():
         most = AT_ONCE["cpu" if group[0].options.device == "cpu" else "cuda"]
-        found += [group[start : start + most] for start in range(0, len(group), most)]
-    return found
+        chunks += [group[start : start + most] for start in range(0, len(group), most)]
+    return chunks
 
 
 def _scratch(folder: Path, members: Sequence[Entry]) -> Path:
@@ -244,9 +247,9 @@ def _scratch(folder: Path, members: Sequence[Entry]) -> Path:
 
 
 def _population(folder: Path, command: str, members: list[Entry]) -> None:
-    """Runs that are trained together; where one of them fails, in halves, until it is alone."""
+    """Trains runs together. If one of them fails, trains the halves, until it is alone."""
     if len(members) == 1:
-        return alone(folder, command, members[0])
+        return run_alone(folder, command, members[0])
     scratch, failed = _scratch(folder, members), False
     with ExitStack() as stack:
         # In the order of their names, so that two processes never wait for each other.
@@ -254,11 +257,13 @@ def _population(folder: Path, command: str, members: list[Entry]) -> None:
         missing = [entry for entry in members if store.claim(folder / entry.name, command, entry.options) is None]
         try:
             if missing:
-                _train(folder, command, members, {entry.name: notes[entry.name] for entry in missing}, scratch)
-        except Exception:  # alone, it says why
+                _train_and_store(
+                    folder, command, members, {entry.name: notes[entry.name] for entry in missing}, scratch
+                )
+        except Exception:  # the run that fails alone notes why
             failed = True
         shutil.rmtree(scratch, ignore_errors=True)
-        with suppress(OSError):  # as long as it holds others
+        with suppress(OSError):  # it may hold other populations
             scratch.parent.rmdir()
     if failed:
         half = len(missing) // 2
@@ -268,14 +273,17 @@ def _population(folder: Path, command: str, members: list[Entry]) -> None:
     return None
 
 
-def _train(folder: Path, command: str, members: list[Entry], missing: dict[str, locks.Note], scratch: Path) -> None:
+def _train_and_store(
+    folder: Path, command: str, members: list[Entry], missing: dict[str, locks.Note], scratch: Path
+) -> None:
     """Trains all members, and stores those that are missing."""
     for note in missing.values():
         locks.begin(note)
-    outcomes, split = _trained([entry.options for entry in members], scratch, locks.watch(list(missing.values())))
-    for entry, made in zip(members, outcomes, strict=True):
+    progress = locks.watch(list(missing.values()))
+    outcomes, split = _train_together([entry.options for entry in members], scratch, progress)
+    for entry, runs in zip(members, outcomes, strict=True):
         if entry.name in missing:
-            work = partial(_stored, made, split, f"population of {len(members)}")
+            work = partial(_store_outcomes, runs, split, f"population of {len(members)}")
             commands.execute(command, entry.options, work, out=folder / entry.name, progress=_quiet)
             missing[entry.name]("finished")
 
@@ -284,48 +292,53 @@ def _quiet(*_: Any) -> None:
     """A progress that nobody watches."""
 
 
-def _trained(every: Sequence[Options], scratch: Path, progress: Progress) -> tuple[list[list[Outcome]], Split]:
+def _train_together(
+    population: Sequence[Options], scratch: Path, progress: Progress
+) -> tuple[list[list[Outcome]], Split]:
     """The outcomes of every run of a population, and the data they share."""
-    first = every[0]
+    first = population[0]
     with commands.one_thread() if first.data == "digits" else nullcontext():
         split, model = commands.prepare(first)
-        part = commands.training(first, split)
-        dense = _dense(every, model, split, scratch, progress) if first.dense_epochs else []
+        part = commands.training_part(first, split)
+        dense = _dense(population, model, split, scratch, progress) if first.dense_epochs else []
         for calls in scratch.glob("*/certify-calls.json"):  # as in runs.prune
             calls.unlink()
-        verbs: list[Any] = [commands.procedure(options) for options in every]
+        verbs: list[Any] = [commands.procedure(options) for options in population]
         results = together(
             verbs[0].func,
-            [copy.deepcopy(dense[k].model if dense else model) for k in range(len(every))],
+            [copy.deepcopy(dense[k].model if dense else model) for k in range(len(population))],
             split if isinstance(first, Certifying) else part,
-            [commands.stage(options) for options in every],
-            folder=[scratch / str(k) for k in range(len(every))],
+            [commands.stage(options) for options in population],
+            folder=[scratch / str(k) for k in range(len(population))],
             progress=progress,
             **{name: [verb.keywords[name] for verb in verbs] for name in verbs[0].keywords},
         )
-        pruned = [commands.measured(options, result, split) for options, result in zip(every, results, strict=True)]
-    return [[*dense[k : k + 1], pruned[k]] for k in range(len(every))], split
+        pairs = zip(population, results, strict=True)
+        pruned = [commands.measure(options, result, split) for options, result in pairs]
+    return [[*dense[k : k + 1], pruned[k]] for k in range(len(population))], split
 
 
-def _dense(every: Sequence[Options], model: Any, split: Split, scratch: Path, progress: Progress) -> list[Outcome]:
-    """Dense training of every run; those that ask for the same are trained once."""
-    # Without gates their rate does not matter.
-    wanted = [replace(commands.dense_stage(options), gate_lr=None) for options in every]
-    configs = list(dict.fromkeys(wanted))
+def _dense(population: Sequence[Options], model: Any, split: Split, scratch: Path, progress: Progress) -> list[Outcome]:
+    """Dense training of every run; runs with equal Configs are trained once."""
+    # A dense network has no gates, so their rate must not tell Configs apart.
+    run_configs = [replace(commands.dense_stage(options), gate_lr=None) for options in population]
+    configs = list(dict.fromkeys(run_configs))
     nets = [copy.deepcopy(model) for _ in configs]
-    one = (nets[0], configs[0]) if len(configs) == 1 else (nets, configs)
-    path, seed = scratch / "dense.pt", every[0].seed
-    part = commands.training(every[0], split)
-    history = fit(one[0], part, one[1], seed=seed, stage="dense", checkpoint=path, progress=progress)
-    found = {}
+    model_or_models, config_or_configs = (nets[0], configs[0]) if len(configs) == 1 else (nets, configs)
+    path, seed = scratch / "dense.pt", population[0].seed
+    part = commands.training_part(population[0], split)
+    history = fit(
+        model_or_models, part, config_or_configs, seed=seed, stage="dense", checkpoint=path, progress=progress
+    )
+    outcomes = {}
     for k, config in enumerate(configs):
         rows = [{n: v for n, v in row.items() if n != "member"} for row in history if row.get("member", 0) == k]
-        found[config] = Outcome("dense", 0.0, error(nets[k], split.test), nets[k], rows)
-    return [found[config] for config in wanted]
+        outcomes[config] = Outcome("dense", 0.0, error(nets[k], split.test), nets[k], rows)
+    return [outcomes[config] for config in run_configs]
 
 
-def _stored(
+def _store_outcomes(
     outcomes: list[Outcome], split: Split, route: str, options: Options, begin: Callable[[], Path], progress: Progress
 ) -> dict[str, Any]:
-    """A run's work when its outcomes are there: to store them, and to say by which route they were made."""
-    return commands.stored(options, outcomes, split, begin()) | {"route": route}
+    """The work of a run whose outcomes exist already: stores them with the route by which they were made."""
+    return commands.store_outcomes(options, outcomes, split, begin()) | {"route": route}
