@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it fails, and that both spellings are one program."""
+"""The command line: its output, its errors, and `pacprune` and `python -m pacprune` as one program."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ SHORT = ("--dense-epochs", "2", "--epochs", "2")
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Default run folders and data folders lie in the test's own place."""
+    """Default run folders and data folders lie in the test's temporary folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PACPRUNE_DATA", raising=False)
 
@@ -40,17 +40,17 @@ def call(*words: str) -> Result:
 
 def answer(*words: str) -> dict[str, Any]:
     """The one JSON object on stdout."""
-    done = call(*words, "--json")
-    assert done.exit_code == 0, done.stderr
-    return json.loads(done.stdout)
+    result = call(*words, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def refusal(*words: str) -> str:
     """The one sentence on stderr; nothing on stdout, no traceback, exit code 2, nothing written."""
-    done = call(*words)
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    *bars, line = done.stderr.splitlines()
+    result = call(*words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    *bars, line = result.stderr.splitlines()
     assert line.startswith("pacprune: error: ")
     assert all("Traceback" not in bar for bar in bars)
     assert sorted(Path("runs").glob("*")) == []
@@ -82,7 +82,7 @@ def test_every_option_is_a_flag_with_help(command: str) -> None:
         assert field.metadata["help"].split(":")[0] in text
 
 
-def test_the_examples_are_understood() -> None:
+def test_the_examples_use_flags_that_exist() -> None:
     for command in app.all_commands().values():
         for line in command.examples:
             words = [word for word in line.split()[1:] if word.startswith("--")]
@@ -96,13 +96,13 @@ def test_epochs_and_gates_are_explained_where_they_matter() -> None:
     assert not any(word in texts["pft"] for word in ("lower block", "gates", "logit", "beta")), "defined nowhere in it"
 
 
-def test_a_criterion_is_asked_for_where_it_is_used() -> None:
+def test_only_commands_that_use_a_criterion_have_the_flag() -> None:
     offered = [command for command in opt.COMMANDS if "--criterion" in call(command, "--help").stdout]
     assert offered == ["osp", "pft", "pbp"]
     assert call("gmp", "--criterion", "magnitude").exit_code == 2
 
 
-def test_help_names_all_methods_whose_runs_are_taken() -> None:
+def test_help_names_all_methods_whose_runs_are_accepted() -> None:
     plain = "osp, pft, gmp, dpf, imp, l0"
     for command, methods in {"certify": plain, "export": f"{plain}, pbp", "profile": f"{plain}, pbp"}.items():
         assert methods in " ".join(call(command, "--help").stdout.split())
@@ -115,19 +115,19 @@ def test_a_stage_that_ends_early_is_shown_as_complete(
     with progress_bars() as progress:
         progress("draws", 1952, 4000)
         progress("more", 1, 2, {"loss": 0.5})
-    shown = capsys.readouterr().err
-    assert "1952/1952" in shown
-    assert "1/1" in shown
+    output = capsys.readouterr().err
+    assert "1952/1952" in output
+    assert "1/1" in output
 
 
-def test_a_log_has_lines_while_a_stage_is_under_way(
+def test_a_log_gets_lines_while_a_stage_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 200, 20))
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     with progress_bars() as progress:
-        for done in range(4):
-            progress("dense", done, 4, {"loss": 0.5})
+        for steps in range(4):
+            progress("dense", steps, 4, {"loss": 0.5})
         assert capsys.readouterr().err == "dense              2/4 0:00:40 loss 0.5000\n"
         progress("dense", 4, 4)
         progress("dense", 1, 4)
@@ -140,40 +140,40 @@ def test_a_log_has_lines_while_a_stage_is_under_way(
 
 
 def test_both_spellings_are_one_program() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pacprune", "--version"], capture_output=True, text=True, env=os.environ
     )
-    assert (done.stdout, done.stderr) == (f"pacprune {__version__}\n", "")
-    assert call("--version").stdout == done.stdout
+    assert (process.stdout, process.stderr) == (f"pacprune {__version__}\n", "")
+    assert call("--version").stdout == process.stdout
 
 
 # --- Runs.
 
 
 def test_osp_prints_a_table() -> None:
-    done = call("osp", *SHORT)
-    assert done.exit_code == 0, done.stderr
+    result = call("osp", *SHORT)
+    assert result.exit_code == 0, result.stderr
     (folder,) = Path("runs").iterdir()
     for words in ("dense", "osp", "0.9000", str(folder / "report.html")):
-        assert words in done.stdout
-    assert "tune" in done.stderr
+        assert words in result.stdout
+    assert "tune" in result.stderr
 
 
-def test_pft_as_json() -> None:
-    found = answer("pft", *SHORT, "--sparsity", "0.95", "--out", "here")
-    assert found["folder"] == "here"
-    assert found["command"] == "pft"
-    assert found["sparsity"] == pytest.approx(0.95, abs=1e-5)
-    assert found["kept"] + round(found["sparsity"] * found["total"]) == found["total"] == 50_200
-    assert 0 <= found["test_error"] <= 1
-    assert 0 <= found["dense_error"] <= 1
-    assert [row["method"] for row in found["rows"]] == ["dense", "pft"]
-    assert answer("pft", *SHORT, "--sparsity", "0.95", "--out", "here") == found
+def test_pft_prints_its_result_as_json() -> None:
+    result = answer("pft", *SHORT, "--sparsity", "0.95", "--out", "here")
+    assert result["folder"] == "here"
+    assert result["command"] == "pft"
+    assert result["sparsity"] == pytest.approx(0.95, abs=1e-5)
+    assert result["kept"] + round(result["sparsity"] * result["total"]) == result["total"] == 50_200
+    assert 0 <= result["test_error"] <= 1
+    assert 0 <= result["dense_error"] <= 1
+    assert [row["method"] for row in result["rows"]] == ["dense", "pft"]
+    assert answer("pft", *SHORT, "--sparsity", "0.95", "--out", "here") == result
 
 
 def test_the_papers_recipe_of_pft_runs_to_its_report() -> None:
-    found = answer("pft", "--recipe", "paper", "--dense-epochs", "1", "--epochs", "2", "--out", "here")
-    assert [row["method"] for row in found["rows"]] == ["dense", "pft-paper"]
+    result = answer("pft", "--recipe", "paper", "--dense-epochs", "1", "--epochs", "2", "--out", "here")
+    assert [row["method"] for row in result["rows"]] == ["dense", "pft-paper"]
     for name in ("curves", "layers"):
         lines = Path(f"here/figures/{name}.csv").read_text().splitlines()[1:]
         assert {line.split(",")[0] for line in lines} == {"pft-paper"}
@@ -182,32 +182,32 @@ def test_the_papers_recipe_of_pft_runs_to_its_report() -> None:
 
 def test_flags_override_the_config_file() -> None:
     Path("run.toml").write_text("dense_epochs = 1\nepochs = 1\nsparsity = 0.5\nseed = 4\n")
-    found = answer("osp", "--config", "run.toml", "--sparsity", "0.8")
-    assert found["sparsity"] == pytest.approx(0.8, abs=1e-5)
-    assert (found["seed"], found["epochs"]) == (4, 1)
+    result = answer("osp", "--config", "run.toml", "--sparsity", "0.8")
+    assert result["sparsity"] == pytest.approx(0.8, abs=1e-5)
+    assert (result["seed"], result["epochs"]) == (4, 1)
 
 
 def test_pruning_at_initialisation_has_no_dense_error() -> None:
-    found = answer("osp", "--dense-epochs", "0", "--epochs", "1")
-    assert found["dense_error"] is None
-    assert [row["method"] for row in found["rows"]] == ["osp"]
+    result = answer("osp", "--dense-epochs", "0", "--epochs", "1")
+    assert result["dense_error"] is None
+    assert [row["method"] for row in result["rows"]] == ["osp"]
 
 
-def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_says_how_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "execute", interrupted)
-    done = call("osp")
-    assert done.exit_code == 130
-    assert "run the same command again" in done.stderr
+    result = call("osp")
+    assert result.exit_code == 130
+    assert "run the same command again" in result.stderr
 
 
 # --- Bad input.
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("osp --sparsity 1.0", "sparsity 1.0 is outside [0, 1)"),
         ("pbp --sparsity -0.1", "sparsity -0.1 is outside [0, 1)"),
@@ -261,9 +261,9 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None
         ("verify .", "holds neither certificate.json nor certificate/certificate.json"),
     ],
 )
-def test_bad_input_gets_one_sentence(words: str, said: str) -> None:
+def test_bad_input_is_refused_in_one_sentence(words: str, message: str) -> None:
     Path("mine.txt").write_text("keep me")
-    assert said in refusal(*words.split())
+    assert message in refusal(*words.split())
     assert [f.name for f in Path().iterdir() if f.name != "runs"] == ["mine.txt"]
 
 
@@ -288,25 +288,25 @@ def test_a_damaged_data_file_is_refused(content: bytes) -> None:
 # --- Calculator and data.
 
 
-def test_bound_is_a_calculator() -> None:
-    found = answer("bound", "--risk", "0.1", "--n", "12000", "--kl", "500", "--out", "here")
-    assert found["seeger"] == bounds.seeger(0.1, n=12_000, kl=500.0, delta=0.05)
-    assert found["paper"] == bounds.paper(0.1, n=12_000, kl=500.0, delta=0.05)
-    assert found["catoni"] == bounds.catoni(0.1, n=12_000, kl=500.0, delta=0.05)
-    assert found["held_out"] == bounds.clopper_pearson(1200, n=12_000, delta=0.05)
-    assert json.loads(Path("here/bound.json").read_text()) == found
+def test_bound_prints_every_bound() -> None:
+    result = answer("bound", "--risk", "0.1", "--n", "12000", "--kl", "500", "--out", "here")
+    assert result["seeger"] == bounds.seeger(0.1, n=12_000, kl=500.0, delta=0.05)
+    assert result["paper"] == bounds.paper(0.1, n=12_000, kl=500.0, delta=0.05)
+    assert result["catoni"] == bounds.catoni(0.1, n=12_000, kl=500.0, delta=0.05)
+    assert result["held_out"] == bounds.clopper_pearson(1200, n=12_000, delta=0.05)
+    assert json.loads(Path("here/bound.json").read_text()) == result
     assert "0.2088" in call("bound", "--risk", "0.1", "--n", "12000", "--kl", "500").stdout
 
 
-def test_draws_cost_a_share_of_delta() -> None:
-    found = answer("bound", "--risk", "0.1", "--n", "12000", "--draws", "1000")
-    assert found["risk_upper"] == montecarlo.chernoff(0.1, draws=1000, delta=0.05 * 0.2)
-    assert found["seeger"] == bounds.seeger(found["risk_upper"], n=12_000, kl=0.0, delta=0.05 - 0.05 * 0.2)
-    assert answer("bound", "--errors", "1200000", "--n", "12000", "--draws", "1000") == found
+def test_bound_with_draws_pays_a_share_of_delta() -> None:
+    result = answer("bound", "--risk", "0.1", "--n", "12000", "--draws", "1000")
+    assert result["risk_upper"] == montecarlo.chernoff(0.1, draws=1000, delta=0.05 * 0.2)
+    assert result["seeger"] == bounds.seeger(result["risk_upper"], n=12_000, kl=0.0, delta=0.05 - 0.05 * 0.2)
+    assert answer("bound", "--errors", "1200000", "--n", "12000", "--draws", "1000") == result
     assert answer("bound", "--errors", "1200", "--n", "12000") == answer("bound", "--risk", "0.1", "--n", "12000")
 
 
-def test_data_list_says_what_is_missing() -> None:
+def test_data_list_names_missing_data_sets() -> None:
     rows = {row["name"]: row for row in answer("data", "list", "--data-dir", "data")["data"]}
     assert list(rows) == ["digits", "mnist", "fashion-mnist", "cifar10", "tinyshakespeare"]
     assert rows["digits"]["present"]

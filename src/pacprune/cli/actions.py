@@ -1,4 +1,4 @@
-"""What the commands do that are no run of a method: a function each, whose parameters are its flags."""
+"""The commands that run no method: a function each, whose parameters are its flags."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -216,7 +216,7 @@ def _data_fetch(name: str | None, data_dir: Path | None, json: bool) -> None:
 
 
 def _data_list(name: str | None, data_dir: Path | None, json: bool) -> None:
-    """Which data sets are here, and what is wrong with the others."""
+    """Lists which data sets are usable, and what is wrong with the others."""
     states = [{"name": "digits", "folder": "inside the package", "present": True, "usable": True, "detail": ""}]
     states += [data_state(name, data_dir) for name in datasets.SOURCES]
     table = Table("Data set", Column("Folder", overflow="fold"), "State")

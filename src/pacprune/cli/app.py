@@ -54,7 +54,7 @@ COMMANDS: dict[str, Command] = {
     "track": Command(actions.track, ("pacprune track runs/mine",)),
     "sweep": Command(actions.sweep, ("pacprune sweep mine.toml --ray auto", "pacprune sweep status runs/mine --json")),
 }
-"""The commands that are no run; those that make a run are the demo and the methods."""
+"""The commands that make no run; the demo and the methods make one."""
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def build() -> typer.Typer:
-    """The program as the tables are now: a method that has joined METHODS has a command."""
+    """The program, built from the tables as they are now: a method that was added to METHODS has a command."""
     # Without rich markup, help is plain text: brackets stay brackets, and it can be searched.
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback()(_program)
@@ -84,8 +84,8 @@ def all_commands() -> dict[str, Command]:
     return {"demo": Command(run_command("demo"), ("pacprune demo", "pacprune demo --seed 1 --json"))} | runs | COMMANDS
 
 
-def _version(asked_for: bool) -> None:
-    if asked_for:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"pacprune {__version__}")
         raise typer.Exit
 
@@ -108,15 +108,15 @@ def run_command(name: str) -> Callable[..., None]:
         with user_errors():
             from_file = opt.from_toml(config, name)[1] if config else {}
             options = opt.resolve(kind, from_file, {flag: value for flag, value in flags.items() if value is not None})
-            with ranks.joined(options.device) as device:  # under torchrun, rank 0 speaks for all
-                chief = ranks.rank() == 0
+            with ranks.joined(options.device) as device:  # under torchrun, only rank 0 prints
+                is_rank0 = ranks.rank() == 0
                 options = replace(options, device=str(device))
-                with progress_bars() if chief else nullcontext(lambda *_: None) as progress:
+                with progress_bars() if is_rank0 else nullcontext(lambda *_: None) as progress:
                     result = commands.execute(name, options, work, out=out, progress=progress)
-            if chief:
+            if is_rank0:
                 show(result, json, *report.console_output(result))
 
-    # None stands for "not given", so that a config file can speak first.
+    # None means that the flag is absent, so that the config file's value counts.
     hints: dict[str, Any] = {
         f.name: Annotated[opt.types_of(kind)[f.name] | None, typer.Option(help=_help(kind, f))] for f in fields(kind)
     }

@@ -11,7 +11,7 @@ from pacprune.certification.certificate import rounded_up
 
 
 def risk_of(risk: float | None, errors: int | None, *, n: int, draws: int | None) -> float:
-    """The risk as it is given, or the fraction that so many errors are of all answers."""
+    """The risk itself, or `errors` as a fraction of all answers."""
     if risk is not None and errors is not None:
         raise ValueError(f"--risk is {risk} and --errors is {errors}; give only one of the two")
     if risk is not None:
@@ -20,39 +20,39 @@ def risk_of(risk: float | None, errors: int | None, *, n: int, draws: int | None
         raise ValueError("neither --risk nor --errors is given; give the fraction of wrong answers, or their number")
     answers = check_count("n", n) * check_count("draws", 1 if draws is None else draws)
     if not 0 <= errors <= answers:
-        given = f"{n} examples" if draws is None else f"{draws} networks on {n} examples"
-        raise ValueError(f"--errors is {errors}, but {given} give from 0 to {answers} errors; check both numbers")
+        sources = f"{n} examples" if draws is None else f"{draws} networks on {n} examples"
+        raise ValueError(f"--errors is {errors}, but {sources} give from 0 to {answers} errors; check both numbers")
     return errors / answers
 
 
 def calculate(risk: float, *, n: int, kl: float, delta: float, draws: int | None) -> dict[str, Any]:
     """Every bound; with `draws`, a share of delta pays for the risk being a mean over drawn networks (Chernoff)."""
-    upper, left = risk, delta
+    upper, remaining_delta = risk, delta
     if draws is not None:
         ledger = bounds.Ledger.split(delta)
-        upper, left = montecarlo.chernoff(risk, draws=draws, delta=ledger.monte_carlo), ledger.pac_bayes
+        upper, remaining_delta = montecarlo.chernoff(risk, draws=draws, delta=ledger.monte_carlo), ledger.pac_bayes
     return {
         "risk": risk,
         "risk_upper": upper,
         "n": n,
         "kl": kl,
         "delta": delta,
-        "seeger": bounds.seeger(upper, n=n, kl=kl, delta=left),
-        "paper": bounds.paper(upper, n=n, kl=kl, delta=left),
-        "catoni": bounds.catoni(upper, n=n, kl=kl, delta=left),
+        "seeger": bounds.seeger(upper, n=n, kl=kl, delta=remaining_delta),
+        "paper": bounds.paper(upper, n=n, kl=kl, delta=remaining_delta),
+        "catoni": bounds.catoni(upper, n=n, kl=kl, delta=remaining_delta),
         "held_out": bounds.clopper_pearson(round(risk * n), n=n, delta=delta),
     }
 
 
-def table(found: dict[str, Any], draws: int | None) -> Table:
+def table(values: dict[str, Any], draws: int | None) -> Table:
     """The bounds for a reader, rounded up."""
-    shown = Table("Bound", "Error rate on new data, at most", "What it needs")
+    output = Table("Bound", "Error rate on new data, at most", "What it needs")
     if draws is not None:
-        shown.add_row(
-            "risk_upper", rounded_up(found["risk_upper"]), f"{draws} drawn networks, each on all n (Chernoff)"
+        output.add_row(
+            "risk_upper", rounded_up(values["risk_upper"]), f"{draws} drawn networks, each on all n (Chernoff)"
         )
-    shown.add_row("seeger", rounded_up(found["seeger"]), "a prior that did not see the n examples")
-    shown.add_row("paper", rounded_up(found["paper"]), "the same; never below seeger")
-    shown.add_row("catoni", rounded_up(found["catoni"]), "the same; best of 20 fixed constants")
-    shown.add_row("held_out", rounded_up(found["held_out"]), "one fixed network with round(risk n) errors; no KL")
-    return shown
+    output.add_row("seeger", rounded_up(values["seeger"]), "a prior that did not see the n examples")
+    output.add_row("paper", rounded_up(values["paper"]), "the same; never below seeger")
+    output.add_row("catoni", rounded_up(values["catoni"]), "the same; best of 20 fixed constants")
+    output.add_row("held_out", rounded_up(values["held_out"]), "one fixed network with round(risk n) errors; no KL")
+    return output

@@ -46,20 +46,20 @@ def show(result: Any, json: bool, *parts: Any) -> None:
 
 
 def write(out: Path | None, name: str, result: Any) -> None:
-    """Writes the result as a JSON file into `out`, if there is such a folder to write to."""
+    """Writes the result as a JSON file into the folder `out`, unless it is None."""
     if out is not None:
         write_atomically(out / name, (jsons.dumps(result, indent=2) + "\n").encode())
 
 
-def data_state(of: str, data_dir: Path | None) -> dict[str, Any]:
-    """Whether the official files are there with the right content, and if not, what is wrong with the first bad one."""
-    source, folder, detail = datasets.SOURCES[of], download.data_folder(data_dir), ""
+def data_state(data_set: str, data_dir: Path | None) -> dict[str, Any]:
+    """Whether the official files exist with the right content; `detail` says what is wrong with the first bad one."""
+    source, folder, detail = datasets.SOURCES[data_set], download.data_folder(data_dir), ""
     try:
         for file in source.contents:
-            datasets.read(of, file, data_dir)
+            datasets.read(data_set, file, data_dir)
     except ValueError as error:
         detail = str(error)
     places = (folder / source.folder, folder)
     present = all(any((p / f).is_file() for p in places for f in (name, f"{name}.gz")) for name in source.contents)
     where = str(folder / source.folder)
-    return {"name": of, "folder": where, "present": present, "usable": not detail, "detail": detail}
+    return {"name": data_set, "folder": where, "present": present, "usable": not detail, "detail": detail}

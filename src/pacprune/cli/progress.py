@@ -15,7 +15,7 @@ WAIT = 30.0
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[..., None]]:
-    """A function to call as (stage or file, done, total, last epoch's row): each is told of on stderr."""
+    """A function to call as (stage or file, done, total, last epoch's row), which reports on stderr."""
     console = Console(stderr=True)
     with _bars(console) if console.is_terminal else _lines(console) as update:
         yield update
@@ -36,7 +36,7 @@ def _bars(console: Console) -> Iterator[Callable[..., None]]:
         bar.update(tasks[stage], completed=done, total=total or None, note=_note(row or {}))
 
     def settle() -> None:
-        # A stage that ends early, such as drawing up to a tolerance, is complete with what it has done.
+        # A stage that ends early, such as drawing up to a tolerance, is shown as complete.
         for task in bar.tasks:
             bar.update(task.id, total=task.completed)
 
@@ -50,27 +50,27 @@ def _bars(console: Console) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def _lines(console: Console) -> Iterator[Callable[..., None]]:
-    """A line about a stage when it ends, and now and then before: rich would write its bars when all is over."""
-    current, reached, begun, said, unsaid = "", 0, 0.0, 0.0, ""
+    """A line about a stage when it ends, and every WAIT seconds before; rich would write its bars at the very end."""
+    current_stage, last_done, start, last_print, pending_line = "", 0, 0.0, 0.0, ""
 
     def update(stage: str, done: int, total: int, row: dict[str, Any] | None = None) -> None:
-        nonlocal current, reached, begun, said, unsaid
+        nonlocal current_stage, last_done, start, last_print, pending_line
         now = time.monotonic()
-        if stage != current or done < reached:
+        if stage != current_stage or done < last_done:
             settle()
-            current, begun, said = stage, now, now
-        reached = done
-        took, of = timedelta(seconds=int(now - begun)), f"/{total}" if total else ""
-        unsaid = f"{stage:<18} {done}{of} {took} {_note(row or {})}".rstrip()
-        if now - said >= WAIT:
+            current_stage, start, last_print = stage, now, now
+        last_done = done
+        elapsed, out_of = timedelta(seconds=int(now - start)), f"/{total}" if total else ""
+        pending_line = f"{stage:<18} {done}{out_of} {elapsed} {_note(row or {})}".rstrip()
+        if now - last_print >= WAIT:
             settle()
-            said = now
+            last_print = now
 
     def settle() -> None:
-        nonlocal unsaid
-        if unsaid:
-            console.print(unsaid, soft_wrap=True, highlight=False, markup=False)
-        unsaid = ""
+        nonlocal pending_line
+        if pending_line:
+            console.print(pending_line, soft_wrap=True, highlight=False, markup=False)
+        pending_line = ""
 
     try:
         yield update
