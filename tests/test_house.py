@@ -32,6 +32,20 @@ def repository_files() -> list[Path]:
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
 
 
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring and its signature."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return 0 if not body or function.end_lineno is None else function.end_lineno - body[0].lineno + 1
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda f: str(f.relative_to(ROOT / "src")))
+def test_every_function_fits_on_a_screen(source: Path) -> None:
+    functions = [f for f in ast.walk(ast.parse(source.read_text())) if isinstance(f, ast.FunctionDef)]
+    kernels = [f for f in functions if any("triton" in ast.unparse(d) for d in f.decorator_list)]
+    long = {f.name: body_lines(f) for f in functions if f not in kernels and body_lines(f) > 60}
+    assert long == {}, "a function is one thought: give the parts names of their own"
+
+
 def test_no_file_is_over_one_mebibyte() -> None:
     kept = ROOT / "results" / "certificates"  # the weights of certified networks, so that anyone can check them
     assert [f for f in repository_files() if f.stat().st_size > 2**20 and kept not in f.parents] == []

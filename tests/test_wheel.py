@@ -12,7 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "pacprune"
-UNIT_TESTS = ["test_philox.py", "test_bounds.py", "test_models.py", "test_masks.py", "test_spikeslab.py"]
+UNIT_TESTS = [
+    "test_philox.py",
+    "test_models.py",
+    "bounds/test_bounds.py",
+    "masking/test_masks.py",
+    "masking/test_spikeslab.py",
+]
 
 
 def run(*arguments: str, cwd: Path, path: Path | None = None) -> str:
@@ -73,4 +79,5 @@ def test_the_wheel_passes_the_unit_tests(unpacked: Path, tmp_path: Path) -> None
     for name in ["conftest.py", *UNIT_TESTS]:
         shutil.copy(ROOT / "tests" / name, tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", *UNIT_TESTS, cwd=tmp_path, path=unpacked)
+    files = [Path(name).name for name in UNIT_TESTS]
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, cwd=tmp_path, path=unpacked)

@@ -189,22 +189,19 @@ def test_the_old_draw_is_given_back_before_the_new_one_is_made(monkeypatch: pyte
     assert alive == [None]
 
 
-@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"coupling": 2.0}, {"mapping": "clamp"}, {"train_std": True}, {"estimator": "straight-through"}],
-    ids=str,
-)
-def test_stacked_models_draw_and_learn_what_each_does_alone(options: dict[str, object], mode: bool) -> None:
-    models = []
-    for k in range(3):
-        model = build(k, std=0.05 * (k + 1), sparsity=0.3 + 0.1 * k, **options).train(mode)
-        for _ in range(k):
-            pp.resample_(model)
-        for site in attachment.sites(model):
-            site.sampler.shift.fill_(0.1 * k)
-            site.sampler.sharpness.fill_(1.0 + k)
-        models.append(model)
+def model_in_state(k: int, **options: object) -> nn.Module:
+    """A model whose noise, step, shift and sharpness differ from those of another k."""
+    model = build(k, std=0.05 * (k + 1), sparsity=0.3 + 0.1 * k, **options)
+    for _ in range(k):
+        pp.resample_(model)
+    for site in attachment.sites(model):
+        site.sampler.shift.fill_(0.1 * k)
+        site.sampler.sharpness.fill_(1.0 + k)
+    return model
+
+
+def stack(models: list[nn.Module]) -> nn.Module:
+    """One model that holds the parameters and buffers of all, with a leading dimension."""
     together = copy.deepcopy(models[0])
     for sites in zip(attachment.sites(together), *(attachment.sites(m) for m in models), strict=True):
         stacked, *alone = sites
@@ -215,6 +212,18 @@ def test_stacked_models_draw_and_learn_what_each_does_alone(options: dict[str, o
             if buffer is not None:
                 values = [site.sampler.get_buffer(name) for site in alone]
                 stacked.sampler._buffers[name] = torch.stack(values)
+    return together
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"coupling": 2.0}, {"mapping": "clamp"}, {"train_std": True}, {"estimator": "straight-through"}],
+    ids=str,
+)
+def test_stacked_models_draw_and_learn_what_each_does_alone(options: dict[str, object], mode: bool) -> None:
+    models = [model_in_state(k, **options).train(mode) for k in range(3)]
+    together = stack(models)
     pp.resample_(together)
     for model in models:
         pp.resample_(model)
@@ -223,14 +232,14 @@ def test_stacked_models_draw_and_learn_what_each_does_alone(options: dict[str, o
         drawn.backward(out)
         logit = site.logit()
         for k, model in enumerate(models):
-            one = attachment.sites(model)[i]
-            assert torch.equal(one.where(), drawn[k])
-            one.where().backward(out[k])
-            assert torch.equal(one.mean.grad, site.mean.grad[k])
-            assert torch.equal(one.gate.grad, site.gate.grad[k])
-            torch.testing.assert_close(one.logit(), logit[k])
-            if one.log_std is not None:
-                assert torch.equal(one.log_std.grad, site.log_std.grad[k])
+            alone = attachment.sites(model)[i]
+            assert torch.equal(alone.where(), drawn[k])
+            alone.where().backward(out[k])
+            assert torch.equal(alone.mean.grad, site.mean.grad[k])
+            assert torch.equal(alone.gate.grad, site.gate.grad[k])
+            torch.testing.assert_close(alone.logit(), logit[k])
+            if alone.log_std is not None:
+                assert torch.equal(alone.log_std.grad, site.log_std.grad[k])
 
 
 def test_under_autocast_a_linear_weight_is_drawn_in_bfloat16_and_others_are_not() -> None:

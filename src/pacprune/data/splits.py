@@ -92,7 +92,8 @@ class Split:
         dataset: The name of the data set, such as digits.
         seed: The seed of the random order.
         prior_fraction: Share of `train` that is in `prior`.
-        mean, std: Standardisation constants per channel or feature, from `prior` alone; empty when there was none.
+        mean: What standardisation subtracts, per channel or feature, from `prior` alone; empty when there was none.
+        std: What standardisation divides by, likewise.
         files: SHA-256 of the (decompressed) content of each source file or tensor.
         classes: Number of classes; 0 for regression.
         declared: True when the user gave the index lists and declared them random. Such a split cannot be replayed.

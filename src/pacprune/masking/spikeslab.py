@@ -21,9 +21,19 @@ ETA = kernels.ETA
 class SpikeSlab:
     """w_i = b_i * N(mean_i, std_i^2) with b_i ~ Bernoulli(keep_prob_i), independent: a prior P or a posterior Q.
 
-    Keys are the parameter names of the plain module. `rest` holds every other parameter and buffer by value, `seen`
-    the hashes of the examples that shaped all of this, `total` the number D of weights that sparsity is counted in.
-    With std = 0 it is a stochastic mask.
+    With std = 0 it is a stochastic mask. Every mapping has the parameter names of the plain module as keys.
+
+    Args:
+        keep_prob: The probability of keeping each weight.
+        mean: The value of a kept weight, or the mean of its values.
+        std: The standard deviation of a kept weight: one number per tensor, or one per weight.
+        rest: Every other parameter and buffer, by value.
+        total: D, the number of weights that sparsity is counted in.
+        seen: Hashes of the examples that shaped all of this.
+
+    Example:
+        >>> pp.isotropic(model, sparsity=0.9)
+        SpikeSlab(2 tensors, 1,184 weights, expected sparsity 0.9000)
     """
 
     keep_prob: Mapping[str, Tensor]
@@ -36,8 +46,8 @@ class SpikeSlab:
     @property
     def sparsity(self) -> float:
         """Expected fraction pruned: sum(1 - keep_prob) / D."""
-        each = (full_value((1 - p.detach().double()).sum()) for p in self.keep_prob.values())
-        return float(sum(each)) / self.total
+        pruned = (full_value((1 - p.detach().double()).sum()) for p in self.keep_prob.values())
+        return float(sum(pruned)) / self.total
 
     @property
     def hash(self) -> str:
@@ -58,11 +68,11 @@ class SpikeSlab:
 
 def _around(model: nn.Module, keep_prob: Mapping[str, Tensor], std: float | Mapping[str, Tensor]) -> SpikeSlab:
     """The SpikeSlab with these keep probabilities around the model's present weights."""
-    found = weights.prunable(model)
-    unknown = [name for name in keep_prob if name not in found]
+    plain = weights.prunable(model)
+    unknown = [name for name in keep_prob if name not in plain]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is not among the model's weights: {', '.join(found)}; use their names")
-    chosen = {name: w.detach().clone() for name, w in found.items() if name in keep_prob}
+        raise ValueError(f"{unknown[0]!r} is not among the model's weights: {', '.join(plain)}; use their names")
+    chosen = {name: w.detach().clone() for name, w in plain.items() if name in keep_prob}
     if isinstance(std, (int, float)):
         if not 0 <= std < float("inf"):
             raise ValueError(f"std is {std}; it must be 0 (a stochastic mask) or a positive number")
@@ -86,15 +96,48 @@ def rest_of(model: nn.Module, chosen: set[str]) -> dict[str, Tensor]:
 def isotropic(
     model: nn.Module, *, sparsity: float, std: float = 0.0, prunable: weights.Prunable = weights.prunable
 ) -> SpikeSlab:
-    """keep_prob = 1 - sparsity everywhere: every weight is equally likely to go."""
+    """keep_prob = 1 - sparsity everywhere: every weight is equally likely to go.
+
+    Args:
+        model: The network, whose present weights are the means.
+        sparsity: The expected fraction pruned, of all D weights, such as 0.9.
+        std: Standard deviation of every kept weight, such as 2e-3; 0 is a stochastic mask.
+        prunable: Which weights may be pruned: model -> {name: weight}.
+
+    Returns:
+        The distribution, which `pp.attach` puts on a model.
+
+    Example:
+        >>> slab = pp.isotropic(model, sparsity=0.75)
+        >>> float(slab.keep_prob["1.weight"][0, 0])
+        0.25
+    """
     masks.check_sparsity(sparsity)
-    found = prunable(model)
-    keep = masks.density(sparsity, size=sum(w.numel() for w in found.values()), total=weights.total(model))
-    return _around(model, {n: torch.full_like(w, keep, dtype=torch.float32) for n, w in found.items()}, std)
+    plain = prunable(model)
+    keep = masks.density(sparsity, size=sum(w.numel() for w in plain.values()), total=weights.total(model))
+    return _around(model, {n: torch.full_like(w, keep, dtype=torch.float32) for n, w in plain.items()}, std)
 
 
 def block_isotropic(model: nn.Module, mask: Mapping[str, Tensor], *, eps: float, std: float = 0.0) -> SpikeSlab:
-    """keep_prob = 1 - (D - k) eps / k on the k kept weights, eps on the others; the mean is exactly k / D."""
+    """keep_prob = 1 - (D - k) eps / k on the k kept weights, eps on the others; the mean is exactly k / D.
+
+    Args:
+        model: The network, whose present weights are the means.
+        mask: Which weights are likely to stay, as `pp.top_k` gives it.
+        eps: keep_prob of the weights that the mask drops, such as 1e-4; below k / D.
+        std: Standard deviation of every kept weight, such as 2e-3; 0 is a stochastic mask.
+
+    Returns:
+        The distribution, which `pp.attach` puts on a model.
+
+    Raises:
+        ValueError: If eps is so large that the kept weights would get the smaller keep_prob.
+
+    Example:
+        >>> mask = pp.top_k(pp.scores.magnitude(model), sparsity=0.9)
+        >>> pp.block_isotropic(model, mask, eps=1e-4, std=2e-3).sparsity.__round__(4)
+        0.9003
+    """
     size, kept = sum(m.numel() for m in mask.values()), masks.kept(mask)
     if not ETA <= eps < 0.5:
         raise ValueError(
@@ -132,6 +175,21 @@ def score_monotone(
     """keep_prob = sigmoid(sharpness * log(score) - tau), tau such that the expected sparsity is exact.
 
     A smooth top-k: keep_prob rises with the score, and the order of the scores is kept.
+
+    Args:
+        model: The network, whose present weights are the means.
+        scores: One number per weight, larger = keep, as a criterion gives them.
+        sparsity: The expected fraction pruned, of all D weights, such as 0.9.
+        sharpness: How steeply keep_prob rises with the logarithm of the score; infinity would be top-k itself.
+        std: Standard deviation of every kept weight; 0 is a stochastic mask.
+
+    Returns:
+        The distribution, which `pp.attach` puts on a model.
+
+    Example:
+        >>> slab = pp.score_monotone(model, pp.scores.magnitude(model), sparsity=0.9)
+        >>> round(slab.sparsity, 4)
+        0.9
     """
     masks.check_sparsity(sparsity)
     logits = {n: sharpness * x for n, x in log_scores(scores).items()}
@@ -195,7 +253,7 @@ def kl_per_layer(
     """KL(Q||P) of every tensor; differentiable in q. See `kl`."""
     if q.keep_prob.keys() != p.keep_prob.keys():
         raise ValueError(f"Q and P name different tensors: {sorted(q.keep_prob.keys() ^ p.keep_prob.keys())}")
-    found = {}
+    layers = {}
     for name in q.keep_prob:
         lam, lam0 = q.keep_prob[name].to(dtype), p.keep_prob[name].to(dtype)
         if lam.shape != lam0.shape:
@@ -204,9 +262,9 @@ def kl_per_layer(
         std, std0 = q.std[name].to(dtype), p.std[name].to(dtype)
         if check:
             _check_slab(name, mean, mean0, std, std0)
-        each = _kl_gate(lam, lam0) + _kl_slab(lam, mean, mean0, std, std0)
-        found[name] = each.flatten(1).sum(1) if members else each.sum()
-    return found
+        divergence = _kl_gate(lam, lam0) + _kl_slab(lam, mean, mean0, std, std0)
+        layers[name] = divergence.flatten(1).sum(1) if members else divergence.sum()
+    return layers
 
 
 def kl(
@@ -215,9 +273,28 @@ def kl(
     """KL(Q||P) = sum_i kl(lam||lam0) + lam/2 [(m-m0)^2/s0^2 + s^2/s0^2 - ln(s^2/s0^2) - 1], in nats.
 
     lam is q's keep_prob, m its mean, s its std, and 0 marks p's. The Gaussian term is paid only where the weight is
-    kept (the factor lam). Infinite where lam0 is 0 or 1 and lam differs. Accumulated in float64. With `members`, every
-    tensor has a first dimension of K models, and each model has its own KL. `check` explains a slab that makes it
-    infinite, for which it waits on the device; without, the value itself is infinite.
+    kept (the factor lam). The KL is infinite where lam0 is 0 or 1 and lam differs.
+
+    Args:
+        q: The posterior; the value is differentiable in its tensors.
+        p: The prior, with the same tensors.
+        dtype: What each weight's term is computed in. The sum is always taken in float64.
+        members: Whether every tensor has a first dimension of K models, each of which then has its own KL.
+        check: Whether to explain slabs that make the KL infinite, for which the host waits on the device. Without,
+            the value itself is infinite.
+
+    Returns:
+        One number in nats; of K members, K numbers.
+
+    Raises:
+        ValueError: If q and p name other tensors; with `check`, also if a std of 0 makes the KL infinite.
+
+    Example:
+        >>> p = pp.isotropic(model, sparsity=0.9)
+        >>> float(pp.kl(p, p))
+        0.0
+        >>> round(float(pp.kl(pp.isotropic(model, sparsity=0.5), p)))
+        605
     """
     layers = kl_per_layer(q, p, dtype=dtype, members=members, check=check)
     return torch.stack([v.double() for v in layers.values()]).sum(0).clamp_min(0.0)
@@ -299,14 +376,14 @@ def _check_resolution(name: str, w: Tensor, std: Tensor, std0: Tensor) -> None:
         )
 
 
-def log_ratio(q: SpikeSlab, p: SpikeSlab, drawn: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> float:
+def log_ratio(q: SpikeSlab, p: SpikeSlab, network: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> float:
     """log dQ/dP at one drawn network: its mean over draws of Q is KL(Q||P).
 
     Sum over pruned weights of log((1-lam)/(1-lam0)), over kept ones of log(lam/lam0) + log N(w; m, s)/N(w; m0, s0), in
     float64, at the weights as they are stored.
     """
     total = 0.0
-    for name, w in drawn.items():
+    for name, w in network.items():
         lam, lam0, keep = q.keep_prob[name].double(), p.keep_prob[name].double(), mask[name]
         gate = torch.where(keep, torch.log(lam) - torch.log(lam0), torch.log1p(-lam) - torch.log1p(-lam0))
         total += float(gate.sum())

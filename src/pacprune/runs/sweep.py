@@ -83,20 +83,9 @@ def read(path: Path, *, device: str | None = None) -> Sweep:
     if command not in COMMANDS:
         raise ValueError(f"command in {path} is {command!r}; use one of {', '.join(COMMANDS)}")
     grid, ray_table = content.pop("grid", {}), content.pop("ray", {})
-    if not isinstance(grid, dict) or not grid:
-        raise ValueError(
-            f"[grid] in {path} is {grid or 'missing'}; add a table of lists to be crossed, such as sparsity = [.9, .95]"
-        )
     kind, kinds = opt.COMMANDS[command], opt.types_of(opt.COMMANDS[command])
     fixed = {name: _checked(path, kinds, name, value) for name, value in content.items()}
-    for name, values in grid.items():
-        if not isinstance(values, list) or not values:
-            raise ValueError(f"{name} in [grid] of {path} is {values!r}; it must be a list of at least one value")
-        grid[name] = values = [_checked(path, kinds, name, value) for value in values]
-        if name in fixed:
-            raise ValueError(f"{name} in {path} is {fixed[name]!r} and also in [grid]; keep one of the two")
-        if len(set(values)) < len(values):
-            raise ValueError(f"{name} in [grid] of {path} is {values}, which names a value twice; name each once")
+    grid = _checked_grid(path, kinds, fixed, grid)
 
     def resolve(point: dict[str, Any]) -> Options:
         return opt.resolve(kind, fixed, point, {} if device is None else {"device": device})
@@ -111,6 +100,24 @@ def read(path: Path, *, device: str | None = None) -> Sweep:
     longest = max(map(len, grid.values()))
     rehearsed = [resolve({name: values[i % len(values)] for name, values in grid.items()}) for i in range(longest)]
     return Sweep(command, entries, rehearsed, _resources(path, ray_table, rehearsed[0].device), text)
+
+
+def _checked_grid(path: Path, kinds: dict[str, type], fixed: dict[str, Any], grid: Any) -> dict[str, list[Any]]:
+    """The lists of [grid], each of values of the right type that are not fixed and not named twice."""
+    if not isinstance(grid, dict) or not grid:
+        raise ValueError(
+            f"[grid] in {path} is {grid or 'missing'}; add a table of lists to be crossed, such as sparsity = [.9, .95]"
+        )
+    lists = {}
+    for name, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{name} in [grid] of {path} is {values!r}; it must be a list of at least one value")
+        lists[name] = values = [_checked(path, kinds, name, value) for value in values]
+        if name in fixed:
+            raise ValueError(f"{name} in {path} is {fixed[name]!r} and also in [grid]; keep one of the two")
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} in [grid] of {path} is {values}, which names a value twice; name each once")
+    return lists
 
 
 def _checked(path: Path, kinds: dict[str, type], name: str, value: Any) -> Any:

@@ -112,16 +112,28 @@ class Budget:
         return MASK_CONTROLS[self.control].period if self.every is None else self.every
 
     def density(self, progress: float) -> float:
-        """d(t), the mean keep_prob asked for when a share `progress` of the stage is done."""
+        """d(t), the mean keep_prob that this moment of the stage must have.
+
+        Args:
+            progress: The share of the stage that is done, in [0, 1].
+        """
         schedule = self.schedule if callable(self.schedule) else SCHEDULES[self.schedule]
         return 1 - self.sparsity * schedule(min(1.0, progress / self.ramp))
 
     def faded(self, progress: float) -> float:
-        """The share that is gone of what the gates began with."""
+        """The share that is gone of what the gates began with.
+
+        Args:
+            progress: The share of the stage that is done, in [0, 1].
+        """
         return min(1.0, progress / self.ramp) if self.fade else 0.0
 
     def sharpness(self, progress: float) -> float:
-        """gamma(t) = sharpen^t."""
+        """gamma(t) = sharpen^t.
+
+        Args:
+            progress: The share of the stage that is done, in [0, 1].
+        """
         return self.sharpen**progress
 
     def record(self) -> dict[str, Any]:

@@ -156,13 +156,20 @@ class Config:
         """For a stage of so many steps: min(1, GATE_STEPS / steps) of a gate_lr that follows lr; a given one stays.
 
         The gates' steps add up, so that in a long stage they would outgrow what the weights' sizes say.
+
+        Args:
+            steps: The number of steps of the stage.
         """
         if not isinstance(self.gate_lr, _Auto) or steps <= GATE_STEPS:
             return self
         return replace(self, gate_lr=float(self.gate_lr) * GATE_STEPS / steps)
 
     def factor(self, progress: float) -> float:
-        """What lr is multiplied by when a share `progress` of the stage is done."""
+        """What lr is multiplied by at one moment of the stage.
+
+        Args:
+            progress: The share of the stage that is done, in [0, 1].
+        """
         rise = min(1.0, (progress + 1e-9) / self.warmup) if self.warmup else 1.0
         start, end = self.span
         schedule = self.schedule if callable(self.schedule) else SCHEDULES[self.schedule]
