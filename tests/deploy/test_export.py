@@ -1,4 +1,4 @@
-"""Exports: small, bit-exact, whole or not there at all; ONNX that onnxruntime runs; masks to and from torch."""
+"""Exports: small, bit-exact, whole or absent; ONNX that onnxruntime runs; masks to and from torch."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from pacprune import models
 from pacprune.deploy import export, slim
 
 
-def pruned(name: str, sparsity: float) -> tuple[nn.Module, Tensor]:
+def pruned_model(name: str, sparsity: float) -> tuple[nn.Module, Tensor]:
     make, shape = {
         "mlp": (lambda: models.mlp(784), (1, 28, 28)),
         "lenet5": (models.lenet5, (1, 28, 28)),
@@ -35,9 +35,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def ideal(model: nn.Module) -> int:
     """k values, D/8 bytes, and the rest."""
-    many = pp.prunable(model).values()
-    rest = slim.size(model) - sum(w.numel() * w.element_size() for w in many)
-    return sum(int(w.count_nonzero()) * w.element_size() + w.numel() // 8 for w in many) + rest
+    weights = pp.prunable(model).values()
+    rest = slim.size(model) - sum(w.numel() * w.element_size() for w in weights)
+    return sum(int(w.count_nonzero()) * w.element_size() + w.numel() // 8 for w in weights) + rest
 
 
 @pytest.mark.parametrize("format", export.FORMATS)
@@ -45,7 +45,7 @@ def test_every_format_is_written_whole(format: str, tmp_path: Path) -> None:
     if format == "onnx":
         pytest.importorskip("onnxscript")
     path = tmp_path / export.FORMATS[format].file
-    model, example = pruned("mlp", 0.9)
+    model, example = pruned_model("mlp", 0.9)
     sentence = export.write(path, model, format=format, example=example)
     assert sentence.startswith(f"{format}: {path.stat().st_size:,} bytes in {path}")
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
@@ -55,7 +55,7 @@ def test_every_format_is_written_whole(format: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mlp", "lenet5", "resnet20"])
 @pytest.mark.parametrize("sparsity", [0.8, 0.95])
 def test_a_packed_file_is_small_and_bit_exact(name: str, sparsity: float, dtype: torch.dtype, tmp_path: Path) -> None:
-    model = pruned(name, sparsity)[0].to(dtype)
+    model = pruned_model(name, sparsity)[0].to(dtype)
     path = tmp_path / "packed.safetensors"
     export.save(path, model)
     assert path.stat().st_size <= 1.05 * ideal(model)
@@ -64,13 +64,13 @@ def test_a_packed_file_is_small_and_bit_exact(name: str, sparsity: float, dtype:
     assert all(same_bits(back[key], state[key]) for key in state)
     model.load_state_dict(back)
     with safe_open(path, "pt") as file:
-        about = file.metadata()
-    assert (about["format"], about["version"], len(about["sha256"])) == ("pacprune packed", "1", 64)
-    assert float(about["sparsity"]) == pytest.approx(pp.sparsity(model), abs=1e-6)
+        metadata = file.metadata()
+    assert (metadata["format"], metadata["version"], len(metadata["sha256"])) == ("pacprune packed", "1", 64)
+    assert float(metadata["sparsity"]) == pytest.approx(pp.sparsity(model), abs=1e-6)
 
 
 def test_a_packed_file_is_read_tensor_by_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = pruned("resnet20", 0.9)
+    model, _ = pruned_model("resnet20", 0.9)
     export.save(tmp_path / "packed", model)
     packed = export.Packed(tmp_path / "packed")
     read, handle = [], packed._file
@@ -129,8 +129,8 @@ def test_a_tied_weight_is_stored_once_and_stays_tied(tmp_path: Path) -> None:
     model.load_state_dict(load_file(tmp_path / "dense"))
 
 
-def test_damage_is_told(tmp_path: Path) -> None:
-    model, _ = pruned("lenet5", 0.9)
+def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    model, _ = pruned_model("lenet5", 0.9)
     path = tmp_path / "packed"
     export.save(path, model)
     content = bytearray(path.read_bytes())
@@ -149,19 +149,19 @@ def test_damage_is_told(tmp_path: Path) -> None:
 
 
 def test_dense_is_the_plain_state_dict(tmp_path: Path) -> None:
-    model, x = pruned("lenet5", 0.9)
+    model, x = pruned_model("lenet5", 0.9)
     export.write(tmp_path / "dense", model, format="dense", example=x)
     assert all(same_bits(t, model.state_dict()[n]) for n, t in load_file(tmp_path / "dense").items())
 
 
 @pytest.mark.parametrize("name", ["mlp", "lenet5"])
 def test_a_slim_file_runs_without_pacprune(name: str, tmp_path: Path) -> None:
-    model, x = pruned(name, 0.995)
+    model, x = pruned_model(name, 0.995)
     with torch.no_grad():
         for weight in pp.prunable(model).values():
             weight[0] = 0
-    said = export.write(tmp_path / "slim.pt2", model, format="slim", example=x)
-    assert "channels and columns removed" in said
+    sentence = export.write(tmp_path / "slim.pt2", model, format="slim", example=x)
+    assert "channels and columns removed" in sentence
     loaded = torch.export.load(tmp_path / "slim.pt2")
     with torch.no_grad():
         for batch in (x, x[:1]):
@@ -173,26 +173,26 @@ def test_a_slim_file_runs_without_pacprune(name: str, tmp_path: Path) -> None:
 def test_onnxruntime_gives_the_same_outputs(name: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model, x = pruned(name, 0.95)
+    model, x = pruned_model(name, 0.95)
     for network in (model, slim.slim(model, x).model):
         export.save_onnx(tmp_path / "net.onnx", network, x)
         assert [file.name for file in tmp_path.iterdir()] == ["net.onnx"]
         session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
         for batch in (x, x[:1], torch.cat([x, x])):
-            (found,) = session.run(["output"], {"input": batch.numpy()})
+            (outputs,) = session.run(["output"], {"input": batch.numpy()})
             with torch.no_grad():
-                assert torch.allclose(torch.from_numpy(found), network(batch), atol=1e-5)
+                assert torch.allclose(torch.from_numpy(outputs), network(batch), atol=1e-5)
 
 
-def test_nothing_is_written_when_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = pruned("lenet5", 0.9)
-    for format, error, said in (
+def test_a_refused_export_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = pruned_model("lenet5", 0.9)
+    for format, error, message in (
         ("zip", None, r"^format 'zip' is unknown; use one of safetensors, onnx, dense, slim$"),
         ("onnx", ImportError("none"), r'^onnx cannot be imported \(none\); pip install "pacprune\[export\]"$'),
     ):
         if error:
             monkeypatch.setattr(export.importlib, "import_module", lambda name, error=error: _raise(error))
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             export.write(tmp_path / "file", model, format=format, example=x)
     with pytest.raises(ValueError, match="is a folder; name a file"):
         export.write(tmp_path, model, format="dense", example=x)
@@ -207,8 +207,8 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def test_masks_go_to_torch_prune_and_back() -> None:
-    model, x = pruned("lenet5", 0.9)
+def test_masks_survive_torch_prune_and_back() -> None:
+    model, x = pruned_model("lenet5", 0.9)
     plain, expected = {n: t.clone() for n, t in model.state_dict().items()}, model(x)
     mask = {name: weight != 0 for name, weight in pp.prunable(model).items()}
     assert export.to_torch_prune(model) is model
@@ -252,7 +252,7 @@ def test_a_kept_weight_of_zero_stays_kept_and_tied_weights_stay_tied() -> None:
     assert pruned["head"].weight is pruned["embed"].weight
 
 
-def test_the_layout_is_written_down_in_the_file(tmp_path: Path) -> None:
+def test_the_file_describes_its_layout(tmp_path: Path) -> None:
     """A reader without pacprune: safetensors, zlib, json and numpy are enough."""
     import zlib
 

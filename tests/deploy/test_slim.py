@@ -1,4 +1,4 @@
-"""Slim networks: the same outputs, really smaller tensors, and nothing removed that somebody needs."""
+"""Slim networks: the same outputs, smaller tensors, and no needed channel removed."""
 
 import copy
 
@@ -12,8 +12,8 @@ from pacprune import models
 from pacprune.deploy import slim
 
 
-def lively(model: nn.Module) -> nn.Module:
-    """BatchNorm with statistics and offsets of its own, in eval mode."""
+def with_random_norms(model: nn.Module) -> nn.Module:
+    """Gives every BatchNorm random statistics and offsets; sets eval mode."""
     torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
@@ -24,17 +24,17 @@ def lively(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def slimmed(model: nn.Module, x: Tensor) -> slim.Slim:
-    """The slim network, after a comparison of its outputs on batches of several sizes with the original's."""
+def slim_and_compare(model: nn.Module, x: Tensor) -> slim.Slim:
+    """The slim network, whose outputs on batches of several sizes were compared with the original's."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = slim.slim(model, x)
+    slimmed = slim.slim(model, x)
     for batch in (x, x[:1], torch.cat([x, -x, 2 * x])):
         expected = model(batch)
-        assert (found.model(batch) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
+        assert (slimmed.model(batch) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert found.bytes == (slim.size(model), slim.size(found.model))
-    assert all(after <= before for before, after in (found.weights, found.bytes, found.flops))
-    return found
+    assert slimmed.bytes == (slim.size(model), slim.size(slimmed.model))
+    assert all(after <= before for before, after in (slimmed.weights, slimmed.bytes, slimmed.flops))
+    return slimmed
 
 
 NETWORKS = {
@@ -48,19 +48,19 @@ NETWORKS = {
 @pytest.mark.parametrize("sparsity", [0.9, 0.995])
 def test_outputs_are_equal_at_any_sparsity(name: str, sparsity: float) -> None:
     make, shape = NETWORKS[name]
-    model = lively(make())
+    model = with_random_norms(make())
     pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=sparsity, min_per_layer=10))
-    found = slimmed(model, torch.randn(3, *shape))
+    slimmed = slim_and_compare(model, torch.randn(3, *shape))
     if sparsity > 0.99:
-        assert found.removed > 0
-        assert found.weights[1] < found.weights[0]
+        assert slimmed.removed > 0
+        assert slimmed.weights[1] < slimmed.weights[0]
 
 
 def test_a_dense_network_says_that_nothing_could_be_removed() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
-    found = slimmed(model, torch.randn(3, 5))
-    assert str(found).startswith("nothing could be removed")
-    assert found.weights == (28, 28)
+    slimmed = slim_and_compare(model, torch.randn(3, 5))
+    assert str(slimmed).startswith("nothing could be removed")
+    assert slimmed.weights == (28, 28)
 
 
 def test_a_constant_neuron_goes_into_the_next_bias() -> None:
@@ -68,32 +68,32 @@ def test_a_constant_neuron_goes_into_the_next_bias() -> None:
     with torch.no_grad():
         model[0].weight[1] = 0
         model[2].weight[2] = 0
-        model[2].weight[2, 1] = 5.0  # reads the constant alone, so it is one itself
-    found = slimmed(model, torch.randn(3, 5))
-    shapes = {name: tuple(t.shape) for name, t in found.model.state_dict().items()}
+        model[2].weight[2, 1] = 5.0  # reads only the constant, so it is constant itself
+    slimmed = slim_and_compare(model, torch.randn(3, 5))
+    shapes = {name: tuple(t.shape) for name, t in slimmed.model.state_dict().items()}
     assert shapes["0.weight"] == (3, 5)
     assert shapes["2.weight"] == (2, 3)
     assert shapes["2.bias"] == (2,), "a layer without a bias is given one"
     assert shapes["4.weight"] == (2, 2)
 
 
-def test_a_neuron_that_nobody_reads_goes_and_takes_its_inputs_along() -> None:
+def test_an_unread_neuron_is_removed_with_the_inputs_that_only_it_reads() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with torch.no_grad():
         model[4].weight[:, 0] = 0
         model[2].weight[1:, 3] = 0  # neuron 3 of the first layer is read by neuron 0 of the second alone
-    found = slimmed(model, torch.randn(3, 5))
-    assert [tuple(found.model.state_dict()[f"{k}.weight"].shape) for k in (0, 2, 4)] == [(3, 5), (3, 3), (2, 3)]
-    assert "2 channels and columns removed: 44 -> 30 weights" in str(found)
+    slimmed = slim_and_compare(model, torch.randn(3, 5))
+    assert [tuple(slimmed.model.state_dict()[f"{k}.weight"].shape) for k in (0, 2, 4)] == [(3, 5), (3, 3), (2, 3)]
+    assert "2 channels and columns removed: 44 -> 30 weights" in str(slimmed)
 
 
-def test_unread_inputs_are_not_read() -> None:
+def test_unread_inputs_of_a_linear_layer_are_removed() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
     with torch.no_grad():
         model[1].weight[:, [0, 5, 11]] = 0
-    found = slimmed(model, torch.randn(3, 3, 4))
-    assert found.weights == (48, 36)
-    assert found.flops == (96, 72)
+    slimmed = slim_and_compare(model, torch.randn(3, 3, 4))
+    assert slimmed.weights == (48, 36)
+    assert slimmed.flops == (96, 72)
 
 
 @pytest.mark.parametrize("padding", [0, 1])
@@ -109,10 +109,10 @@ def test_a_constant_channel_before_padding_stays_unless_it_is_zero(padding: int)
         with torch.no_grad():
             model[0].weight[2] = 0
             model[1].bias[2] = offset
-        found = slimmed(model, torch.randn(2, 2, 6, 6))
+        slimmed = slim_and_compare(model, torch.randn(2, 2, 6, 6))
         # 1 becomes a constant 1, which ends at a padded border; -1 becomes 0, as the padding is.
-        assert found.removed == (0 if padding and offset > 0 else 1)
-        assert (found.removed == 0) == (found.model.state_dict()["1.weight"].shape == (4,))
+        assert slimmed.removed == (0 if padding and offset > 0 else 1)
+        assert (slimmed.removed == 0) == (slimmed.model.state_dict()["1.weight"].shape == (4,))
 
 
 class Residual(nn.Module):
@@ -127,19 +127,19 @@ class Residual(nn.Module):
         return self.c(F.relu(h + self.b(F.relu(h))))
 
 
-def test_channels_that_are_added_go_only_together() -> None:
+def test_channels_that_are_added_are_only_removed_together() -> None:
     model = Residual()
     with torch.no_grad():
         model.b.weight[1] = model.b.weight[:, 1] = 0
-    assert slimmed(model, torch.randn(3, 5)).removed == 1, "b's own column; its row is added to a channel of a"
+    assert slim_and_compare(model, torch.randn(3, 5)).removed == 1, "b's own column; its row is added to a channel of a"
     with torch.no_grad():
         model.a.weight[1] = 0
-    found = slimmed(model, torch.randn(3, 5))
-    assert [tuple(found.model.state_dict()[f"{n}.weight"].shape) for n in "abc"] == [(3, 5), (3, 3), (2, 3)]
+    slimmed = slim_and_compare(model, torch.randn(3, 5))
+    assert [tuple(slimmed.model.state_dict()[f"{n}.weight"].shape) for n in "abc"] == [(3, 5), (3, 3), (2, 3)]
 
 
 def test_option_a_shortcuts_lose_their_padding_with_the_channels() -> None:
-    model = lively(models.resnet20())
+    model = with_random_norms(models.resnet20())
     with torch.no_grad():
         for name, module in model.named_modules():
             if name == "0" or name.endswith("conv2"):
@@ -148,10 +148,10 @@ def test_option_a_shortcuts_lose_their_padding_with_the_channels() -> None:
             elif name == "1" or name.endswith("norm2"):
                 for tensor in (module.bias, module.running_mean):
                     tensor[{16: [3], 32: [2, 11], 64: [18, 27, 0]}[len(tensor)]] = 0
-    found = slimmed(model, torch.randn(2, 3, 32, 32))
-    rows = {name: len(t) for name, t in found.model.state_dict().items() if name.endswith("conv2.weight")}
+    slimmed = slim_and_compare(model, torch.randn(2, 3, 32, 32))
+    rows = {name: len(t) for name, t in slimmed.model.state_dict().items() if name.endswith("conv2.weight")}
     assert set(rows.values()) == {15, 30, 61}
-    assert "-" in str(found)
+    assert "-" in str(slimmed)
 
 
 class Tied(nn.Module):
@@ -165,7 +165,7 @@ class Tied(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Concatenation, pooling, grouped convolution, LayerNorm, softmax: some of it cannot be followed."""
+    """Concatenation, pooling, grouped convolution, LayerNorm, softmax: some of them cannot be followed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,13 +180,13 @@ class Mixed(nn.Module):
         return self.last(self.norm(h).softmax(-1))
 
 
-def test_what_cannot_be_followed_is_kept() -> None:
+def test_channels_that_cannot_be_followed_stay() -> None:
     for model, shape in ((Tied(), (4,)), (Mixed(), (1, 12, 12))):
         for name, weight in pp.prunable(model).items():
             if "last" not in name and "c." not in name:
                 weight.data[1] = 0
                 weight.data[:, 0] = 0
-        assert slimmed(model, torch.randn(3, *shape)).removed == 0
+        assert slim_and_compare(model, torch.randn(3, *shape)).removed == 0
 
 
 def test_a_concatenation_and_a_transformer_block_are_followed() -> None:
@@ -202,19 +202,19 @@ def test_a_concatenation_and_a_transformer_block_are_followed() -> None:
     with torch.no_grad():
         joined.two.weight[1] = 0
         block.linear1.weight[3] = block.linear2.weight[:, 4] = 0
-    assert slimmed(joined, torch.randn(2, 1, 6, 6)).removed == 1
+    assert slim_and_compare(joined, torch.randn(2, 1, 6, 6)).removed == 1
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        found = slimmed(block, torch.randn(2, 5, 8))
+        slimmed = slim_and_compare(block, torch.randn(2, 5, 8))
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
-    assert found.model.state_dict()["linear1.weight"].shape == (14, 8)
+    assert slimmed.model.state_dict()["linear1.weight"].shape == (14, 8)
 
 
 def test_random_networks_with_dead_parts_keep_their_outputs() -> None:
     generator = torch.Generator().manual_seed(0)
     for trial in range(6):
-        model = lively(nn.Sequential(
+        model = with_random_norms(nn.Sequential(
             nn.Conv2d(2, 6, 3, padding=trial % 2), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(6, 5, 2), nn.GELU(), nn.Flatten(), nn.Linear(5 * (9 if trial % 2 else 4), 7), nn.Sigmoid(),
             nn.Linear(7, 4),
@@ -223,19 +223,19 @@ def test_random_networks_with_dead_parts_keep_their_outputs() -> None:
             weight.data[torch.rand(len(weight), generator=generator) < 0.4] = 0
             weight.data[:, torch.rand(weight.shape[1], generator=generator) < 0.3] = 0
         x = torch.randn(4, 2, 8, 8, generator=generator)
-        assert slimmed(model, x).removed > 0
+        assert slim_and_compare(model, x).removed > 0
 
 
 def test_half_precision_keeps_its_type() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2)).bfloat16()
     with torch.no_grad():
         model[0].weight[1] = 0
-    found = slim.slim(model, torch.randn(3, 5, dtype=torch.bfloat16))
-    assert {t.dtype for t in found.model.parameters()} == {torch.bfloat16}
-    assert found.weights == (28, 21)
+    slimmed = slim.slim(model, torch.randn(3, 5, dtype=torch.bfloat16))
+    assert {t.dtype for t in slimmed.model.parameters()} == {torch.bfloat16}
+    assert slimmed.weights == (28, 21)
 
 
-def test_refusals() -> None:
+def test_untraceable_models_and_bad_examples_are_refused() -> None:
     class Choosy(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -64,7 +64,7 @@ class Format:
 
     Args:
         file: The name of such a file in the folder of a run.
-        save: Called as save(path, model, example, pattern); returns what else there is to say about the file.
+        save: Called as save(path, model, example, pattern); returns details for the sentence about the file.
         sentence: What such a file holds.
 
     Example:
@@ -125,7 +125,7 @@ def _write_onnx(path: Path, model: nn.Module, example: Tensor, pattern: str | No
 
 
 def _write_slim(path: Path, model: nn.Module, example: Tensor, pattern: str | None) -> str:
-    """The pattern is not mentioned: without its dead channels, a row's groups of weights are others."""
+    """Does not mention the pattern: without dead channels, the groups of a row change."""
     slimmed = slim.slim(model, example)
     save_program(path, slimmed.model, example)
     return f" ({slimmed})"
@@ -174,7 +174,7 @@ def save(path: str | Path, model: nn.Module | Mapping[str, Tensor], *, pattern: 
         if owner != name:
             entries.append(_Entry(name, tied=owner))
             continue
-        entry, pieces = _packed(name, tensor.detach().cpu().contiguous())
+        entry, pieces = _pack_tensor(name, tensor.detach().cpu().contiguous())
         entries.append(entry)
         for part, values in pieces.items():
             parts.setdefault(part, []).append(values)
@@ -199,8 +199,8 @@ def _check_pattern(tensors: Mapping[str, Tensor], pattern: str) -> None:
         patterns.check(weight, *patterns.parse(pattern), name=name)
 
 
-def _packed(name: str, tensor: Tensor) -> tuple[_Entry, dict[str, Tensor]]:
-    """The entry of a tensor and what it puts where; packed only when that is smaller."""
+def _pack_tensor(name: str, tensor: Tensor) -> tuple[_Entry, dict[str, Tensor]]:
+    """The entry of a tensor and its pieces by part; packed only if that is smaller."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
     if tensor.ndim >= 2 and tensor.is_floating_point():
@@ -222,18 +222,18 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _nonzero(bits: Tensor) -> Tensor:
-    """Whether there is anything but the sign."""
+    """Whether any bit other than the sign is set."""
     return (bits << 1) != 0
 
 
 class Packed(Mapping[str, Tensor]):
-    """A packed file as a read-only state dict: each tensor is read and unpacked when it is asked for, and only then.
+    """A packed file as a read-only state dict, which reads and unpacks a tensor only when it is accessed.
 
     Args:
         path: A file that `save` wrote.
 
     Raises:
-        ValueError: If the file is not there or is not packed by pacprune.
+        ValueError: If the file does not exist or is not packed by pacprune.
 
     Example:
         >>> pp.export.save("packed.safetensors", model)
@@ -285,14 +285,14 @@ class Packed(Mapping[str, Tensor]):
         if entry.kept is None:
             return pieces["rest"].reshape(entry.shape)
         keep = _unpack(pieces["mask"], math.prod(entry.shape))
-        kept = pieces["kept"]
-        bits = torch.zeros(len(keep), dtype=_BITS[kept.element_size()])
-        bits[keep] = kept.view(bits.dtype)
+        values = pieces["kept"]
+        bits = torch.zeros(len(keep), dtype=_BITS[values.element_size()])
+        bits[keep] = values.view(bits.dtype)
         if entry.negative:
             zeros = (~keep).nonzero().reshape(-1)
-            minus = torch.tensor(-0.0).to(kept.dtype).view(bits.dtype)
+            minus = torch.tensor(-0.0).to(values.dtype).view(bits.dtype)
             bits[zeros[_unpack(pieces["minus"], len(zeros))]] = minus
-        return bits.view(kept.dtype).reshape(entry.shape)
+        return bits.view(values.dtype).reshape(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tied)
@@ -352,7 +352,7 @@ def _unpack(packed: Tensor, count: int) -> Tensor:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two names of one tensor; a tensor without elements has no place that it could share."""
+    """A key that is equal for two names of one tensor; a tensor without elements is never shared."""
     if tensor.numel() == 0:
         return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -361,7 +361,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(model, nn.Module):
         return dict(model)
-    weights.prunable(model)  # refuses stochastic masks and computed weights: their state dict is not the network's
+    weights.prunable(model)  # refuses stochastic masks and computed weights, which a state dict does not hold
     return dict(model.state_dict())
 
 
@@ -369,7 +369,7 @@ def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_dense(path: str | Path, model: nn.Module) -> None:
-    """Writes the plain state dict, zeros included; a tied tensor under each of its names, as `load_state_dict` asks.
+    """Writes the plain state dict, zeros included; a tied tensor under each of its names, for `load_state_dict`.
 
     Args:
         path: The file to write; `safetensors.torch.load_file` reads it.
@@ -395,7 +395,7 @@ def save_program(path: str | Path, model: nn.Module, example: Tensor) -> None:
         >>> torch.export.load("net.pt2").module()(x[:3]).shape
         torch.Size([3, 10])
     """
-    program = slim.traced(model, torch.zeros_like(slim.batch(example)))
+    program = slim.trace(model, torch.zeros_like(slim.batch(example)))
     for node in program.graph.nodes:
         # Stack traces are half of a small file, and name folders of this machine.
         node.meta = {key: value for key, value in node.meta.items() if key in ("val", "tensor_meta")}
@@ -426,11 +426,11 @@ def save_onnx(path: str | Path, model: nn.Module, example: Tensor) -> None:
             "use --format safetensors"
         )
     with weights.modes_kept(model):
-        program = slim.traced(model.eval(), slim.batch(example))
+        program = slim.trace(model.eval(), slim.batch(example))
     log = logging.getLogger("torch.onnx")
     before = log.level
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the exporter's own parts, as is what it logs
+        warnings.simplefilter("ignore")  # warnings and logs here are about the exporter itself
         log.setLevel(logging.ERROR)
         try:
             exported = torch.onnx.export(
@@ -443,7 +443,7 @@ def save_onnx(path: str | Path, model: nn.Module, example: Tensor) -> None:
 
 
 def extra(name: str, group: str) -> Any:
-    """An optional package, or the sentence that says how to get it."""
+    """An optional package; a ValueError that says how to install it if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -457,7 +457,7 @@ def to_torch_prune(model: nn.Module) -> nn.Module:
     """Hands the zeros of a plain model to torch.nn.utils.prune, in place: NAME becomes NAME_orig and NAME_mask.
 
     Args:
-        model: A plain model; the mask of `apply_mask` counts where there is one, its zeros otherwise.
+        model: A plain model; its mask is that of `apply_mask`, or else its nonzero weights.
 
     Returns:
         The same model.
@@ -469,13 +469,13 @@ def to_torch_prune(model: nn.Module) -> nn.Module:
         ['1.weight_mask', '1.weight_orig']
     """
     plain = weights.prunable(model)
-    noted = {}
+    masks = {}
     for module, mask in weights.noted_masks(model):
         parameters = dict(module.named_parameters())
-        noted |= {id(parameters[name]): keep for name, keep in mask.items()}
+        masks |= {id(parameters[name]): keep for name, keep in mask.items()}
         weights.apply_mask(module, None)
     for weight in plain.values():
-        keep = noted.get(id(weight), weight != 0)
+        keep = masks.get(id(weight), weight != 0)
         owners = [(m, n) for m in model.modules() for n, p in m._parameters.items() if p is weight]
         for module, attribute in owners:
             prune.custom_from_mask(module, attribute, keep)
@@ -483,7 +483,7 @@ def to_torch_prune(model: nn.Module) -> nn.Module:
 
 
 def from_torch_prune(model: nn.Module) -> dict[str, Tensor]:
-    """Takes the masks of torch.nn.utils.prune over, in place: a plain model whose zeros `fit` keeps.
+    """Takes over the masks of torch.nn.utils.prune, in place: a plain model whose zeros `fit` keeps.
 
     Args:
         model: A model that torch.nn.utils.prune masked.
@@ -510,7 +510,7 @@ def from_torch_prune(model: nn.Module) -> dict[str, Tensor]:
             prune.remove(module, name)
             masks[id(module._parameters[name])] = keep
         rest = [name for name in module._parameters if name not in names]
-        for name in (*names, *rest) if names else ():  # a parameter put back is the last; weights come first
+        for name in (*names, *rest) if names else ():  # prune.remove puts a weight last; it belongs first
             module._parameters[name] = module._parameters.pop(name)
     if not masks:
         raise ValueError(

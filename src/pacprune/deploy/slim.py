@@ -35,11 +35,11 @@ _AVERAGE = ("avg_pool1d", "avg_pool2d", "avg_pool3d")
 
 @dataclass(frozen=True, eq=False)
 class Slim:
-    """The smaller network, how many channels and columns went, and what there was before and after.
+    """The smaller network, how many channels and columns were removed, and the sizes before and after.
 
     Args:
         model: The smaller network, in eval mode.
-        removed: Channels, and columns of Linear layers, that went.
+        removed: Number of removed channels and columns of Linear layers.
         weights: (before, after) of the number of weights in tensors of two or more dimensions.
         bytes: (before, after) of the bytes of all parameters and buffers.
         flops: (before, after) of the floating-point operations of one example.
@@ -67,9 +67,9 @@ class Slim:
 def slim(model: nn.Module, example: Tensor) -> Slim:
     """A smaller module with the same outputs in eval mode.
 
-    Beside channels, columns of Linear layers that are zero go, where the channel itself must stay: such a layer then
-    picks the inputs that it needs. A constant can go through a zero-padded convolution only if it is 0, since it ends
-    at the border. An operation that is not known here keeps its channels.
+    A column of zeros in a Linear layer is removed even if its channel must stay: the layer then selects the inputs
+    that it needs. A constant passes a zero-padded convolution only if it is 0, since the padding ends it at the
+    border. The channels of an unknown operation stay.
 
     Args:
         model: A plain model with zeros, such as `pft` leaves it; it is not changed.
@@ -91,21 +91,21 @@ def slim(model: nn.Module, example: Tensor) -> Slim:
     weights.prunable(model)
     example = batch(example)
     with weights.modes_kept(model):
-        graph = traced(model.eval(), example).module()
+        graph = trace(model.eval(), example).module()
         before = weights.total(model), size(model), flops(model, example[:1])
     assert isinstance(graph, GraphModule)
     network = _Network(graph)
     removed = network.cut(network.removable())
-    small = network.finished()
+    small = network.build()
     after = sum(t.numel() for t in small.parameters() if t.ndim >= 2), size(small), flops(small, example[:1])
     return Slim(small, removed, *zip(before, after, strict=True))
 
 
-def traced(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    """The graph of a module for batches of any size, or one sentence about why there is none."""
+def trace(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    """The graph of a module for batches of any size; a ValueError of one sentence if it cannot be traced."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's own code is not up to date with itself
+            warnings.simplefilter("ignore", FutureWarning)  # torch itself calls deprecated functions
             program = torch.export.export(model, (example,), dynamic_shapes=({0: Dim.DYNAMIC},))
             return program.run_decompositions({})  # without in-place operations, which would change their arguments
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
@@ -152,7 +152,7 @@ def size(model: nn.Module) -> int:
 
 
 def batch(example: Tensor) -> Tensor:
-    """Two examples: the tracer takes a batch of one to be a batch of one for ever."""
+    """A batch of two examples: with one, the tracer would fix the batch size to 1."""
     if example.ndim < 2 or len(example) == 0:
         raise ValueError(
             f"the example has shape {tuple(example.shape)}, which is no batch; give the inputs of one or more examples"
@@ -173,13 +173,17 @@ class _Flow:
 class _Layer:
     """A Linear or Conv layer.
 
-    used[o, i] says whether output o reads input i, gain[o, i] is the sum of the weights by which it does. `source` are
-    the channels of the input where they are followed, `const` is the constant that each input is, or nan, and `out`
-    are the labels of the outputs.
+    Args:
+        node: Its node in the graph.
+        reads: reads[o, i] says whether output o reads input i.
+        gain: gain[o, i] is the sum of the weights from input i to output o.
+        source: The channels of the input, or None if they are not followed.
+        const: The constant that each input is, or nan.
+        out: The labels of the outputs.
     """
 
     node: Node
-    used: Tensor
+    reads: Tensor
     gain: Tensor
     source: _Flow | None
     const: Tensor
@@ -188,7 +192,14 @@ class _Layer:
 
 @dataclass(frozen=True, eq=False)
 class _Pad:
-    """A padding that adds channels: where `node` counts them in its list, and how many come before and after."""
+    """A padding that adds channels.
+
+    Args:
+        node: Its node in the graph.
+        place: Where the list of paddings holds those of the channels.
+        before: Channels added before the others.
+        after: Channels added after the others.
+    """
 
     node: Node
     place: int
@@ -211,7 +222,7 @@ class _Network:
         self.parent: list[int] = []
         self.bound: list[Tensor] = []
         for node in self.graph.find_nodes(op="call_module"):
-            self.graph.erase_node(node)  # the guards of the tracer, which would hold on to the old sizes
+            self.graph.erase_node(node)  # the tracer's guards would require the old sizes
         self.uses: dict[int, int] = {}
         for node in self.graph.find_nodes(op="get_attr"):
             key = id(self.tensor(node))
@@ -220,14 +231,14 @@ class _Network:
             if node.op in ("call_function", "output"):
                 self._follow(node)
 
-    # --- Which channel is which.
+    # --- Labels of the channels.
 
     def tensor(self, node: Any) -> Tensor:
         """The parameter or buffer behind a get_attr node."""
         return operator.attrgetter(node.target)(self.module)
 
     def value(self, node: Any) -> Tensor:
-        """The same for arithmetic: constants are folded in double precision, wherever the network is."""
+        """The same on the CPU in double precision, in which constants are folded."""
         return self.tensor(node).detach().double().cpu()
 
     def fresh(self, count: int) -> Tensor:
@@ -243,7 +254,7 @@ class _Network:
         return label
 
     def _follow(self, node: Node) -> None:
-        """Gives the node its channels, or keeps those of its arguments for good when it may mix them."""
+        """Gives the node its channels; if it may mix channels, marks those of its arguments as needed."""
         target: Any = node.target
         name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else str(node.target)
         source = self.flows.get(node.args[0]) if isinstance(node.args[0], Node) else None
@@ -251,7 +262,7 @@ class _Network:
         if name in _LAYER:
             flow = self._layer(node, name)
         elif name == "cat":
-            flow = self._concatenated(node)
+            flow = self._concatenate(node)
         elif source is not None:
             flow = self._elementwise(node, name, source)
         if flow is not None:
@@ -259,8 +270,8 @@ class _Network:
         elif name != "sym_size":
             self.bound += [self.flows[arg].labels for arg in node.all_input_nodes if arg in self.flows]
 
-    def _untied(self, arg: Any) -> bool:
-        """Whether this is a parameter of one layer alone; a tied one cannot be cut for one of its owners."""
+    def _is_untied(self, arg: Any) -> bool:
+        """Whether only one layer uses this parameter; a tied one cannot be cut for one of its owners."""
         if arg is None:
             return True
         return isinstance(arg, Node) and arg.op == "get_attr" and self.uses[id(self.tensor(arg))] == 1
@@ -271,7 +282,7 @@ class _Network:
             node.kwargs
             or groups not in (None, 1)
             or weight is None
-            or not (self._untied(weight) and self._untied(bias))
+            or not (self._is_untied(weight) and self._is_untied(bias))
         ):
             return None
         w = self.value(weight)
@@ -281,17 +292,17 @@ class _Network:
         if source is not None and source.dim != dim:
             return None
         w = w.reshape(*w.shape[:2], -1)
-        used, gain = (w != 0).any(2), w.sum(2)
+        reads, gain = (w != 0).any(2), w.sum(2)
         const = torch.full((w.shape[1],), math.nan, dtype=torch.float64) if source is None else source.const.clone()
         if isinstance(padding, str) or any(padding or ()):  # type: ignore[arg-type]
             const[const != 0] = math.nan
         out_const = gain @ const.nan_to_num() + (0 if bias is None else self.value(bias))
         out = self.fresh(len(w))
-        self.layers.append(_Layer(node, used, gain, source, const, out))
-        return _Flow(dim, out, torch.where((used & const.isnan()).any(1), math.nan, out_const))
+        self.layers.append(_Layer(node, reads, gain, source, const, out))
+        return _Flow(dim, out, torch.where((reads & const.isnan()).any(1), math.nan, out_const))
 
     def _elementwise(self, node: Node, name: str, flow: _Flow) -> _Flow | None:
-        """The channels of what treats them one by one; None of what may not."""
+        """The channels of an operation that treats them one by one; None if it may mix them."""
         args: tuple[Any, ...] = node.args
         dim, labels, const = flow.dim, flow.labels, flow.const
         if name in _POINTWISE:
@@ -310,33 +321,33 @@ class _Network:
         if name in _NORM:
             return self._norm(node, flow)
         if name in ("view", "reshape", "flatten", "squeeze"):
-            return self._flattened(node, flow)
+            return self._flatten(node, flow)
         if name in ("pad", "constant_pad_nd"):
-            return self._padded(node, flow)
+            return self._pad(node, flow)
         if name in ("add", "sub", "mul"):
-            return self._combined(node, flow, getattr(operator, name))
+            return self._combine(node, flow, getattr(operator, name))
         return None
 
     def _norm(self, node: Node, flow: _Flow) -> _Flow | None:
         args: tuple[Any, ...] = node.args
         training = "no_training" not in str(node.target) and args[5]
         args = args if "no_training" in str(node.target) else (*args[:5], *args[6:])
-        if training or flow.dim != 1 or None in args[3:5] or not all(self._untied(arg) for arg in args[1:5]):
+        if training or flow.dim != 1 or None in args[3:5] or not all(self._is_untied(arg) for arg in args[1:5]):
             return None
         const = (flow.const - self.value(args[3])) / torch.sqrt(self.value(args[4]) + args[6])
         const = const if args[1] is None else const * self.value(args[1])
         return _Flow(1, flow.labels, const if args[2] is None else const + self.value(args[2]))
 
-    def _flattened(self, node: Node, flow: _Flow) -> _Flow | None:
+    def _flatten(self, node: Node, flow: _Flow) -> _Flow | None:
         old, new = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
         if flow.dim != 1 or len(new) != 2 or new[0] != old[0]:
             return None
         pixels = math.prod(old[2:])
-        # The sizes that are written into a view would be wrong afterwards.
+        # A view would keep the old sizes.
         node.target, node.args, node.kwargs = torch.ops.aten.flatten.using_ints, (node.args[0], 1), {}
         return _Flow(1, flow.labels.repeat_interleave(pixels), flow.const.repeat_interleave(pixels))
 
-    def _padded(self, node: Node, flow: _Flow) -> _Flow | None:
+    def _pad(self, node: Node, flow: _Flow) -> _Flow | None:
         _, pads, *rest = (*node.args, *node.kwargs.values())
         mode = next((arg for arg in rest if isinstance(arg, str)), "constant")
         value = next((float(arg) for arg in rest if isinstance(arg, int | float)), 0.0)
@@ -344,19 +355,19 @@ class _Network:
             return None
         place = 2 * (node.meta["val"].ndim - 1 - flow.dim)
         all_pads = [*pads, *[0] * 2 * node.meta["val"].ndim]  # type: ignore[misc]
-        left, right = all_pads[place : place + 2]
-        if left < 0 or right < 0:
+        before, after = all_pads[place : place + 2]
+        if before < 0 or after < 0:
             return None
         const = flow.const
         if any(pad for k, pad in enumerate(all_pads) if k not in (place, place + 1)):
             const = torch.where(const == value, const, math.nan)
-        if left or right:
-            self.pads.append(_Pad(node, place, left, right))
-        sides = [torch.full((n,), value, dtype=torch.float64) for n in (left, right)]
-        labels = torch.cat([self.fresh(left), flow.labels, self.fresh(right)])
+        if before or after:
+            self.pads.append(_Pad(node, place, before, after))
+        sides = [torch.full((n,), value, dtype=torch.float64) for n in (before, after)]
+        labels = torch.cat([self.fresh(before), flow.labels, self.fresh(after)])
         return _Flow(flow.dim, labels, torch.cat([sides[0], const, sides[1]]))
 
-    def _combined(self, node: Node, flow: _Flow, combine: Callable[[Any, Any], Any]) -> _Flow | None:
+    def _combine(self, node: Node, flow: _Flow, combine: Callable[[Any, Any], Any]) -> _Flow | None:
         other: Any = node.args[1]
         if node.kwargs:
             return None
@@ -370,28 +381,28 @@ class _Network:
             self.parent[self.root(b)] = self.root(a)
         return _Flow(flow.dim, flow.labels, combine(flow.const, second.const))
 
-    def _concatenated(self, node: Node) -> _Flow | None:
+    def _concatenate(self, node: Node) -> _Flow | None:
         parts: Any = node.args[0]
         dim, flows = (*node.args, 0)[1] % node.meta["val"].ndim, [self.flows.get(part) for part in parts]
         if any(flow is None or flow.dim != dim for flow in flows):
             return None
         return _Flow(dim, *(torch.cat([getattr(flow, key) for flow in flows]) for key in ("labels", "const")))
 
-    # --- Which channels can go, and what is left.
+    # --- Removal of channels.
 
     def removable(self) -> Tensor:
-        """One Boolean per label: whether nothing needs this channel or any that is joined with it."""
+        """One Boolean per label: True if nothing needs this channel or a channel joined with it."""
         root = torch.tensor([self.root(label) for label in range(len(self.parent))], dtype=torch.long)
         free = torch.ones(len(root), dtype=torch.bool)
         for labels in self.bound:
             free[root[labels]] = False
         gone = torch.zeros_like(free)
         while True:
-            # What is needed by channels that go themselves is not needed.
+            # A channel that only removed channels need is not needed.
             unread = free.clone()
             for layer in self.layers:
                 if layer.source is not None:
-                    needed = layer.used[~gone[root[layer.out]]].any(0) & layer.const.isnan()
+                    needed = layer.reads[~gone[root[layer.out]]].any(0) & layer.const.isnan()
                     unread[root[layer.source.labels[needed]]] = False
             if torch.equal(unread, gone):
                 break
@@ -402,67 +413,67 @@ class _Network:
         return gone[root]
 
     def cut(self, gone: Tensor) -> int:
-        """Cuts the weights, folds constants into biases, and returns how many channels of layers went."""
+        """Cuts the weights and folds constants into biases; returns the number of removed channels and columns."""
         for node, flow in self.flows.items():
             if any(str(node.target).startswith(f"aten.{name}.") for name in _NORM):
                 self._cut_norm(node, ~gone[flow.labels])
         for pad in self.pads:
-            stay = ~gone[self.flows[pad.node].labels]
+            keep = ~gone[self.flows[pad.node].labels]
             pads: list[int] = [*pad.node.args[1]]  # type: ignore[misc]
-            pads[pad.place : pad.place + 2] = int(stay[: pad.before].sum()), int(stay[len(stay) - pad.after :].sum())
+            pads[pad.place : pad.place + 2] = int(keep[: pad.before].sum()), int(keep[len(keep) - pad.after :].sum())
             pad.node.args = (pad.node.args[0], pads, *pad.node.args[2:])
         return sum(self._cut_layer(layer, gone) for layer in self.layers)
 
-    def _cut_norm(self, node: Node, stay: Tensor) -> None:
+    def _cut_norm(self, node: Node, keep: Tensor) -> None:
         """Cuts the weight, the bias and the statistics of a BatchNorm, where it has them."""
-        if not bool(stay.all()):
+        if not bool(keep.all()):
             for arg in node.args[1:5]:
                 if arg is not None:
-                    self.put(arg.target, self.tensor(arg)[stay])  # type: ignore[union-attr]
+                    self.put(arg.target, self.tensor(arg)[keep])  # type: ignore[union-attr]
 
     def _cut_layer(self, layer: _Layer, gone: Tensor) -> int:
-        """Cuts rows whose channel goes and columns that nothing needs; returns how many of both."""
+        """Cuts the rows of removed channels and the columns that nothing needs; returns how many of both."""
         weight: Any = layer.node.args[1]
         old, rows = self.tensor(weight), ~gone[layer.out]
-        lost = torch.zeros(old.shape[1], dtype=torch.bool) if layer.source is None else gone[layer.source.labels]
-        used = layer.used[rows].any(0)
-        self._fold(layer, rows, lost & used & ~layer.const.isnan())
-        columns = ~lost
+        removed = torch.zeros(old.shape[1], dtype=torch.bool) if layer.source is None else gone[layer.source.labels]
+        is_read = layer.reads[rows].any(0)
+        self._fold(layer, rows, removed & is_read & ~layer.const.isnan())
+        columns = ~removed
         if "linear" in str(layer.node.target):
-            picked = used[columns].nonzero().reshape(-1) if bool(used[columns].any()) else torch.tensor([0])
-            spared = (int(columns.sum()) - len(picked)) * int(rows.sum()) * old.element_size()
-            if spared > 4 * len(picked):  # else the index would be larger than what it saves
-                self._select_inputs(layer, picked)
-                columns = torch.zeros_like(lost).index_fill(0, columns.nonzero().reshape(-1)[picked], True)
+            needed = is_read[columns].nonzero().reshape(-1) if bool(is_read[columns].any()) else torch.tensor([0])
+            saved_bytes = (int(columns.sum()) - len(needed)) * int(rows.sum()) * old.element_size()
+            if saved_bytes > 4 * len(needed):  # more than the index takes
+                self._select_inputs(layer, needed)
+                columns = torch.zeros_like(removed).index_fill(0, columns.nonzero().reshape(-1)[needed], True)
         self.put(weight.target, old[rows][:, columns])
-        return int((~rows).sum()) + int((~columns & ~lost).sum())
+        return int((~rows).sum()) + int((~columns & ~removed).sum())
 
     def _fold(self, layer: _Layer, rows: Tensor, folded: Tensor) -> None:
-        """Cuts the bias to its rows, and adds to it what the constant inputs `folded` contribute."""
+        """Cuts the bias to its rows, and adds the contribution of the constant inputs `folded`."""
         x, weight, bias = (*layer.node.args, None)[:3]
         contribution = (layer.gain[:, folded] @ layer.const[folded])[rows]
         old = self.tensor(weight)
         if bias is not None:
             self.put(bias.target, (self.value(bias)[rows] + contribution).to(old))  # type: ignore[union-attr]
         elif bool((contribution != 0).any()):
-            target = _beside(weight.target, "bias")  # type: ignore[union-attr]
+            target = _sibling(weight.target, "bias")  # type: ignore[union-attr]
             with self.graph.inserting_before(layer.node):
                 new_bias = self.graph.get_attr(self.put(target, contribution.to(old)))
             layer.node.args = (x, weight, new_bias, *layer.node.args[3:])
 
-    def _select_inputs(self, layer: _Layer, picked: Tensor) -> None:
-        """Lets a Linear layer read only the inputs at `picked`."""
+    def _select_inputs(self, layer: _Layer, inputs: Tensor) -> None:
+        """Lets a Linear layer read only the inputs at `inputs`."""
         x: Any = layer.node.args[0]
         weight: Any = layer.node.args[1]
-        index = picked.to(self.tensor(weight).device, torch.int32)
+        index = inputs.to(self.tensor(weight).device, torch.int32)
         with self.graph.inserting_before(layer.node):
-            index_node = self.graph.get_attr(self.put(_beside(weight.target, "inputs"), index))
+            index_node = self.graph.get_attr(self.put(_sibling(weight.target, "inputs"), index))
             arguments = (x, x.meta["val"].ndim - 1, index_node)
             selected = self.graph.call_function(torch.ops.aten.index_select.default, arguments)
         layer.node.args = (selected, *layer.node.args[1:])
 
     def put(self, target: str, value: Tensor) -> str:
-        """Sets a parameter or buffer of the module, in memory of its own."""
+        """Sets a parameter or buffer of the module to a copy of `value`."""
         owner, _, name = target.rpartition(".")
         module = self.module.get_submodule(owner)
         value = value.detach().clone()
@@ -472,20 +483,20 @@ class _Network:
             module.register_parameter(name, nn.Parameter(value))
         return target
 
-    def finished(self) -> GraphModule:
-        """A plain module of what is left, in eval mode, that shares no memory with the original."""
+    def build(self) -> GraphModule:
+        """The remaining network as a plain module in eval mode, which shares no memory with the original."""
         self.graph.eliminate_dead_code()
         for node in self.graph.find_nodes(op="get_attr"):
             self.put(node.target, self.tensor(node))
         output = self.graph.output_node()
         (values,) = output.args
         if len(values) == 1 and self.graph._codegen.pytree_info.out_spec.is_leaf():  # type: ignore
-            # A plain function of tensors: taking its arguments apart and together would cost more than a small layer.
+            # A plain function of tensors: unpacking and packing its arguments would cost more than a small layer.
             output.args = tuple(values)  # type: ignore
             self.graph.set_codegen(CodeGen())
         return GraphModule(self.module, self.graph, class_name="Slim").eval()
 
 
-def _beside(target: str, name: str) -> str:
-    """layers.0.weight -> layers.0.NAME; a weight of another name gets one of its own."""
+def _sibling(target: str, name: str) -> str:
+    """layers.0.weight -> layers.0.NAME; any other target -> TARGET_NAME."""
     return target[: -len("weight")] + name if target.endswith("weight") else f"{target}_{name}"
