@@ -1,4 +1,4 @@
-"""The benchmark: its arithmetic, what it compares, and that every subject runs and says what it measured."""
+"""The benchmark: its arithmetic, the networks it compares, and a tiny run of every subject."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def call(*words: str) -> Result:
 # --- Arithmetic.
 
 
-def test_things_run_in_turn_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_run_in_turn_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(timing.SHORTEST, "cpu", 1e-9)
     order: list[str] = []
     times = timing.alternate({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, seconds=0.0)
@@ -37,14 +37,14 @@ def test_things_run_in_turn_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert {name: len(readings) for name, readings in times.seconds.items()} == {"a": fewest, "b": fewest}
 
 
-def test_a_quick_thing_is_called_often_enough_to_be_read() -> None:
-    calls = {"quick": 0}
-
-    def quick() -> None:
-        calls["quick"] += 1
-
-    timing.alternate({"quick": quick}, CPU, seconds=0.0)
-    assert calls["quick"] > 100 * timing.ROUNDS[0]
+def test_a_quick_call_is_repeated_until_a_reading_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds_per_call, calls = 1 / 1024, []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: len(calls) * seconds_per_call)
+    times = timing.alternate({"quick": lambda: calls.append(None)}, CPU, seconds=0.0)
+    warm_up, repeats = 4, math.ceil(timing.SHORTEST["cpu"] / seconds_per_call)
+    assert repeats > 1
+    assert len(calls) == warm_up + repeats * timing.ROUNDS[0]
+    assert times.seconds["quick"].tolist() == [seconds_per_call] * timing.ROUNDS[0]
 
 
 def test_a_ratio_is_the_median_over_rounds_of_readings_taken_side_by_side() -> None:
@@ -70,7 +70,7 @@ def test_a_target_is_met_or_not(sense: str, limit: float, met: bool) -> None:
     assert Row("x", ratio=1.0).met is None
 
 
-def test_a_straight_line_is_told_from_a_bent_one() -> None:
+def test_linearity_finds_the_deviation_from_a_straight_line() -> None:
     sizes = [10**6, 10**7, 10**8, 10**9]
     fixed, slope, deviation = timing.linearity(sizes, [2e-5 + 7e-12 * n for n in sizes])
     assert fixed == pytest.approx(2e-5, rel=1e-6)
@@ -81,7 +81,7 @@ def test_a_straight_line_is_told_from_a_bent_one() -> None:
     assert deviation > 0.15
 
 
-def test_what_does_not_fit_is_said_and_the_next_smaller_size_measured() -> None:
+def test_a_size_that_does_not_fit_is_reported_and_the_next_smaller_one_measured() -> None:
     def measure(size: int) -> Iterator[timing.Finding]:
         if size > 10:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_said_and_the_next_smaller_size_measured() -> None:
     assert "not measured" in str(only)
 
 
-# --- What is compared.
+# --- The compared networks.
 
 
 def test_the_literal_mask_has_the_distribution_of_the_fused_one() -> None:
@@ -112,7 +112,7 @@ def test_the_literal_mask_has_the_distribution_of_the_fused_one() -> None:
         assert abs(float(a.mean() - b.mean())) < 5 * error
 
 
-def test_the_four_states_of_a_network_are_what_they_are_called() -> None:
+def test_the_four_states_of_a_network_match_their_names() -> None:
     nets = {name: make() for name, make in step._variants(lambda: models.mlp(20, hidden=(30,))).items()}
     assert list(nets) == ["dense", "PFT", "torch.nn.utils.prune", "literal F.gumbel_softmax"]
     dense, stochastic, masked, literal = nets.values()
@@ -134,7 +134,7 @@ def test_a_step_trains_every_state(amp: bool) -> None:
         assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)), name
 
 
-# --- Every subject, at its smallest.
+# --- Tiny runs of every subject.
 
 
 def check(result: dict[str, Any], subject: str) -> None:
@@ -155,9 +155,9 @@ def check(result: dict[str, Any], subject: str) -> None:
 
 @pytest.mark.parametrize("subject", subjects.SUBJECTS)
 def test_every_subject_runs_on_a_cpu(subject: str) -> None:
-    done = call(subject, "--smoke", "--json")
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    call_result = call(subject, "--smoke", "--json")
+    assert call_result.exit_code == 0, call_result.output
+    result = json.loads(call_result.stdout)
     check(result, subject)
     assert all(row["value"] is None or row["unit"] == "networks" for row in result["rows"]), "a CPU shows ratios alone"
     assert all(row["target"] is None for row in result["rows"]), "a tiny size has no target"
@@ -183,7 +183,7 @@ def test_every_subject_runs_on_a_gpu(subject: str) -> None:
 # --- The command.
 
 
-def test_the_table_says_what_is_met(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_which_targets_are_met(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         Row("step", 1.5, "ms", 1.1, (1.0, 1.2), "dense", Target("ratio", "at most", 1.25)),
         Row("other", None, "", 3.0, None, "dense", Target("ratio", "at most", 2.0)),
@@ -194,14 +194,14 @@ def test_the_table_says_what_is_met(capsys: pytest.CaptureFixture[str]) -> None:
         "notes": ["10 weights do not fit."],
     }
     console.show(result, False, *subjects.render(result))
-    shown = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for words in ("1.5 ms", "1.1 [1, 1.2]", "ratio at most 1.25", "yes", "NO", "10 weights do not fit.", "threads"):
-        assert words in shown
+        assert words in output
 
 
-def test_the_findings_can_be_kept(tmp_path: Any) -> None:
-    done = call("certificate", "--smoke", "--json", "--out", str(tmp_path))
-    assert json.loads((tmp_path / "bench-certificate.json").read_text()) == json.loads(done.stdout)
+def test_out_writes_the_findings_to_a_file(tmp_path: Any) -> None:
+    result = call("certificate", "--smoke", "--json", "--out", str(tmp_path))
+    assert json.loads((tmp_path / "bench-certificate.json").read_text()) == json.loads(result.stdout)
 
 
 @pytest.mark.parametrize(
@@ -212,16 +212,16 @@ def test_the_findings_can_be_kept(tmp_path: Any) -> None:
         (("step", "--device", "meta"), "use --device cpu"),
     ],
 )
-def test_a_mistake_is_one_sentence(words: tuple[str, ...], part: str) -> None:
-    done = call(*words)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert part in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_bad_arguments_are_refused_in_one_sentence(words: tuple[str, ...], part: str) -> None:
+    result = call(*words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert part in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
-    done = call("step", "--device", "cuda")
-    assert done.exit_code == 2
-    (line,) = done.stderr.splitlines()
+def test_a_missing_gpu_is_reported_in_one_sentence() -> None:
+    result = call("step", "--device", "cuda")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
     assert line.startswith("pacprune: error: the device 'cuda' cannot be used here")

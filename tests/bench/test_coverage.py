@@ -1,4 +1,4 @@
-"""Coverage of the bounds by simulation: bounds hold, planted faults are caught, the populations are what they say."""
+"""Coverage of the bounds by simulation: bounds hold, planted faults are caught, the populations are as described."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_every_kind_of_predictor_is_covered(rows):
     assert {row.predictor for row in rows if "prunings" in row.population} == kinds - {"Q = P", "Monte Carlo"}
 
 
-def test_a_row_counts_and_has_the_exact_interval(rows):
+def test_a_row_has_the_violation_rate_and_its_exact_interval(rows):
     for row in rows:
         assert row.trials == 200
         assert row.rate == row.violations / 200
@@ -48,7 +48,7 @@ def test_a_row_counts_and_has_the_exact_interval(rows):
         assert (row.ci_low, row.ci_high) == pytest.approx((interval.low, interval.high), abs=1e-9)
 
 
-def test_the_lines_fit_a_terminal_and_say_what_happened(rows):
+def test_the_lines_fit_a_terminal_and_end_with_a_verdict(rows):
     _, *lines, last = coverage.lines(rows)
     assert len(lines) == 2 * len(rows)
     assert max(map(len, lines)) <= 80
@@ -76,42 +76,42 @@ def test_ten_thousand_trials_where_the_bounds_are_worst(monkeypatch):
     assert rate(rows, "Seeger-Maurer, n counted twice") > 0.5
 
 
-def test_a_bound_that_is_wrong_is_found_out(monkeypatch):
-    true = bounds.seeger
-    monkeypatch.setattr(bounds, "seeger", lambda risk, *, n, kl, delta: true(risk, n=3 * n, kl=kl, delta=delta))
+def test_a_wrong_bound_is_caught(monkeypatch):
+    seeger = bounds.seeger
+    monkeypatch.setattr(bounds, "seeger", lambda risk, *, n, kl, delta: seeger(risk, n=3 * n, kl=kl, delta=delta))
     monkeypatch.setattr(coverage, "STUDIES", (synthetic._gibbs, synthetic._single_draw))
-    found = {row.bound: row for row in coverage.run(200) if row.predictor == "Gibbs"}
-    assert not found["Seeger-Maurer"].ok
-    assert list(coverage.lines([found["Seeger-Maurer"]]))[1].startswith("FAILS")
-    assert found["paper"].ok
+    gibbs_rows = {row.bound: row for row in coverage.run(200) if row.predictor == "Gibbs"}
+    assert not gibbs_rows["Seeger-Maurer"].ok
+    assert list(coverage.lines([gibbs_rows["Seeger-Maurer"]]))[1].startswith("FAILS")
+    assert gibbs_rows["paper"].ok
 
 
-def test_the_seed_decides_and_progress_is_told(monkeypatch):
+def test_the_seed_decides_the_rows_and_progress_is_called_per_study(monkeypatch):
     monkeypatch.setattr(coverage, "STUDIES", (synthetic._held_out, synthetic._transfer))
-    told = []
-    first = coverage.run(500, seed=1, progress=lambda *message: told.append(message))
-    assert told == [("coverage", 1, 2, {}), ("coverage", 2, 2, {})]
+    calls = []
+    first = coverage.run(500, seed=1, progress=lambda *message: calls.append(message))
+    assert calls == [("coverage", 1, 2, {}), ("coverage", 2, 2, {})]
     assert coverage.run(500, seed=1) == first
     assert coverage.run(500, seed=2) != first
 
 
 @pytest.mark.parametrize(("trials", "delta", "message"), [(59, 0.05, "trials is 59"), (60, 1.0, "delta is 1.0")])
-def test_refusals(trials, delta, message):
+def test_bad_trials_and_deltas_are_refused(trials, delta, message):
     with pytest.raises(ValueError, match=message):
         coverage.run(trials, delta=delta)
 
 
-# --- The populations are what they are said to be.
+# --- The populations.
 
 
 @pytest.mark.parametrize("networks", [1, 10_000])
 def test_the_worst_case_of_seeger_is_no_error_at_all(networks):
     n, kl = 50, math.log(networks)
-    found = synthetic.worst_case(
+    worst = synthetic.worst_case(
         lambda k, n: bounds.seeger(k / n, n=n, kl=kl, delta=DELTA), sizes=(n,), networks=networks
     )
     none = DELTA / (bounds.xi(n) * networks)
-    assert found == pytest.approx((n, 1.0 - none ** (1 / n), 1.0 - (1.0 - none) ** networks), rel=1e-9)
+    assert worst == pytest.approx((n, 1.0 - none ** (1 / n), 1.0 - (1.0 - none) ** networks), rel=1e-9)
 
 
 def test_the_worst_case_is_the_worst_of_all_risks():
@@ -130,13 +130,13 @@ def test_the_worst_case_is_the_worst_of_all_risks():
 
 
 def test_clopper_pearson_is_exact_where_it_is_worst():
-    found = synthetic.worst_case(lambda k, n: bounds.clopper_pearson(k, n=n, delta=DELTA), sizes=(30,))
-    assert found[2] == pytest.approx(DELTA, rel=1e-9)
+    worst = synthetic.worst_case(lambda k, n: bounds.clopper_pearson(k, n=n, delta=DELTA), sizes=(30,))
+    assert worst[2] == pytest.approx(DELTA, rel=1e-9)
 
 
 def test_the_fewest_errors_have_the_law_of_a_minimum():
-    found = synthetic._fewest(np.random.default_rng(0), 20_000, n=30, risk=0.2, networks=50)
-    counts = np.bincount(found, minlength=31)
+    fewest = synthetic._fewest(np.random.default_rng(0), 20_000, n=30, risk=0.2, networks=50)
+    counts = np.bincount(fewest, minlength=31)
     above = stats.binom.sf(np.arange(-1, 31), 30, 0.2) ** 50
     expected = 20_000 * -np.diff(above)
     big = expected > 5
@@ -148,15 +148,15 @@ def test_the_fewest_errors_have_the_law_of_a_minimum():
     )
 
 
-def test_ever_below_looks_at_every_time():
+def test_ever_below_checks_every_time():
     def bound(k, t):
         return montecarlo.chernoff(k / t, draws=t, delta=0.2)
 
-    found = synthetic._ever_below(np.random.default_rng(3), 40, bound, means=0.4, risk=0.4, draws=30)
+    below = synthetic._ever_below(np.random.default_rng(3), 40, bound, means=0.4, risk=0.4, draws=30)
     errors = (np.random.default_rng(3).random((40, 30)) < 0.4).cumsum(axis=1)
     expected = [any(bound(int(k), t) < 0.4 for t, k in enumerate(row, start=1)) for row in errors]
-    assert found.tolist() == expected
-    assert 0 < found.sum() < 40
+    assert below.tolist() == expected
+    assert 0 < below.sum() < 40
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +177,9 @@ def test_the_small_networks_are_pruned_torch_networks(networks):
         with torch.no_grad():
             first.weight.copy_(torch.tensor(w) * gates[:10].reshape(2, 5))
             last.weight.copy_(torch.tensor(v) * gates[10:])
-            one = (torch.nn.Sequential(first, torch.nn.ReLU(), last)(x)[:, 0] > 0).numpy()
+            is_class_one = (torch.nn.Sequential(first, torch.nn.ReLU(), last)(x)[:, 0] > 0).numpy()
         for label in (0, 1):
-            assert np.array_equal(wrong[mask, label::2], one != label)
+            assert np.array_equal(wrong[mask, label::2], is_class_one != label)
 
 
 def test_the_small_posteriors_are_spike_and_slab_distributions(networks):

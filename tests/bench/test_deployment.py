@@ -1,4 +1,4 @@
-"""The network of a run: exported whole or not at all, and measured in every form."""
+"""The network of a run: every format, refusals that write nothing, and measurements of every form."""
 
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,15 @@ def test_every_format_holds_the_network_of_the_run(run: Path, tmp_path: Path) ->
     state = load_file(run / "model.safetensors")
     with torch.no_grad():
         expected = model(x)
-    found = deployment.export(run, format="safetensors", out=tmp_path / "packed")
-    assert found["bytes"] == (tmp_path / "packed").stat().st_size
-    assert found["bytes"] <= 1.05 * (2510 * 4 + 50_200 / 8 + 410 * 4)
+    exported = deployment.export(run, format="safetensors", out=tmp_path / "packed")
+    assert exported["bytes"] == (tmp_path / "packed").stat().st_size
+    assert exported["bytes"] <= 1.05 * (2510 * 4 + 50_200 / 8 + 410 * 4)
     assert all(torch.equal(state[n], t) for n, t in export.load(tmp_path / "packed").items())
     assert export.Packed(tmp_path / "packed").metadata["kept"] == "2510"
     deployment.export(run, format="dense", out=tmp_path / "dense")
     assert all(torch.equal(state[n], t) for n, t in load_file(tmp_path / "dense").items())
-    said = deployment.export(run, format="slim")["said"]
-    assert "removed" in said
+    sentence = deployment.export(run, format="slim")["said"]
+    assert "removed" in sentence
     loaded = torch.export.load(run / "slim.pt2")
     with torch.no_grad():
         assert torch.allclose(loaded.module()(x), expected, atol=1e-5)
@@ -50,9 +50,9 @@ def test_an_onnx_file_of_a_run_gives_its_outputs(run: Path, tmp_path: Path) -> N
     pytest.importorskip("onnxscript")
     model, x = deployment.network(run)
     deployment.export(run, format="onnx", out=tmp_path / "net.onnx")
-    (found,) = runtime.InferenceSession(tmp_path / "net.onnx").run(None, {"input": x.numpy()})
+    (outputs,) = runtime.InferenceSession(tmp_path / "net.onnx").run(None, {"input": x.numpy()})
     with torch.no_grad():
-        assert torch.allclose(torch.from_numpy(found), model(x), atol=1e-5)
+        assert torch.allclose(torch.from_numpy(outputs), model(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("data", DATA_SETS)
@@ -66,50 +66,54 @@ def test_the_network_is_built_without_its_data(data: str, name: str, tmp_path: P
     store.begin(tmp_path, "osp", opt.Osp(data=data, model=name, data_dir="/nowhere"))
     store.write_model(tmp_path / "model.safetensors", model)
     store.finish(tmp_path, {})
-    found, batch = deployment.network(tmp_path)
-    assert found(batch[:2]).shape == (2, 10)
+    loaded_model, batch = deployment.network(tmp_path)
+    assert loaded_model(batch[:2]).shape == (2, 10)
 
 
-def test_what_cannot_be_exported_is_told_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
-    going = tmp_path / "going"
-    store.begin(going, "pft", opt.Pft())
+def test_a_refused_export_names_the_fault_and_writes_nothing(run: Path, tmp_path: Path) -> None:
+    unfinished = tmp_path / "unfinished"
+    store.begin(unfinished, "pft", opt.Pft())
     out = tmp_path / "out"
-    for folder, format, said in (
-        (going, "dense", r"^the run in .*going is not finished: it has no result.json; run its command again$"),
+    for folder, format, message in (
+        (
+            unfinished,
+            "dense",
+            r"^the run in .*unfinished is not finished: it has no result.json; run its command again$",
+        ),
         (run, "zip", r"^format 'zip' is unknown; use one of safetensors, onnx, dense, slim$"),
         (tmp_path, "dense", r"holds no config.toml, so it is not a run folder"),
         (tmp_path / "none", "dense", r"does not exist; name the folder of a run"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             deployment.export(folder, format=format, out=out)
     with pytest.raises(ValueError, match="is not finished"):
-        deployment.profile(going)
-    store.finish(going, {})
+        deployment.profile(unfinished)
+    store.finish(unfinished, {})
     with pytest.raises(ValueError, match=r"holds no model.safetensors: name the folder of one finished run"):
-        deployment.export(going, format="dense", out=out)
+        deployment.export(unfinished, format="dense", out=out)
     assert not out.exists()
 
 
 def test_a_profile_measures_all_forms_against_dense(run: Path) -> None:
-    said: list[Any] = []
-    found = deployment.profile(run, seconds=0.0, progress=lambda *rest: said.append(rest))
-    rows = {row["form"]: row for row in found["rows"]}
+    calls: list[Any] = []
+    profile = deployment.profile(run, seconds=0.0, progress=lambda *call: calls.append(call))
+    rows = {row["form"]: row for row in profile["rows"]}
     assert list(rows)[:4] == ["dense", "packed", "CSR", "BSR"]
     assert "slim" in rows
-    assert rows["dense"]["flops"] == 2 * found["weights"] == 100_400
+    assert rows["dense"]["flops"] == 2 * profile["weights"] == 100_400
     assert rows["CSR"]["flops"] == 2 * 2510
     assert rows["packed"]["bytes"] < 0.15 * rows["dense"]["bytes"]
     for name, row in rows.items():
         if name != "packed":
             assert row["difference"] <= 1e-5
-            assert [one["batch"] for one in row["latency"]] == list(deployment.BATCHES)
-            assert all(one["gain"] == (one["spread"][1] < 1) for one in row["latency"])
-    assert all(one["ratio"] == 1 and not one["gain"] for one in rows["dense"]["latency"])
-    assert found["sparsity"] == weights.sparsity(deployment.network(run)[0])
-    assert said[-1][:3] == ("profile", 2, 2)
+            assert [latency["batch"] for latency in row["latency"]] == list(deployment.BATCHES)
+            assert all(latency["gain"] == (latency["spread"][1] < 1) for latency in row["latency"])
+    assert all(latency["ratio"] == 1 and not latency["gain"] for latency in rows["dense"]["latency"])
+    assert profile["sparsity"] == weights.sparsity(deployment.network(run)[0])
+    assert calls[-1][:3] == ("profile", 2, 2)
 
 
-def test_no_gain_is_printed_where_there_is_none() -> None:
+def test_a_form_without_gain_is_printed_as_no_gain() -> None:
     quick = {"batch": 1, "ms": 1.0, "ratio": 0.5, "spread": [0.4, 0.6], "gain": True}
     slow = {**quick, "ratio": 1.2, "spread": [0.9, 1.3], "gain": False}
     assert deployment._latency(quick, False) == "1 ms, 0.50 [0.40, 0.60]"
@@ -125,7 +129,7 @@ def test_a_missing_extra_is_a_note_of_the_profile(run: Path, monkeypatch: pytest
         raise ValueError(f'{name} cannot be imported; pip install "pacprune[{group}]"')
 
     monkeypatch.setattr(deployment.formats, "extra", missing)
-    found = deployment.profile(run, seconds=0.0)
-    assert 'ONNX: not measured: onnx cannot be imported; pip install "pacprune[export]"' in found["notes"]
-    *texts, _ = [part for part in deployment.render(found) if isinstance(part, str)]
+    profile = deployment.profile(run, seconds=0.0)
+    assert 'ONNX: not measured: onnx cannot be imported; pip install "pacprune[export]"' in profile["notes"]
+    *texts, _ = [part for part in deployment.render(profile) if isinstance(part, str)]
     assert "sparsity 0.9500" in texts[0]

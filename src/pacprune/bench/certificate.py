@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pacprune import data, models
-from pacprune.bench.timing import SPARSITY, Finding, Row, Target, alternate, clocked, duration
+from pacprune.bench.timing import SPARSITY, Finding, Row, Target, alternate, duration, seconds_per_call
 from pacprune.certification import drawn_networks
 from pacprune.certification.certify import BATCH, certify
 from pacprune.certification.record import MonteCarlo
@@ -24,13 +24,13 @@ MOST = 100_000
 
 
 def certificate(device: torch.device, *, scale: str) -> Iterator[Finding]:
-    """A Monte-Carlo certificate on synthetic examples: how long, how many draws, and beside a loop over networks."""
+    """A Monte-Carlo certificate on synthetic examples: its time, its draws, and a loop over networks beside it."""
     inputs, n, hidden = {"smoke": (16, 400, (16,)), "cuda": (784, 30_000, (1000, 1000, 1000))}.get(
         scale, (64, 5_000, (300, 100))
     )
     slack = {"smoke": 0.02, "cuda": 1e-3}.get(scale, 4e-3)
     generator = torch.Generator().manual_seed(0)
-    # Ten classes, well apart; a tenth of the labels is drawn at random, which no network can know.
+    # Ten classes, well apart; a tenth of the labels is random, so that no network can be perfect.
     y = torch.randint(10, (2 * n,), generator=generator)
     x = torch.randn(2 * n, inputs, generator=generator) + torch.randn(10, inputs, generator=generator)[y]
     wrong = torch.rand(2 * n, generator=generator) < 0.1
@@ -49,7 +49,7 @@ def certificate(device: torch.device, *, scale: str) -> Iterator[Finding]:
             return certify(model, prior, split, tolerance=slack, draws=MOST).pac_bayes["monte_carlo"]
 
         record = issue()  # builds kernels and fills caches; a second time gives the same certificate
-        seconds = clocked(issue, device) if device.type == "cuda" else 0.0
+        seconds = seconds_per_call(issue, device) if device.type == "cuda" else 0.0
     counts = [record[whose]["draws"] for whose in ("posterior", "prior")]
     draws, reached = sum(counts), max(counts) < MOST
     if not reached:
@@ -63,7 +63,7 @@ def certificate(device: torch.device, *, scale: str) -> Iterator[Finding]:
 
 
 def _naive(model: nn.Module, slab: spikeslab.SpikeSlab, part: Part, name: str, device: torch.device, scale: str) -> Row:
-    """The time per draw of a loop that draws a network, evaluates a minibatch and goes on, beside `monte_carlo`."""
+    """The time per draw of a loop over networks, each on one minibatch, beside `monte_carlo`."""
     plain, draws = attachment.harden(copy.deepcopy(model)), 20 if scale == "smoke" else 400
     on_device = Part(part.name, part.x.to(device), part.y.to(device), part.index)
     right = torch.zeros(len(part), dtype=torch.bool, device=device)

@@ -1,7 +1,7 @@
-"""How often every bound fails, on synthetic populations whose true risk is known exactly and that try to break it.
+"""How often every bound fails, on synthetic populations that try to break it and whose true risk is known exactly.
 
-A bound at delta may lie below the true risk in at most a fraction delta of all samples. Planted faults, on the same
-populations, show that a bound that is wrong would be caught.
+A bound at delta may lie below the true risk in at most a fraction delta of all samples. Planted faults on the same
+populations show that a wrong bound would be caught.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,19 +41,19 @@ class Row:
 
 
 def run(trials: int, *, seed: int = 0, delta: float = 0.05, progress: Progress | None = None) -> list[Row]:
-    """All studies with so many samples each: FEWEST are enough to catch every fault, 10,000 resolve a rate to .01."""
+    """All studies with `trials` samples each: FEWEST catch every fault, 10,000 resolve a rate to 0.01."""
     trials, delta = check_count("trials", trials, least=FEWEST), check_delta(delta)
     rows = []
-    for done, study in enumerate(STUDIES):
-        for violations in study(np.random.default_rng([seed, done]), trials, delta):
+    for number, study in enumerate(STUDIES):
+        for violations in study(np.random.default_rng([seed, number]), trials, delta):
             rows.append(_row(violations, delta))
         if progress:
-            progress("coverage", done + 1, len(STUDIES), {})
+            progress("coverage", number + 1, len(STUDIES), {})
     return rows
 
 
 def lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Two lines per row, at most 80 characters wide, under a line that explains them; then what they say as a whole."""
+    """A heading, two lines per row of at most 80 characters, and a verdict."""
     verdicts = {(False, True): "holds", (False, False): "FAILS", (True, True): "caught", (True, False): "MISSED"}
     trials, delta = rows[0].trials, rows[0].delta
     yield f"Rate of failure in {trials:,} samples [{CONFIDENCE:.1%} interval]; delta allows {delta:g}."

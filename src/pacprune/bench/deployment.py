@@ -1,4 +1,4 @@
-"""The network of a finished run: written to a file, and its size, work and latency on a CPU measured in every form."""
+"""The network of a finished run: its file in every format, and the size, FLOPs and CPU latency of every form."""
 
 import copy
 import math
@@ -33,7 +33,7 @@ Network = Callable[[Tensor], Any]
 
 
 def network(folder: Path) -> tuple[nn.Module, Tensor]:
-    """The network that a finished run left, in eval mode, and a batch of noise as its input."""
+    """The network of a finished run, in eval mode, and a batch of noise as its input."""
     _, options = store.read_config(folder)
     store.result(folder)
     path = folder / "model.safetensors"
@@ -90,7 +90,7 @@ def profile(run: Path, *, seconds: float = 5.0, progress: Progress | None = None
 
 
 def render(result: dict[str, Any]) -> Iterator[Any]:
-    """What was measured on, the table, and what there is to say about it."""
+    """The machine, the table, and the notes."""
     machine = result["environment"]
     yield (
         f"{result['weights']:,} weights, sparsity {result['sparsity']:.4f}; {machine['device']}, "
@@ -126,38 +126,38 @@ def _latency(latency: dict[str, Any], is_dense: bool) -> str:
 
 
 def _forms(model: nn.Module, x: Tensor) -> tuple[dict[str, dict[str, Any]], list[str], dict[str, Network]]:
-    """Rows without latencies, notes, and what can be run, dense first."""
+    """Rows without latencies, notes, and the networks to time, dense first."""
     forms: dict[str, Network] = {"dense": model}
     rows, notes = {}, []
-    work = slim.flops(model, x[:1])
-    thin = slim.slim(model, x)
-    notes.append(f"slim: {thin}.")
+    dense_flops = slim.flops(model, x[:1])
+    slimmed = slim.slim(model, x)
+    notes.append(f"slim: {slimmed}.")
 
-    def row(form: str, size: int | None, flops: int | None) -> None:
+    def add_row(form: str, size: int | None, flops: int | None) -> None:
         rows[form] = {"form": form, "bytes": size, "flops": flops, "latency": []}
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         formats.save_dense(path, model)
-        row("dense", path.stat().st_size, work)
+        add_row("dense", path.stat().st_size, dense_flops)
         formats.save(path, model)
-        row("packed", path.stat().st_size, None)
+        add_row("packed", path.stat().st_size, None)
         for name, convert in (("CSR", _csr), ("BSR", _bsr)):
             try:
                 forms[name] = sparse = _sparse(model, convert)
                 sparse(x[:2])
-                row(name, None, work - _spared(sparse))
+                add_row(name, None, dense_flops - _skipped_flops(sparse))
             except (RuntimeError, NotImplementedError) as error:
                 forms.pop(name, None)
                 notes.append(f"{name}: not here, since torch says: {str(error).splitlines()[0]}")
-        formats.save_program(path, thin.model, x)
-        row("slim", path.stat().st_size, thin.flops[1])
-        forms["slim"] = thin.model
+        formats.save_program(path, slimmed.model, x)
+        add_row("slim", path.stat().st_size, slimmed.flops[1])
+        forms["slim"] = slimmed.model
         try:
-            for name, form in (("ONNX", model), ("slim ONNX", thin.model)):
+            for name, form in (("ONNX", model), ("slim ONNX", slimmed.model)):
                 formats.save_onnx(path, form, x)
                 forms[name] = _session(path)
-                row(name, path.stat().st_size, None)
+                add_row(name, path.stat().st_size, None)
         except ValueError as error:
             notes.append(f"ONNX: not measured: {error}")
     if any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
@@ -181,7 +181,7 @@ class _SparseLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = convert(layer.weight.detach()), layer.bias
         stored = self.weight.values().numel()
-        self.spared = 2 * (layer.weight.numel() - stored)
+        self.skipped_flops = 2 * (layer.weight.numel() - stored)
 
     def forward(self, x: Tensor) -> Tensor:
         y = (self.weight @ x.T).T
@@ -201,7 +201,7 @@ def _sparse(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy in which every Linear layer has a sparse weight."""
     sparse = copy.deepcopy(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that sparse tensors are in beta state
+        warnings.simplefilter("ignore", UserWarning)  # sparse tensors are in beta state
         for name, layer in list(sparse.named_modules()):
             if isinstance(layer, nn.Linear):
                 owner, _, attribute = name.rpartition(".")
@@ -209,6 +209,6 @@ def _sparse(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     return sparse
 
 
-def _spared(model: nn.Module) -> int:
-    """FLOPs per example that are not done for zeros."""
-    return sum(module.spared for module in model.modules() if isinstance(module, _SparseLinear))
+def _skipped_flops(model: nn.Module) -> int:
+    """FLOPs per example that the sparse layers skip."""
+    return sum(module.skipped_flops for module in model.modules() if isinstance(module, _SparseLinear))

@@ -30,12 +30,12 @@ class _Way(NamedTuple):
 
     stage: str
     members: int
-    how: str
+    setting: str
     config: Config
 
     def __str__(self) -> str:
         count = "one model" if self.members == 1 else f"{self.members} models"
-        return f"{self.stage} step, {count}, {self.how}"
+        return f"{self.stage} step, {count}, {self.setting}"
 
 
 Readings = dict[_Way, list[float]]
@@ -70,21 +70,21 @@ def _population(k: int, device: torch.device, scale: str) -> Iterator[Finding]:
 
 
 def _plan(k: int, device: torch.device, scale: str) -> list[_Way]:
-    """What is measured, in this order."""
+    """The ways to measure, in this order."""
     if device.type == "cuda":
         fast = {"compiled, bfloat16": _config("compiled", amp=True)}
         single = {"eager": _config(), "graph": _config("graph"), "graph, bfloat16": _config("graph", amp=True), **fast}
     else:
         fast = single = {"eager": _config()}
-    plan = [_Way("dense", 1, how, config) for how, config in single.items()]
+    plan = [_Way("dense", 1, setting, config) for setting, config in single.items()]
     plan += [
-        _Way("PFT", 1, how, config)
-        for how, config in single.items()
-        if how == "graph, bfloat16" or device.type == "cpu"
+        _Way("PFT", 1, setting, config)
+        for setting, config in single.items()
+        if setting == "graph, bfloat16" or device.type == "cpu"
     ]
-    plan += [_Way(stage, k, how, config) for how, config in fast.items() for stage in ("dense", "PFT")]
+    plan += [_Way(stage, k, setting, config) for setting, config in fast.items() for stage in ("dense", "PFT")]
     if device.type == "cuda":
-        # There and back again: what was measured first is measured last, too. What is compiled is compiled once.
+        # Forward and backward: the first way is also measured last. A compiled way is measured once.
         return plan + [way for way in reversed(plan) if way.config.execution != "compiled"]
     return plan * (1 if scale == "smoke" else 5)
 
@@ -94,7 +94,7 @@ def _config(execution: str = "eager", *, amp: bool = False) -> Config:
 
 
 def _time_epochs(nets: list[nn.Module], data: tuple[Tensor, Tensor], way: _Way, epochs: int) -> list[float]:
-    """Seconds per model-step of every epoch but the first, in which memory is found and kernels are built."""
+    """Seconds per model-step of every epoch except the first, which allocates memory and builds kernels."""
     device, per_epoch = data[0].device, len(data[1]) // way.config.batch_size
     budget = None
     if way.stage == "PFT":
@@ -104,10 +104,10 @@ def _time_epochs(nets: list[nn.Module], data: tuple[Tensor, Tensor], way: _Way, 
             attachment.attach(net, slab, coupling=COUPLING)
     ends: dict[int, float] = {}
 
-    def progress(stage: str, done: int, total: int, row: dict[str, Any]) -> None:
-        if done % per_epoch == 0:  # called twice: after the last step of an epoch, and after its row is written
+    def progress(stage: str, step: int, total: int, row: dict[str, Any]) -> None:
+        if step % per_epoch == 0:  # called twice: after the last step of an epoch, and after its row is written
             wait(device)
-            ends[done] = time.perf_counter()
+            ends[step] = time.perf_counter()
 
     config = replace(way.config, epochs=epochs)
     if len(nets) == 1:
@@ -115,7 +115,7 @@ def _time_epochs(nets: list[nn.Module], data: tuple[Tensor, Tensor], way: _Way, 
     else:
         seeds, budgets = list(range(len(nets))), budget and [budget] * len(nets)
         fit(nets, data, config, seed=seeds, budget=budgets, progress=progress)
-    return list(np.diff([ends[done] for done in sorted(ends)]) / (per_epoch * len(nets)))
+    return list(np.diff([ends[step] for step in sorted(ends)]) / (per_epoch * len(nets)))
 
 
 def _rows(name: str, k: int, readings: Readings, device: torch.device, scale: str) -> Iterator[Row]:

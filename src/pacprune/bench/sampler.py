@@ -1,4 +1,4 @@
-"""The sampler alone: beside a copy of the same bytes, its own reference, and the mask as it is usually written."""
+"""The sampler alone: beside a copy of the same bytes, the reference kernels, and the usual form of the mask."""
 
 from collections.abc import Iterator
 
@@ -26,10 +26,10 @@ BANDWIDTH, LITERAL = "copy bandwidth", "literal F.gumbel_softmax"
 
 
 def sample(device: torch.device, *, scale: str) -> Iterator[Finding]:
-    """The sampler alone: bytes that must move against a copy, the reference, the literal form, and its growth."""
+    """The sampler alone: its bandwidth beside a copy's, the reference, the literal form, and its growth."""
     sizes = {"smoke": [20_000], "cuda": [100_000_000, 10_000_000]}.get(scale, [10_000_000])
     yield from largest_that_fits(sizes, lambda n: _bandwidths(n, device, scale), device, what="weights")
-    # The slow ones hold many tensors of their own, and on a CPU they take seconds.
+    # The slow forms allocate many tensors, and on a CPU they take seconds.
     sizes = {"smoke": [20_000], "cuda": [100_000_000, 10_000_000]}.get(scale, [2_000_000])
     yield from largest_that_fits(sizes, lambda n: _alternatives(n, device, scale), device, what="weights")
     yield from _growth(device, scale)
@@ -58,7 +58,7 @@ def _forward_and_backward(inputs: kernels.SampleInputs, law: kernels.Law) -> Cal
 
 
 def _bandwidths(n: int, device: torch.device, scale: str) -> Iterator[Finding]:
-    """Bytes that must move per second, beside those of tensor.copy_."""
+    """Bytes per second that have to be read and written, beside those of tensor.copy_."""
     source, sink = torch.ones(n, device=device), torch.empty(n, device=device)
     soft, coupled = kernels.Law(), kernels.Law(coupling=COUPLING)
     cases = {
@@ -72,7 +72,7 @@ def _bandwidths(n: int, device: torch.device, scale: str) -> Iterator[Finding]:
     goal = Target("ratio", "at least", 0.75) if scale == "cuda" and n == 100_000_000 else None
     for name, (dtype, std, law) in cases.items():
         inputs = _inputs(n, device, dtype, std=std)
-        # mean and gate (and std) are read and the weight written; then the gradient is read, too, and two are written.
+        # Forward reads mean and gate (and std) and writes the weight. Backward also reads its gradient, and writes two.
         size, read = dtype.itemsize, dtype.itemsize + 4 + 4 * std
         forward, backward = read + size, size + read + size + 4
         calls: dict[str, Call] = {
@@ -84,21 +84,21 @@ def _bandwidths(n: int, device: torch.device, scale: str) -> Iterator[Finding]:
         times = alternate(calls, device, seconds=duration(scale, 1.5))
         if name == "float32" and device.type == "cuda":
             yield Row(f"copy of {n:,} float32", times.absolute("copy"), "ms")
-        for what in list(calls)[1:]:
+        for phase in list(calls)[1:]:
             yield times.row(
-                f"{what}, {name}, {n:,} weights",
+                f"{phase}, {name}, {n:,} weights",
                 "copy",
-                what,
+                phase,
                 relative_to=BANDWIDTH,
-                factor=(forward if what == "forward" else forward + backward) / 8,
-                timed=what,
-                target=goal if what != "forward" else None,
+                factor=(forward if phase == "forward" else forward + backward) / 8,
+                timed=phase,
+                target=goal if phase != "forward" else None,
             )
         del inputs, calls
 
 
 def literal(weight: Tensor, logits: Tensor) -> Tensor:
-    """The relaxed mask as it is usually written: Gumbel-softmax over the two classes "keep" and "drop"."""
+    """The relaxed mask in its usual form: Gumbel-softmax over the two classes "keep" and "drop"."""
     classes = torch.stack([logits, torch.zeros_like(logits)], dim=-1)
     return F.gumbel_softmax(classes, tau=0.5)[..., 0] * weight
 
@@ -125,7 +125,7 @@ def _alternatives(n: int, device: torch.device, scale: str) -> Iterator[Finding]
 def _growth(device: torch.device, scale: str) -> Iterator[Finding]:
     """Forward and backward at growing sizes, smallest first, and how far the times are from fixed cost + cost * n.
 
-    On a GPU as CUDA graphs: of small sizes one would otherwise see the time that Python takes for a launch.
+    On a GPU they run as CUDA graphs: for small sizes, Python's time for a launch would dominate.
     """
     millions = {"smoke": [0.01, 0.02, 0.04], "cuda": [1, 10, 100, 1000]}.get(scale, [1, 10, 100])
     if device.type == "cpu" and kernels.backend(device) == "reference":

@@ -60,7 +60,7 @@ def _mlp(device: torch.device, scale: str) -> Iterator[Finding]:
     if device.type == "cuda":
         yield _memory(name, variants, x, y, F.cross_entropy, device)
     steps = {variant: _loop(make(), x, y, F.cross_entropy) for variant, make in variants.items()}
-    slow = steps.pop(LITERAL)  # for itself, or it would take the time of most rounds
+    slow = steps.pop(LITERAL)  # timed separately, or it would take most of the time
     yield from _ratios(f"{name}, eager", alternate(steps, device, seconds=duration(scale, 10)), goal)
     pair = {"dense": steps["dense"], LITERAL: slow}
     yield from list(_ratios(f"{name}, eager", alternate(pair, device, seconds=duration(scale, 2)), goal))[-1:]
@@ -121,20 +121,20 @@ def _decoder(device: torch.device, shape: dict[str, Any], batch: int) -> Iterato
     steps, vocabulary, length = 5, 50_304, shape["context"]
     gc.collect()
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    with torch.device(device):  # a billion random numbers are not made on the host
+    with torch.device(device):  # a billion random numbers would take long on the host
         model = models.GPT(vocabulary, **shape, dropout=0.0)
     size = weights.total(model)
     attachment.attach(model, spikeslab.isotropic(model, sparsity=0.9), coupling=COUPLING)
     text = torch.randint(vocabulary, (steps * batch, length + 1), device=device)
     readings: dict[int, tuple[float, int, int]] = {}
 
-    def watch(stage: str, done: int, total: int, row: dict[str, Any]) -> None:
-        """The time, the bytes that are allocated, and the most since the step before."""
-        if device.type != "cuda" or done in readings:  # called once more at the end of an epoch
+    def watch(stage: str, steps: int, total: int, row: dict[str, Any]) -> None:
+        """Notes the time, the allocated bytes, and their peak since the last step."""
+        if device.type != "cuda" or steps in readings:  # called once more at the end of an epoch
             return
         wait(device)
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        readings[done] = time.perf_counter(), allocated - before, peak - before
+        readings[steps] = time.perf_counter(), allocated - before, peak - before
         torch.cuda.reset_peak_memory_stats(device)
 
     config = Config(epochs=1, lr=0.01, batch_size=batch, amp=device.type == "cuda")
@@ -142,7 +142,7 @@ def _decoder(device: torch.device, shape: dict[str, Any], batch: int) -> Iterato
     try:
         fit(model, (text[:, :-1], text[:, 1:]), config, loss=models.next_character, budget=budget, progress=watch)
     except ValueError as failure:
-        if isinstance(failure.__cause__, torch.OutOfMemoryError):  # a smaller batch is tried then
+        if isinstance(failure.__cause__, torch.OutOfMemoryError):  # the caller tries a smaller batch
             raise failure.__cause__ from None
         raise
     name = f"decoder, {size / 1e9:.3g} B weights, batch {batch}x{length}"
@@ -166,7 +166,7 @@ def _variants(make: Callable[[], nn.Module]) -> dict[str, Callable[[], nn.Module
     def masked() -> nn.Module:
         model = make()
         for module in model.modules():
-            if type(module) is nn.Linear:  # the projection inside attention is read past the hook that masks it
+            if type(module) is nn.Linear:  # attention reads its projection without calling the hook that masks it
                 prune.random_unstructured(module, "weight", amount=SPARSITY)
         return model
 
@@ -193,7 +193,7 @@ class _Literal(nn.Module):
 
 
 def _loop(model: nn.Module, x: Tensor, y: Tensor, loss: Loss, *, amp: bool = False) -> Call:
-    """One step of a loop as a user writes it."""
+    """One step of a plain training loop."""
     # On a GPU, one launch for all parameters; on a CPU, what SGD does by default.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=x.is_cuda or None)
     stochastic = bool(attachment.sites(model))
@@ -228,24 +228,27 @@ def _memory(
     *,
     amp: bool = False,
 ) -> Row:
-    """Peak memory of a PFT step beyond a dense one's, in tensors of the weights' size; one layer's transients apart."""
+    """Extra peak memory of a PFT step over a dense one, in tensors of the weights' size.
+
+    The target allows for the transient tensors of one layer.
+    """
     sizes = [w.numel() for w in weights.prunable(variants["dense"]()).values()]
 
     def peak(variant: str) -> int:
         gc.collect()
         before = torch.cuda.memory_allocated(device)
         call = _loop(variants[variant](), x, y, loss, amp=amp)
-        for done in range(5):
-            if done == 3:  # gradients and momenta are there
+        for number in range(5):
+            if number == 3:  # gradients and momenta are allocated
                 wait(device)
                 torch.cuda.reset_peak_memory_stats(device)
             call()
         wait(device)
         return torch.cuda.max_memory_allocated(device) - before
 
-    peak("dense")  # the libraries take their workspaces, which are nobody's extra
+    peak("dense")  # the libraries allocate their workspaces, which count for neither
     extra = (peak("PFT") - peak("dense")) / (4 * sum(sizes))
-    # gate, its gradient, its momentum and the drawn weights; a layer's gradient comes in, and is cast, while it lasts.
+    # The gate, its gradient, its momentum and the drawn weights; for one layer at a time, a gradient and its cast.
     limit = 4 + 2 * max(sizes) / sum(sizes)
     unit = "tensors of the weights' size"
     return Row(f"extra memory of PFT, {name}", extra, unit, target=Target("value", "at most", round(limit, 3)))

@@ -29,7 +29,7 @@ SUBJECTS: dict[str, Callable[..., Iterator[timing.Finding]]] = {
 def run(
     subject: str, *, device: str = "cpu", smoke: bool = False, full: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Measures one of SUBJECTS; sizes are the device's, tiny ones with `smoke`; `full` adds slow ones on a CPU."""
+    """Measures one of SUBJECTS at the device's sizes; `smoke` takes tiny sizes, `full` adds slow ones on a CPU."""
     if subject not in SUBJECTS:
         raise ValueError(f"unknown subject {subject!r}; use one of {', '.join(SUBJECTS)}")
     if smoke and full:
@@ -40,7 +40,7 @@ def run(
     scale = "smoke" if smoke else "full" if full and where.type == "cpu" else where.type
     rows, notes = [], []
     on_cuda = where.type == "cuda"
-    # Graphs are recorded on the current device, not on the one in `device`.
+    # CUDA graphs are recorded on the current device, so `device` has to be it.
     with (
         torch.random.fork_rng(devices=[where] if on_cuda else []),
         torch.cuda.device(where) if on_cuda else nullcontext(),
@@ -62,7 +62,7 @@ def run(
 
 
 def render(result: dict[str, Any]) -> Iterator[Any]:
-    """What was measured on, the table, and what could not be measured."""
+    """The machine, the table, and notes on what could not be measured."""
     machine = result["environment"]
     yield (
         f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, pacprune {machine['pacprune']} "

@@ -54,8 +54,8 @@ def _fewest(rng: np.random.Generator, trials: int, *, n: int, risk: float, netwo
 def worst_case(bound: CountBound, *, sizes: Sequence[int], networks: int = 1) -> tuple[int, float, float]:
     """The (n, risk) where `bound` at the fewest errors of the networks fails most often, and how often: exact.
 
-    For a risk in (bound(k), bound(k+1)] the bound fails iff there are at most k errors, which is the more probable the
-    smaller the risk: only the risks just above a value of the bound need be tried.
+    For a risk in (bound(k), bound(k+1)] the bound fails iff there are at most k errors. That is more probable for a
+    smaller risk, so only the risks just above a value of the bound have to be tried.
     """
     worst = (sizes[0], 0.5, 0.0)
     for n in sizes:
@@ -233,7 +233,7 @@ def _single_draw(rng: np.random.Generator, trials: int, delta: float) -> Iterato
     _, risk, _ = worst_case(
         lambda k, n: bounds.seeger(k / n, n=n, kl=math.log(NETWORKS), delta=delta), sizes=(n,), networks=NETWORKS
     )
-    # How many networks make k errors is all that Q depends on.
+    # Q depends only on how many networks make k errors.
     networks = rng.multinomial(NETWORKS, np.diff(_cdf(n, risk), prepend=0.0), size=trials)
     weights = networks * np.exp(-sharpness * np.arange(n + 1))
     total = weights.sum(axis=1)
@@ -248,7 +248,7 @@ def _single_draw(rng: np.random.Generator, trials: int, delta: float) -> Iterato
 
 
 def _transfer(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
-    """Where the inequalities behind agreement and vote are equalities."""
+    """Populations for which the inequalities behind agreement and vote are equalities."""
     n, ledger = 10**6, bounds.Ledger.split(delta, monte_carlo_share=0.0, unlabelled_share=0.5)
     never = bounds.seeger(0.0, n=n, kl=0.0, delta=ledger.pac_bayes)
 
@@ -296,14 +296,14 @@ def small_networks(w: Floats, v: Floats) -> tuple[Floats, Bools, Floats]:
 
 def _real(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
     """A whole certificate for real networks, in blocks of trials that fit into memory."""
-    weights = np.random.default_rng(1)  # of one network, the same for every seed of the trials
+    weights = np.random.default_rng(1)  # one network for every seed of the trials
     networks = small_networks(weights.standard_normal((HIDDEN, INPUTS)), weights.standard_normal(HIDDEN))
-    blocks = [list(_certified(rng, min(250, trials - done), delta, *networks)) for done in range(0, trials, 250)]
+    blocks = [list(_certificates(rng, min(250, trials - start), delta, *networks)) for start in range(0, trials, 250)]
     for parts in zip(*blocks, strict=True):
         yield replace(parts[0], violated=np.concatenate([part.violated for part in parts]))
 
 
-def _certified(
+def _certificates(
     rng: np.random.Generator, trials: int, delta: float, probability: Floats, wrong: Bools, gibbs: Floats
 ) -> Iterator[Violations]:
     """A Q of small bound on the sample; its KL, its draws on the sample, and every bound that is made of them."""
@@ -311,7 +311,7 @@ def _certified(
     sample = rng.choice(probability.size, p=probability, size=(trials, n))
     counts = np.stack([np.bincount(row, minlength=probability.size) for row in sample])
 
-    # Of every kind of Q the centre of least empirical risk, and of these the one of least bound (Pinsker's).
+    # For every kind of Q the centre of least empirical risk; among these, the kind of least bound (Pinsker's).
     empirical = (counts / n @ gibbs.reshape(-1, probability.size).T).reshape(trials, len(FLIPS), -1)
     kls = [gates * bounds.kl_bernoulli(flip, 0.5) for flip in FLIPS]
     price = [math.sqrt(bounds.complexity(n, kl, delta) / 2.0) for kl in kls]
@@ -320,7 +320,7 @@ def _certified(
     q, flip = gibbs[kind, centre], np.array(FLIPS)[kind]
 
     def draw(number: int) -> tuple[Ints, Ints]:
-        """So many masks from the Q of every trial, and how many of their gates differ from the centre's."""
+        """`number` masks from the Q of every trial, and how many of their gates differ from the centre's."""
         flipped = rng.random((trials, number, gates)) < flip[:, None, None]
         return centre[:, None] ^ (flipped @ (1 << np.arange(gates))), flipped.sum(axis=2)
 

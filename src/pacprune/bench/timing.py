@@ -1,4 +1,4 @@
-"""Stopwatch of the benchmark: what is compared runs in turn in one process, so that what slows one slows the other."""
+"""Stopwatch of the benchmark: compared calls run in turn in one process, so that a slow machine slows all of them."""
 
 import math
 import subprocess
@@ -18,14 +18,14 @@ Call = Callable[[], Any]
 SPARSITY = 0.9
 """Of all networks that are measured."""
 ROUNDS = (5, 30)
-"""Fewest and most rounds in which everything compared is timed once."""
+"""Fewest and most rounds; in a round, every compared call is timed once."""
 SHORTEST = {"cpu": 0.01, "cuda": 0.03}
-"""Seconds of one reading at least: what is quicker is called so often that a reading takes as long."""
+"""Least seconds of one reading: a quicker call is repeated until it takes as long."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a number of a row must be: the row's "ratio" or "value", "at most" or "at least" the limit."""
+    """The requirement on a row's "ratio" or "value": "at most" or "at least" the limit."""
 
     of: str
     sense: str
@@ -34,9 +34,16 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """One finding: `value` in `unit` where an absolute number is worth having, `ratio` to what `relative_to` names.
+    """One finding.
 
-    `spread` is the range of the middle half of the readings of the ratio, or of the value where there is no ratio.
+    Args:
+        name: What was measured.
+        value: An absolute number, or None.
+        unit: The unit of `value`.
+        ratio: The measured time divided by that of `relative_to`, or None.
+        spread: The middle half of the readings of the ratio, or of the value without a ratio.
+        relative_to: What the ratio compares with.
+        target: What the ratio or the value must be, or None.
     """
 
     name: str
@@ -67,7 +74,7 @@ Finding = Row | str
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per call of whatever is compared, one reading per round."""
+    """Seconds per call of everything compared, one reading per round."""
 
     seconds: Mapping[str, np.ndarray]
     device: torch.device
@@ -102,12 +109,12 @@ class Times:
 
 
 def wait(device: torch.device) -> None:
-    """Returns when the device has done all that was asked of it."""
+    """Returns when the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def clocked(call: Call, device: torch.device, repeats: int = 1) -> float:
+def seconds_per_call(call: Call, device: torch.device, repeats: int = 1) -> float:
     """Seconds per call."""
     wait(device)
     start = time.perf_counter()
@@ -118,20 +125,20 @@ def clocked(call: Call, device: torch.device, repeats: int = 1) -> float:
 
 
 def alternate(calls: Mapping[str, Call], device: torch.device, *, seconds: float) -> Times:
-    """Times the calls in turn, A B A B ..., for about so many seconds in all; each is warmed up first."""
+    """Times the calls in turn, A B A B ..., for about `seconds` in all; each is warmed up first."""
     repeats = {}
     for name, call in calls.items():
-        clocked(call, device, 3)
-        quickest = max(clocked(call, device), 1e-6)
+        seconds_per_call(call, device, 3)
+        quickest = max(seconds_per_call(call, device), 1e-6)
         repeats[name] = min(1000, math.ceil(SHORTEST[device.type] / quickest))
     readings: dict[str, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
     fewest, most = ROUNDS
-    for done in range(most):
-        if done >= fewest and time.perf_counter() - start > seconds:
+    for number in range(most):
+        if number >= fewest and time.perf_counter() - start > seconds:
             break
         for name, call in calls.items():
-            readings[name].append(clocked(call, device, repeats[name]))
+            readings[name].append(seconds_per_call(call, device, repeats[name]))
     return Times({name: np.array(seconds) for name, seconds in readings.items()}, device)
 
 
@@ -141,7 +148,7 @@ def linearity(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, fl
     table = np.stack([1 / t, n / t], axis=1)
     scale = np.abs(table).max(axis=0)
     line = np.linalg.lstsq(table / scale, np.ones_like(t), rcond=None)[0] / scale
-    if line[0] < 0:  # no fixed cost: a time that grows faster than the size is not a line with a bonus for the small
+    if line[0] < 0:  # a fixed cost cannot be negative
         line = np.array([0.0, table[:, 1].sum() / (table[:, 1] ** 2).sum()])
     return float(line[0]), float(line[1]), float(np.abs(table @ line - 1).max())
 
@@ -158,7 +165,7 @@ def cuda_graph(call: Call, device: torch.device) -> Call:
     with torch.cuda.graph(graph):
         call()
 
-    def replay(kept: Call = call) -> None:  # `kept` keeps the tensors that the graph points at
+    def replay(keep_alive: Call = call) -> None:  # the graph points at tensors of the call
         graph.replay()
 
     return replay
@@ -181,12 +188,12 @@ def largest_that_fits(
         if findings is not None:
             yield from findings
             return
-        # Only here, outside the handler, has the error let go of the tensors that did fit.
+        # Outside the handler, the error no longer holds the tensors that did fit.
         yield out_of_memory(f"{size:,} {what}", device, None if smaller is None else f"{smaller:,} {what}")
 
 
 def out_of_memory(what: str, device: torch.device, smaller: str | None) -> str:
-    """The sentence about a size that is too large for the device, whose memory is given back."""
+    """A sentence about a size that is too large for the device; frees the cached memory."""
     memory = "the memory"
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -197,7 +204,7 @@ def out_of_memory(what: str, device: torch.device, smaller: str | None) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """The model name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -208,7 +215,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Everything that the numbers depend on."""
     cudnn: Any = torch.backends.cudnn
     return {
         "device": device_name(device),
@@ -234,7 +241,7 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, check=True, text=True, timeout=10).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # an installed package may lie inside somebody else's tree
+        git("ls-files", "--error-unmatch", "__init__.py")  # an installed package may lie inside another repository
         return git("describe", "--always", "--dirty", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
