@@ -29,7 +29,7 @@ def every_mask(size: int) -> Tensor:
     return torch.tensor(list(product((0.0, 1.0), repeat=size)), dtype=torch.float64)
 
 
-def enumerated(psi: Tensor, y: Tensor, w: Tensor, lam: Tensor) -> Tensor:
+def enumerated_risk(psi: Tensor, y: Tensor, w: Tensor, lam: Tensor) -> Tensor:
     """The Gibbs risk by its definition: sum over masks of Pr(b) mean (psi'(b * w) - y)^2 / 2."""
     b = every_mask(len(w))
     chance = torch.where(b > 0, lam, 1 - lam).prod(-1)
@@ -57,7 +57,7 @@ def test_gibbs_risk_and_its_gradients_are_those_of_the_enumeration(n: int, size:
     psi, y, w, lam = example(n, size)
     w.requires_grad_(), lam.requires_grad_()
     p = linear.problem(psi, y)
-    truth = enumerated(psi, y, w, lam)
+    truth = enumerated_risk(psi, y, w, lam)
     torch.testing.assert_close(linear.gibbs_risk(p, w, lam), truth, rtol=1e-9, atol=1e-9)
     d_w, d_lam = torch.autograd.grad(truth, (w, lam))
     torch.testing.assert_close(linear.weight_gradient(p, w, lam), d_w, rtol=1e-9, atol=1e-9)
@@ -74,7 +74,7 @@ def test_gibbs_risk_is_the_risk_of_the_mean_plus_the_penalty(n: int, size: int):
     torch.testing.assert_close(linear.risk(p, lam * w), mean)
     variance = (lam * (1 - lam) * w**2 * psi.square().mean(0)).sum() / 2
     torch.testing.assert_close(linear.variance_penalty(p, w, lam), variance)
-    torch.testing.assert_close(enumerated(psi, y, w, lam) - mean, variance, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(enumerated_risk(psi, y, w, lam) - mean, variance, rtol=1e-9, atol=1e-9)
 
 
 def test_gibbs_risk_is_the_mean_over_drawn_masks():
@@ -85,7 +85,7 @@ def test_gibbs_risk_is_the_mean_over_drawn_masks():
     assert abs(float(losses.mean() - linear.gibbs_risk(linear.problem(psi, y), w, lam))) < 4 * error
 
 
-def test_keep_prob_at_the_ends_and_zero_weights_are_ordinary_values():
+def test_gibbs_risk_at_keep_prob_0_and_1_and_at_zero_weights():
     psi, y, w, _ = example(12, 5)
     p = linear.problem(psi, y)
     for end, weights in ((1.0, w), (0.0, 0 * w)):
@@ -103,12 +103,12 @@ def test_gradients_at_the_ends_of_keep_prob_and_at_zero_weights_are_those_of_the
     ends = [(w, torch.zeros(size).double()), (w, torch.ones(size).double()), (w, lam.round()), (0 * w, lam)]
     for weights, at in ends:
         leaves = weights.clone().requires_grad_(), at.clone().requires_grad_()
-        d_w, d_lam = torch.autograd.grad(enumerated(psi, y, *leaves), leaves)
+        d_w, d_lam = torch.autograd.grad(enumerated_risk(psi, y, *leaves), leaves)
         torch.testing.assert_close(linear.weight_gradient(p, weights, at), d_w, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(linear.keep_prob_gradient(p, weights, at), d_lam, rtol=1e-9, atol=1e-9)
 
 
-def test_a_batch_is_its_members_one_by_one():
+def test_a_batch_of_problems_gives_the_results_of_its_members():
     members = [example(20, 5, seed=s) for s in range(3)]
     psi, y, w, lam = (torch.stack(x) for x in zip(*members, strict=True))
     p, singles = linear.problem(psi, y), [linear.problem(m[0], m[1]) for m in members]
@@ -174,19 +174,19 @@ def test_with_least_squares_weights_keeping_all_is_optimal():
 
 @pytest.mark.parametrize(("n", "size"), SIZES)
 @pytest.mark.parametrize("kept", [None, 0, 1, "all"])
-def test_the_best_mask_is_the_least_of_all(n: int, size: int, kept: int | str | None):
+def test_the_best_mask_has_the_least_risk_of_all_masks(n: int, size: int, kept: int | str | None):
     psi, y, w, _ = example(n, size)
     k = size if kept == "all" else kept
     b = every_mask(size)
     b = b if k is None else b[b.sum(-1) == k]
     risks = ((b * w) @ psi.T - y).square().mean(-1) / 2
-    found = linear.best_mask(linear.problem(psi, y), w, kept=k)  # type: ignore[arg-type]
-    assert found.exact
-    assert k is None or int(found.mask.sum()) == k
-    torch.testing.assert_close(found.risk, risks.min(), rtol=1e-9, atol=1e-9)
+    best = linear.best_mask(linear.problem(psi, y), w, kept=k)  # type: ignore[arg-type]
+    assert best.exact
+    assert k is None or int(best.mask.sum()) == k
+    torch.testing.assert_close(best.risk, risks.min(), rtol=1e-9, atol=1e-9)
 
 
-def test_some_mask_is_at_least_as_good_as_every_distribution():
+def test_the_best_mask_is_at_least_as_good_as_every_distribution():
     psi, y, w, _ = example(20, 6)
     p = linear.problem(psi, y)
     lam = torch.rand(1000, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -198,14 +198,14 @@ def test_the_exchange_search_ends_where_no_exchange_helps(kept: int | None):
     psi, y, w, _ = example(60, 20)
     p = linear.problem(psi, y)
     w = linear.least_squares(p) + 0.1 * w
-    found = linear.best_mask(p, w, kept=kept)
-    assert not found.exact
-    assert kept is None or int(found.mask.sum()) == kept
-    for out in found.mask.nonzero()[:, 0]:
-        for into in (~found.mask).nonzero()[:, 0]:
-            other = found.mask.clone()
+    best = linear.best_mask(p, w, kept=kept)
+    assert not best.exact
+    assert kept is None or int(best.mask.sum()) == kept
+    for out in best.mask.nonzero()[:, 0]:
+        for into in (~best.mask).nonzero()[:, 0]:
+            other = best.mask.clone()
             other[out], other[into] = False, True
-            assert linear.risk(p, other * w) >= found.risk - 1e-9
+            assert linear.risk(p, other * w) >= best.risk - 1e-9
 
 
 def test_the_exchange_search_is_near_the_exact_optimum(monkeypatch: pytest.MonkeyPatch):
@@ -240,30 +240,30 @@ def test_flow_with_a_budget_holds_it_and_ranks_uncorrelated_features_by_normalis
     path = linear.flow(lambda lam: linear.keep_prob_gradient(p, w, lam), start, lr=0.05, steps=3000, sparsity=0.75)
     torch.testing.assert_close(path.mean(-1), torch.full((3001,), 0.25, dtype=torch.float64), rtol=0, atol=1e-9)
     score = p.alignment.abs() / p.covariance.diagonal().sqrt()
-    kept = masks.top_k({"w": path[-1]}, sparsity=0.75)["w"]
-    assert torch.equal(kept, masks.top_k({"w": score}, sparsity=0.75)["w"])
-    assert torch.equal(kept, linear.best_mask(p, w, kept=2).mask)
+    mask = masks.top_k({"w": path[-1]}, sparsity=0.75)["w"]
+    assert torch.equal(mask, masks.top_k({"w": score}, sparsity=0.75)["w"])
+    assert torch.equal(mask, linear.best_mask(p, w, kept=2).mask)
 
 
-def test_one_weight_and_zero_weights_are_no_special_case_of_the_flow():
+def test_the_flow_of_one_weight_and_of_zero_weights():
     psi, y, _, _ = example(9, 1)
     p = linear.problem(psi, y)
     w = linear.least_squares(p)
-    one = torch.full((1,), 0.5)
+    start = torch.full((1,), 0.5)
     slope = lambda lam: linear.keep_prob_gradient(p, w, lam)  # noqa: E731
-    assert linear.flow(slope, one, lr=100.0, steps=50)[-1].tolist() == [1.0]
-    assert linear.flow(slope, one, lr=100.0, steps=50, sparsity=0.5)[-1].tolist() == pytest.approx([0.5], abs=1e-9)
-    still = linear.flow(lambda lam: linear.keep_prob_gradient(p, 0 * w, lam), one, lr=100.0, steps=5)
-    assert still.unique().tolist() == [0.5]
+    assert linear.flow(slope, start, lr=100.0, steps=50)[-1].tolist() == [1.0]
+    assert linear.flow(slope, start, lr=100.0, steps=50, sparsity=0.5)[-1].tolist() == pytest.approx([0.5], abs=1e-9)
+    path = linear.flow(lambda lam: linear.keep_prob_gradient(p, 0 * w, lam), start, lr=100.0, steps=5)
+    assert path.unique().tolist() == [0.5]
     assert not linear.best_mask(p, 0 * w).mask.any()  # of equal masks the first
-    assert linear.fixed_point(one, linear.drift(p, 0 * w), kappa=0.1).keep_prob.tolist() == [0.5]
+    assert linear.fixed_point(start, linear.drift(p, 0 * w), kappa=0.1).keep_prob.tolist() == [0.5]
 
 
 # --- The PAC-Bayes objective
 
 
 @pytest.mark.parametrize(("n", "size"), SIZES)
-def test_the_objective_and_its_gradient(n: int, size: int):
+def test_the_objective_is_risk_plus_kl_and_its_gradient_is_that_of_autograd(n: int, size: int):
     psi, y, w, lam = example(n, size)
     p, prior = linear.problem(psi, y), torch.full((size,), 0.3).double()
     lam.requires_grad_()
@@ -274,7 +274,7 @@ def test_the_objective_and_its_gradient(n: int, size: int):
     torch.testing.assert_close(linear.catoni_gradient(p, w, lam, prior=prior, kappa=0.2), slope, rtol=1e-9, atol=1e-9)
 
 
-def test_kl_at_the_ends():
+def test_kl_at_keep_prob_0_and_1():
     lam, prior = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.5, 0.5]), torch.tensor([0.3, 0.3, 0.0, 1.0, 0.0, 1.0])
     expected = torch.tensor([-math.log1p(-0.3), -math.log(0.3), 0, 0, math.inf, math.inf]).double()
     torch.testing.assert_close(linear.kl(lam, prior), expected, rtol=1e-6, atol=0)
@@ -284,17 +284,17 @@ def test_kl_at_the_ends():
 def test_the_fixed_point_minimises_the_objective(kappa: float):
     p, w, prior = diagonal(9)
     delta = linear.drift(p, w)
-    found = linear.fixed_point(prior, delta, kappa=kappa)
-    lam = found.keep_prob.clamp(1e-9, 1 - 1e-9)
+    point = linear.fixed_point(prior, delta, kappa=kappa)
+    lam = point.keep_prob.clamp(1e-9, 1 - 1e-9)
     slope = linear.catoni_gradient(p, w, lam, prior=prior, kappa=kappa)
-    inside = (found.keep_prob > 1e-9) & (found.keep_prob < 1 - 1e-9)
+    inside = (point.keep_prob > 1e-9) & (point.keep_prob < 1 - 1e-9)
     torch.testing.assert_close(slope[inside], torch.zeros_like(slope[inside]), rtol=0, atol=1e-9)
-    torch.testing.assert_close(found.kl, linear.kl(found.keep_prob, prior), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found.value, delta * found.keep_prob + kappa * found.kl, rtol=1e-9, atol=1e-9)
-    objective = linear.catoni_objective(p, w, found.keep_prob, prior=prior, kappa=kappa)
-    torch.testing.assert_close(objective, p.power / 2 + found.value.sum(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(point.kl, linear.kl(point.keep_prob, prior), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(point.value, delta * point.keep_prob + kappa * point.kl, rtol=1e-9, atol=1e-9)
+    objective = linear.catoni_objective(p, w, point.keep_prob, prior=prior, kappa=kappa)
+    torch.testing.assert_close(objective, p.power / 2 + point.value.sum(), rtol=1e-9, atol=1e-9)
     grid = torch.linspace(0, 1, 1001).double()[:, None]
-    assert (delta * grid + kappa * linear.kl(grid, prior) >= found.value - 1e-12).all()
+    assert (delta * grid + kappa * linear.kl(grid, prior) >= point.value - 1e-12).all()
 
 
 def test_the_flow_of_the_objective_ends_at_the_fixed_point():
@@ -313,7 +313,7 @@ def test_the_fixed_point_is_differentiable_and_its_value_has_slope_lam():
     torch.testing.assert_close(slope, value.keep_prob)
 
 
-def test_the_limits_of_small_and_large_drift():
+def test_small_and_large_drift_approach_the_fixed_point():
     prior = torch.tensor([0.05, 0.3, 0.5, 0.9]).double()
     for sign in (-1.0, 1.0):
         errors = []
@@ -332,17 +332,17 @@ def test_the_limits_of_small_and_large_drift():
 
 def test_a_prior_at_an_end_stays_there_and_huge_drifts_stay_finite():
     prior = torch.tensor([0.0, 1.0, 0.4, 0.4])
-    found = linear.fixed_point(prior, torch.tensor([3.0, -3.0, 1e6, -1e6]), kappa=0.1)
-    torch.testing.assert_close(found.keep_prob, torch.tensor([0.0, 1.0, 0.0, 1.0]).double())
-    assert found.kl[:2].abs().max() == 0
-    assert found.kl[2:].tolist() == pytest.approx([-math.log(0.6), -math.log(0.4)], rel=1e-6)
+    point = linear.fixed_point(prior, torch.tensor([3.0, -3.0, 1e6, -1e6]), kappa=0.1)
+    torch.testing.assert_close(point.keep_prob, torch.tensor([0.0, 1.0, 0.0, 1.0]).double())
+    assert point.kl[:2].abs().max() == 0
+    assert point.kl[2:].tolist() == pytest.approx([-math.log(0.6), -math.log(0.4)], rel=1e-6)
 
 
 # --- Two correlated features
 
 
 @pytest.mark.parametrize(("rho", "c"), [(0.9, 0.5), (-0.4, 1.7), (0.3, -2.0)])
-def test_the_formulas_of_a_correlated_pair(rho: float, c: float):
+def test_the_formulas_of_a_correlated_pair_agree_with_autograd(rho: float, c: float):
     p = pair(rho, c)
     w = linear.pair_least_squares(p)
     torch.testing.assert_close(w, linear.least_squares(p), rtol=1e-9, atol=1e-9)
@@ -365,7 +365,7 @@ def test_the_stationary_point_of_a_pair_is_a_saddle():
     torch.testing.assert_close(torch.linalg.eigvalsh(hessian), torch.stack([-h.abs(), h.abs()]), rtol=1e-6, atol=1e-9)
 
 
-def test_variances_other_than_one_are_allowed():
+def test_pair_least_squares_allows_variances_other_than_one():
     p = Problem(torch.tensor([[2.0, 0.5], [0.5, 1.0]]).double(), torch.tensor([1.0, -0.4]).double(), torch.tensor(4.0))
     torch.testing.assert_close(linear.pair_least_squares(p), torch.linalg.solve(p.covariance, p.alignment))
 
@@ -396,6 +396,6 @@ W, L = torch.ones(3), torch.full((3,), 0.5)
         (lambda: linear.pair_stationary(pair(0.0, 1.0), torch.ones(2)), "no isolated"),
     ],
 )
-def test_what_cannot_be_is_refused(call, words):
+def test_bad_arguments_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -64,7 +64,7 @@ def example(name: str = "mlp") -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def plainly(model: nn.Module, x: Tensor) -> Tensor:
-    """The outputs in float64 and eval mode, in the ordinary way."""
+    """The outputs of an ordinary forward pass in float64 and eval mode."""
     twin = copy.deepcopy(model).double().eval()
     return twin(x.double() if x.is_floating_point() else x)
 
@@ -73,8 +73,8 @@ def gradients(model: nn.Module, x: Tensor) -> Tensor:
     """(n, C, D): one backward pass for every output of every example."""
     twin = copy.deepcopy(model).double().eval()
     out = twin(x.double() if x.is_floating_point() else x)
-    own = list(pp.prunable(twin).values())
-    rows = [torch.autograd.grad(value, own, retain_graph=True) for value in out.reshape(-1)]
+    parameters = list(pp.prunable(twin).values())
+    rows = [torch.autograd.grad(value, parameters, retain_graph=True) for value in out.reshape(-1)]
     return torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows]).reshape(*out.shape, -1)
 
 
@@ -99,7 +99,7 @@ def test_the_linearised_network_is_f_plus_j_times_the_change(name: str):
     torch.testing.assert_close(linearised.linearised(model, half, x), plainly(model, x).detach() + change, **TIGHT)
 
 
-def test_it_is_the_first_order_of_the_network():
+def test_the_linearised_network_agrees_to_first_order():
     model, x, _ = example()
     w = pp.prunable(model)
     errors = []
@@ -108,12 +108,12 @@ def test_it_is_the_first_order_of_the_network():
         with torch.no_grad():
             for value in pp.prunable(moved).values():
                 value.mul_(1 - step)
-        there = {n: v.double() * (1 - step) for n, v in w.items()}
-        errors.append((linearised.linearised(model, there, x) - plainly(moved, x)).abs().max())
+        shrunk = {n: v.double() * (1 - step) for n, v in w.items()}
+        errors.append((linearised.linearised(model, shrunk, x) - plainly(moved, x)).abs().max())
     assert errors[1] < errors[0] / 50
 
 
-def test_for_a_linear_network_it_is_exact_under_every_mask():
+def test_linearising_a_linear_network_is_exact_under_every_mask():
     layer, x = nn.Linear(4, 2), torch.randn(5, 4)
     mask = {"weight": torch.tensor([[1, 0, 1, 0], [0, 0, 1, 1]]).bool()}
     pruned = pp.apply_mask(copy.deepcopy(layer), mask)
@@ -130,7 +130,7 @@ def test_flat_and_unflat_are_inverse():
     assert all(torch.equal(again[n], w[n]) for n in w)
 
 
-def test_what_is_not_prunable_stays_as_it_is():
+def test_parameters_that_are_not_prunable_stay_at_their_values():
     model, x, y = example()
     head = lambda m: {n: w for n, w in pp.prunable(m).items() if n == "layers.4.weight"}  # noqa: E731
     psi = linearised.features(model, x, prunable=head)
@@ -145,7 +145,7 @@ def test_what_is_not_prunable_stays_as_it_is():
     torch.testing.assert_close(linear.risk(p, w * (torch.arange(12) % 2)), risk.detach(), **TIGHT)
 
 
-def test_nothing_of_the_model_changes():
+def test_the_model_is_not_changed():
     model, x, y = example("convolution")
     model[1].eval()
     before = {n: t.clone() for n, t in model.state_dict().items()}
@@ -163,7 +163,7 @@ def test_nothing_of_the_model_changes():
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("output", [None, 1])
-def test_the_operator_is_the_matrix(name: str, output: int | None):
+def test_the_covariance_operator_equals_the_matrix(name: str, output: int | None):
     model, x, y = example(name)
     y = y if output is None else y[:, output]
     free = linearised.problem(model, x, y, output=output)
@@ -180,7 +180,7 @@ def test_the_operator_is_the_matrix(name: str, output: int | None):
 
 
 @pytest.mark.parametrize("output", [None, 2])
-def test_the_operator_is_differentiable(output: int | None):
+def test_the_covariance_operator_is_differentiable(output: int | None):
     model, x, y = example()
     p = linearised.problem(model, x, y if output is None else y[:, output], output=output)
     w = linearised.flat(pp.prunable(model)).double().requires_grad_()
@@ -204,7 +204,7 @@ def test_the_gibbs_risk_is_the_mean_over_all_masks_of_the_linearised_network():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_float32_is_an_option(name: str):
+def test_float32_agrees_with_float64(name: str):
     model, x, y = example(name)
     assert linearised.features(model, x, dtype=torch.float32).dtype == torch.float32
     assert linearised.kernel(model, x, dtype=torch.float32).dtype == torch.float32
@@ -227,9 +227,9 @@ def test_the_kernel_is_that_of_the_features_in_blocks_of_any_size(
     monkeypatch.setattr(linearised, "BLOCK", block)
     torch.testing.assert_close(linearised.features(model, x, output=output), psi, **TIGHT)
     torch.testing.assert_close(linearised.kernel(model, x, output=output), psi @ psi.T, **TIGHT)
-    some = psi[: len(psi) // 7 * 3]
-    torch.testing.assert_close(linearised.kernel(model, x, x[:3], output=output), psi @ some.T, **TIGHT)
-    torch.testing.assert_close(linearised.kernel(model, x[:3], x, output=output), some @ psi.T, **TIGHT)
+    part = psi[: len(psi) // 7 * 3]
+    torch.testing.assert_close(linearised.kernel(model, x, x[:3], output=output), psi @ part.T, **TIGHT)
+    torch.testing.assert_close(linearised.kernel(model, x[:3], x, output=output), part @ psi.T, **TIGHT)
 
 
 @pytest.mark.parametrize("output", [None, 2])
@@ -237,23 +237,25 @@ def test_the_kernel_is_that_of_the_features_in_blocks_of_any_size(
 def test_kernel_regression_is_ridge_regression_around_the_start(ridge: float, output: int | None):
     model, x, y = example()
     inputs, y = torch.randn(4, 6), y if output is None else y[:, output]
-    psi, new = (linearised.features(model, part, output=output) for part in (x, inputs))
-    now, then = (plainly(model, part).detach() for part in (x, inputs))
-    now, then = (out if output is None else out[:, output] for out in (now, then))
+    psi, new_psi = (linearised.features(model, part, output=output) for part in (x, inputs))
+    outputs, new_outputs = (plainly(model, part).detach() for part in (x, inputs))
+    outputs, new_outputs = (out if output is None else out[:, output] for out in (outputs, new_outputs))
     if ridge:
         system = psi.T @ psi + ridge * torch.eye(psi.shape[1]).double()
-        step = torch.linalg.solve(system, psi.T @ (y - now).reshape(-1))
+        step = torch.linalg.solve(system, psi.T @ (y - outputs).reshape(-1))
     else:
-        step = torch.linalg.pinv(psi, rtol=1e-6) @ (y - now).reshape(-1)
-    found = linearised.kernel_regression(model, x, y, inputs, ridge=ridge, output=output)
-    torch.testing.assert_close(found, then + (new @ step).reshape(then.shape), rtol=1e-6, atol=1e-8)
+        step = torch.linalg.pinv(psi, rtol=1e-6) @ (y - outputs).reshape(-1)
+    predictions = linearised.kernel_regression(model, x, y, inputs, ridge=ridge, output=output)
+    torch.testing.assert_close(
+        predictions, new_outputs + (new_psi @ step).reshape(new_outputs.shape), rtol=1e-6, atol=1e-8
+    )
     # The same predictions from the linearised network with its weights moved there, all outputs at once.
     w = pp.prunable(model)
-    there = linearised.linearised(model, linearised.unflat(linearised.flat(w).double() + step, w), inputs)
-    torch.testing.assert_close(found, there if output is None else there[:, output], rtol=1e-6, atol=1e-8)
+    expected = linearised.linearised(model, linearised.unflat(linearised.flat(w).double() + step, w), inputs)
+    torch.testing.assert_close(predictions, expected if output is None else expected[:, output], rtol=1e-6, atol=1e-8)
 
 
-def test_without_ridge_the_training_examples_are_met_once_the_network_is_wide_enough():
+def test_without_ridge_a_wide_network_fits_the_training_examples():
     model, x = pp.models.mlp(6, 3, hidden=(60,), seed=0), torch.randn(7, 6)
     y = torch.randn(7, 3).double()
     torch.testing.assert_close(linearised.kernel_regression(model, x, y, x), y, rtol=1e-6, atol=1e-6)
@@ -290,6 +292,6 @@ M, X, Y = example()
         (lambda: linearised.problem(M, X, Y / 0), "21 targets and 0 outputs are not finite"),
     ],
 )
-def test_what_cannot_be_is_refused(call: Callable[[], object], words: str):
+def test_bad_arguments_are_refused(call: Callable[[], object], words: str):
     with pytest.raises(ValueError, match=words):
         call()

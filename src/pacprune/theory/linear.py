@@ -56,11 +56,13 @@ RANK = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """All that a squared loss sees of the data: the risk of w is (w'Sigma w - 2 w'A + power) / 2. Made by `problem`.
+    """The averages of the data that a squared loss depends on: the risk of w is (w'Sigma w - 2 w'A + power) / 2.
+
+    `problem` makes it from features and targets.
 
     Args:
-        covariance: Sigma = mean of psi psi', shape (..., D, D): second moments, so centre the features if you mean a
-            covariance.
+        covariance: Sigma = mean of psi psi', shape (..., D, D). These are second moments: centre the features for
+            true covariances.
         alignment: A = mean of psi y, shape (..., D).
         power: Mean of y^2, shape (...).
 
@@ -117,7 +119,7 @@ class FixedPoint(NamedTuple):
 
 
 def problem(features: Tensor, targets: Tensor) -> Problem:
-    """Sigma, A and mean y^2 of features and targets: all that a squared loss sees of them.
+    """Sigma, A and mean y^2 of features and targets: all that a squared loss depends on.
 
     Args:
         features: psi of shape (..., n, D); any n >= 1, also n < D.
@@ -191,7 +193,7 @@ def risk(p: Problem, weights: Tensor) -> Tensor:
 
 
 def variance_penalty(p: Problem, weights: Tensor, keep_prob: Tensor) -> Tensor:
-    """1/2 sum_i lam_i (1 - lam_i) w_i^2 Sigma_ii: what the noise of the mask adds to the risk of the mean.
+    """1/2 sum_i lam_i (1 - lam_i) w_i^2 Sigma_ii, which the noise of the mask adds to the risk of the mean.
 
     Concave in lam and zero at both ends: it pushes lam to 0 or 1, whichever is nearer, not to 0 alone.
 
@@ -280,9 +282,9 @@ def weight_gradient(p: Problem, weights: Tensor, keep_prob: Tensor) -> Tensor:
 def best_mask(p: Problem, weights: Tensor, *, kept: int | None = None) -> BestMask:
     """The mask b of least risk(b * w) with `kept` ones, at fixed weights, for one problem.
 
-    All masks are tried for D <= 16, so that the answer is exact. Beyond, weights are added greedily. Then the best
-    exchange of a kept and a pruned weight (without `kept`: or flip of one) is made until none lowers the risk. That is
-    a local optimum, marked exact=False. Of equal masks, the one that is met first.
+    For D <= 16 all masks are tried, so that the answer is exact. For larger D, weights are added greedily. Then the
+    best exchange of a kept and a pruned weight (without `kept`, also the best flip of one weight) is made until none
+    lowers the risk. That is a local optimum, marked exact=False. Of equally good masks, the first one is returned.
 
     Args:
         p: One problem, without batch dimensions.
@@ -330,7 +332,7 @@ def _exchange(quadratic: Tensor, linear: Tensor, kept: int | None) -> Tensor:
     b = torch.zeros_like(linear)
     while True:
         sign = 1 - 2 * b
-        flip = quadratic.diagonal() / 2 + sign * (quadratic @ b - linear)  # what flipping b_i adds to the risk
+        flip = quadratic.diagonal() / 2 + sign * (quadratic @ b - linear)  # change of the risk if b_i flips
         if kept is not None and b.sum() < kept:
             b[flip.masked_fill(b > 0, math.inf).argmin()] = 1.0
             continue
@@ -339,7 +341,7 @@ def _exchange(quadratic: Tensor, linear: Tensor, kept: int | None) -> Tensor:
         if kept is None:
             moves = torch.cat([moves, flip[None]])
         best, place = moves.flatten().min(0)
-        # Below rounding a move is no gain, and could be undone by the next: the loop must end.
+        # A gain below rounding could be undone by the next move, without end.
         if best >= -1e-12 * (quadratic.diagonal().sum() + linear.abs().sum()):
             return b
         i, j = divmod(int(place), len(b))
@@ -367,7 +369,7 @@ def flow(
         keep_prob: The start, of shape (..., D).
         lr: The step size, such as 0.1.
         steps: The number of steps.
-        sparsity: What 1 - the mean keep_prob is held at; None lets it go.
+        sparsity: The fixed value of 1 - mean keep_prob; None leaves it free.
         eta: The distance from 0 and 1; an objective with a kl needs eta > 0, since its slope has poles there.
 
     Returns:

@@ -1,7 +1,7 @@
 """Networks as linear models: f(x; w0) + J(x)(w - w0), with one feature per prunable weight. Public as `pp.wide`.
 
 The features psi(x) = df(x; w0)/dw are gradients with respect to the weights, so that a mask on weights is a mask on
-features and `pp.linear` applies. What the network computes at w0 moves into the targets.
+features and `pp.linear` applies. The outputs of the network at w0 move into the targets.
 
 `output` is the index of one output, or None for all. With None every output of every example is a row of its own,
 (example, output) in that order. The squared loss is then the mean over examples and outputs, and one mask serves all
@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 BLOCK = 2**25
-"""Gradients are held in blocks of at most so many numbers: 256 MiB in float64."""
+"""The most numbers in a block of gradients: 256 MiB in float64."""
 
 Values = Mapping[str, Tensor]
 
 
 class _Network(NamedTuple):
-    """The weights w0, the outputs (n, C) as a function of weights and inputs, and whether there is an RNN in it."""
+    """The weights w0, the outputs (n, C) as a function of weights and inputs, and whether the model has an RNN."""
 
     start: dict[str, Tensor]
     apply: Callable[[Values, Tensor], Tensor]
@@ -110,9 +110,9 @@ def linearised(model: nn.Module, values: Values, x: Tensor, *, dtype: torch.dtyp
 
     Args:
         model: A plain model, at w0.
-        values: Weights by parameter name; those that are left out stay at w0.
+        values: Weights by parameter name; missing ones stay at w0.
         x: Inputs, one per row.
-        dtype: What is computed in.
+        dtype: The type of all arithmetic.
 
     Returns:
         All outputs, of shape (n, C).
@@ -152,7 +152,7 @@ def features(
         x: Inputs, one per row.
         output: The index of one output, or None for all.
         prunable: Which weights have features; by default all tensors of two or more dimensions.
-        dtype: What is computed in.
+        dtype: The type of all arithmetic.
 
     Returns:
         A matrix of shape (rows, D).
@@ -174,7 +174,7 @@ def targets(
     prunable: weights.Prunable = weights.prunable,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """y - f(x; w0) + psi(x)'w0, one number per row: what psi'w has to meet for the linearised network to meet y.
+    """y - f(x; w0) + psi(x)'w0, one number per row: if psi'w equals it, the linearised network equals y.
 
     Args:
         model: A plain model, at w0.
@@ -182,7 +182,7 @@ def targets(
         y: Numbers of shape (n,) with an `output`, (n, C) without; classes one-hot.
         output: The index of one output, or None for all.
         prunable: Which weights have features; by default all tensors of two or more dimensions.
-        dtype: What is computed in.
+        dtype: The type of all arithmetic.
 
     Returns:
         A vector of shape (rows,).
@@ -210,8 +210,8 @@ def problem(
 ) -> linear.Problem:
     """The linear problem of `features` and `targets`, for any D: its covariance is an operator, never a D x D matrix.
 
-    Risks, their gradients and linear.flow take it as it is. What needs the matrix itself (least_squares, best_mask)
-    takes linear.problem(features(...), targets(...)).
+    Risks, their gradients and linear.flow take it as it is. Functions that need the matrix itself (least_squares,
+    best_mask) take linear.problem(features(...), targets(...)).
 
     Args:
         model: A plain model, at w0.
@@ -219,7 +219,7 @@ def problem(
         y: Numbers of shape (n,) with an `output`, (n, C) without; classes one-hot.
         output: The index of one output, or None for all.
         prunable: Which weights have features; by default all tensors of two or more dimensions.
-        dtype: What is computed in.
+        dtype: The type of all arithmetic.
 
     Returns:
         The problem, for the functions of `pp.linear`.
@@ -288,8 +288,8 @@ def kernel(
 ) -> Tensor:
     """The empirical neural tangent kernel psi(x)'psi(x'), one entry per pair of rows (Jacot et al. 2018).
 
-    Gradients are those in the prunable weights alone. In blocks: of each side no more than BLOCK gradients are held at
-    a time, and those of `other` are computed again for every block of x.
+    Gradients are those in the prunable weights alone. They are computed in blocks of at most BLOCK numbers per side;
+    those of `other` are computed again for every block of x.
 
     Args:
         model: A plain model, at w0.
@@ -297,7 +297,7 @@ def kernel(
         other: Other inputs x', or None for x itself.
         output: The index of one output, or None for all.
         prunable: Which weights have features; by default all tensors of two or more dimensions.
-        dtype: What is computed in.
+        dtype: The type of all arithmetic.
 
     Returns:
         A matrix of shape (rows of x, rows of x').
@@ -348,8 +348,8 @@ def kernel_regression(
 ) -> Tensor:
     """f(x'; w0) + K(x', x) (K(x, x) + ridge I)^-1 (y - f(x; w0)) for x' = `inputs`.
 
-    The linearised network at the minimiser of sum (output - y)^2 + ridge |w - w0|^2. ridge = 0 takes the
-    pseudo-inverse: training to the end, of all minimisers the one nearest to w0.
+    The linearised network at the minimiser of sum (output - y)^2 + ridge |w - w0|^2. With ridge = 0 the pseudo-inverse
+    gives the limit of training: of all minimisers the one nearest to w0.
 
     Args:
         model: A plain model, at w0.
@@ -359,7 +359,7 @@ def kernel_regression(
         ridge: The price of |w - w0|^2, such as 0.01; at least 0.
         output: The index of one output, or None for all.
         prunable: Which weights have features; by default all tensors of two or more dimensions.
-        dtype: What is computed in.
+        dtype: The type of all arithmetic.
 
     Returns:
         Predictions of shape (n',) with an `output`, (n', C) without.
@@ -479,7 +479,7 @@ def _rows(net: _Network, x: Tensor, output: int | None) -> Tensor:
     def outputs_of(theta: Values, example: Tensor) -> Tensor:
         return _column(net.apply(theta, example[None]), output)[0].reshape(-1)
 
-    if net.recurrent:  # which vmap cannot run
+    if net.recurrent:  # vmap cannot run an RNN
         per_example = [jacrev(outputs_of)(net.start, example) for example in x]
         jacobians = {name: torch.stack([jacobian[name] for jacobian in per_example]) for name in net.start}
     else:
