@@ -1,4 +1,4 @@
-"""What test_sharded runs with a whole model in one process and, as a script under two ranks, with a sharded one.
+"""The cases that test_sharded runs: with a whole model in one process, and as a script with a sharded one on two ranks.
 
 sharded_cases.py FOLDER CASE...
 """
@@ -21,21 +21,21 @@ from pacprune.masking import spikeslab
 from pacprune.training import checkpoint
 from pacprune.training.budget import Budget
 
-__all__ = ["checkpoints", "ties"]  # the others are here
+__all__ = ["checkpoints", "ties"]  # the other cases are defined below
 
-Found = dict[str, Any]
+Outcome = dict[str, Any]
 FIFTY = {"epochs": 5, "batch_size": 20}
 """50 steps at the default learning rate."""
 
 
-def cut(model: nn.Module, *parts: nn.Module, **how: Any) -> nn.Module:
-    """fully_shard, where there are other ranks; alone, the model stays whole."""
+def cut(model: nn.Module, *parts: nn.Module, **options: Any) -> nn.Module:
+    """Applies fully_shard if there are other ranks; in a single process the model stays whole."""
     if dist.is_initialized():
         from torch.distributed.fsdp import fully_shard
 
         for part in parts:
-            fully_shard(part, **how)
-        fully_shard(model, **how)
+            fully_shard(part, **options)
+        fully_shard(model, **options)
     return model
 
 
@@ -94,14 +94,14 @@ def tokens(n: int = 200) -> tuple[Tensor, Tensor]:
     return x, x.amax(1)
 
 
-def attached(**how: Any) -> nn.Module:
+def attached(**options: Any) -> nn.Module:
     model = net()
-    return pp.attach(model, pp.isotropic(model, sparsity=0.5), **how)
+    return pp.attach(model, pp.isotropic(model, sparsity=0.5), **options)
 
 
-def masked(sparsity: float = 0.8, **how: Any) -> nn.Module:
+def masked(sparsity: float = 0.8, **options: Any) -> nn.Module:
     model = net()
-    return pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=sparsity, **how))
+    return pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=sparsity, **options))
 
 
 def full(tensors: Any) -> dict[str, Tensor]:
@@ -113,96 +113,101 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return full(checkpoint.state(model))
 
 
-def fitted(model: nn.Module, config: pp.Config, data: Any = None, **how: Any) -> Found:
-    history = pp.fit(model, pair() if data is None else data, config, **how)
+def fitted(model: nn.Module, config: pp.Config, data: Any = None, **options: Any) -> Outcome:
+    history = pp.fit(model, pair() if data is None else data, config, **options)
     return {"history": history, "state": state(model)}
 
 
-def pruned(found: pp.Pruned) -> Found:
-    return {"history": found.history, "state": state(found.model), "mask": full(found.mask), "sparsity": found.sparsity}
+def outcome_of(result: pp.Pruned) -> Outcome:
+    return {
+        "history": result.history,
+        "state": state(result.model),
+        "mask": full(result.mask),
+        "sparsity": result.sparsity,
+    }
 
 
-def dense(folder: Path) -> Found:
+def dense(folder: Path) -> Outcome:
     return fitted(net(), pp.Config(**FIFTY), validation=pair(60, seed=2))
 
 
-def gates(folder: Path) -> Found:
+def gates(folder: Path) -> Outcome:
     model = attached()
-    found = fitted(model, pp.Config(**FIFTY), budget=Budget(0.5))
-    return found | {"mask": full(spikeslab.top_mask(pp.read(model), sparsity=0.5))}
+    outcome = fitted(model, pp.Config(**FIFTY), budget=Budget(0.5))
+    return outcome | {"mask": full(spikeslab.top_mask(pp.read(model), sparsity=0.5))}
 
 
-def uneven(folder: Path) -> Found:
+def uneven(folder: Path) -> Outcome:
     """Micro-batches of 7, 7 and 6, a last batch of 3 that is too small to split, clipping, Adam."""
     config = pp.Config(epochs=2, batch_size=20, accumulate=3, clip=0.5, optimizer="adam", lr=1e-3)
     return fitted(attached(coupling=1.0), config, pair(203), budget=Budget(0.5, control="projection"))
 
 
-def clamped(folder: Path) -> Found:
+def clamped(folder: Path) -> Outcome:
     model = attached(mapping="clamp", estimator="straight-through")
     return fitted(model, pp.Config(epochs=2, batch_size=20), budget=Budget(0.5, control="projection"))
 
 
-def lagrangian(folder: Path) -> Found:
+def lagrangian(folder: Path) -> Outcome:
     return fitted(attached(), pp.Config(epochs=2, batch_size=20), budget=Budget(0.5, control="lagrangian"))
 
 
-def gradual(folder: Path) -> Found:
+def gradual(folder: Path) -> Outcome:
     budget = Budget(0.7, control="magnitude", schedule="cubic", every=4, min_per_layer=2)
     model = masked(0.0)
     return fitted(model, pp.Config(epochs=2, batch_size=20), budget=budget)
 
 
-def feedback(folder: Path) -> Found:
+def feedback(folder: Path) -> Outcome:
     return fitted(masked(0.0), pp.Config(epochs=2, batch_size=20), budget=Budget(0.7, control="feedback", every=4))
 
 
-def patience(folder: Path) -> Found:
+def patience(folder: Path) -> Outcome:
     return fitted(attached(), pp.Config(epochs=3, batch_size=20, patience=1, lr=0.1), validation=pair(60, seed=2))
 
 
-def osp(folder: Path) -> Found:
+def osp(folder: Path) -> Outcome:
     config = pp.Config(epochs=1, batch_size=20)
     model = net()
     model(pair()[0])  # after which fully_shard would leave the outermost weights whole
-    return pruned(pp.osp(model, pair(), config, sparsity=0.8, criterion="random", scope="erk"))
+    return outcome_of(pp.osp(model, pair(), config, sparsity=0.8, criterion="random", scope="erk"))
 
 
-def pft(folder: Path) -> Found:
+def pft(folder: Path) -> Outcome:
     config = pp.Config(epochs=5, batch_size=20)
     dense = pp.Config(epochs=1, batch_size=20)
-    return pruned(pp.pft(net(), pair(), config, sparsity=0.8, criterion="snip", dense=dense, folder=folder / "pft"))
+    return outcome_of(pp.pft(net(), pair(), config, sparsity=0.8, criterion="snip", dense=dense, folder=folder / "pft"))
 
 
-def paper(folder: Path) -> Found:
+def paper(folder: Path) -> Outcome:
     config = pp.Config(epochs=2, batch_size=20)
-    return pruned(pp.pft(net(), pair(), config, sparsity=0.8, recipe="paper", min_per_layer=1))
+    return outcome_of(pp.pft(net(), pair(), config, sparsity=0.8, recipe="paper", min_per_layer=1))
 
 
-def thirds(folder: Path) -> Found:
+def thirds(folder: Path) -> Outcome:
     """For three ranks, of which one has no rows of a tensor of 3, and two none of a tensor of 1."""
     config = pp.Config(epochs=4, batch_size=30)
-    return pruned(pp.pft(net(), pair(), config, sparsity=0.8, min_per_layer=1))
+    return outcome_of(pp.pft(net(), pair(), config, sparsity=0.8, min_per_layer=1))
 
 
-def transformer(folder: Path) -> Found:
+def transformer(folder: Path) -> Outcome:
     model = tied_net()
-    found = pruned(pp.pft(model, tokens(), pp.Config(epochs=5, batch_size=20), sparsity=0.8))
-    return found | {"tied": model.head.weight is model.embed.weight}
+    outcome = outcome_of(pp.pft(model, tokens(), pp.Config(epochs=5, batch_size=20), sparsity=0.8))
+    return outcome | {"tied": model.head.weight is model.embed.weight}
 
 
-def used(model: nn.Module, name: str) -> list[Tensor]:
-    """The weights that a layer is called with from now on, whole."""
-    seen: list[Tensor] = []
-    model.get_submodule(name).register_forward_pre_hook(lambda m, _: seen.append(m.weight.detach().clone()))
-    return seen
+def record_weights(model: nn.Module, name: str) -> list[Tensor]:
+    """A list that fills with the whole weights of a layer, one entry per call."""
+    weights: list[Tensor] = []
+    model.get_submodule(name).register_forward_pre_hook(lambda m, _: weights.append(m.weight.detach().clone()))
+    return weights
 
 
-def draws(folder: Path) -> Found:
-    """What the layers are called with, in training and after it, with noise of its own in every slab."""
+def draws(folder: Path) -> Outcome:
+    """The weights that layers are called with, in training and after it, with slabs of std 0.1."""
     model = net()
     pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.1), seed=3)
-    first, last = used(model, "0"), used(model, "3")
+    first, last = record_weights(model, "0"), record_weights(model, "3")
     pp.fit(model, pair(20), pp.Config(epochs=1, batch_size=20), budget=Budget(0.6))
     pp.resample_(model)
     outputs = [model(pair(20)[0]).detach() for _ in range(2)]
@@ -211,7 +216,7 @@ def draws(folder: Path) -> Found:
     return {"first": first, "last": last, "outputs": outputs, "error": error, "training": mode}
 
 
-def bfloat16(folder: Path) -> Found:
+def bfloat16(folder: Path) -> Outcome:
     """Weights gathered in bfloat16; means, gates and their gradients stay float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -220,13 +225,13 @@ def bfloat16(folder: Path) -> Found:
         torch.manual_seed(0)
         model = cut(nn.Sequential(nn.Linear(8, 33), nn.ReLU(), nn.Linear(33, 3)), mp_policy=policy)
     pp.attach(model, pp.isotropic(model, sparsity=0.5))
-    seen = used(model, "2")
-    found = fitted(model, pp.Config(epochs=1, batch_size=20), budget=Budget(0.5))
-    return found | {"used": [weight.dtype for weight in seen]}
+    weights = record_weights(model, "2")
+    outcome = fitted(model, pp.Config(epochs=1, batch_size=20), budget=Budget(0.5))
+    return outcome | {"used": [weight.dtype for weight in weights]}
 
 
-def own_loop(folder: Path) -> Found:
-    """torch's own optimiser, on all that model.parameters() yields."""
+def own_loop(folder: Path) -> Outcome:
+    """A user's loop with an optimiser of torch on model.parameters()."""
     model, (x, y) = attached(), pair(20)
     low, high = ranks.part(len(x))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -238,8 +243,8 @@ def own_loop(folder: Path) -> Found:
     return {"history": [], "state": state(model)}
 
 
-def memory(folder: Path) -> Found:
-    """How many bytes of every parameter are here, and the largest memory that any tensor has left."""
+def memory(folder: Path) -> Outcome:
+    """The local size of every parameter, and the bytes of the largest tensor that is still alive."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
     model = cut(plain, plain[0], plain[2])
@@ -248,30 +253,32 @@ def memory(folder: Path) -> Found:
     pp.fit(model, (x, y), pp.Config(epochs=1, batch_size=20), budget=Budget(0.5))
     gc.collect()
     sizes = [o.untyped_storage().nbytes() for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter)]
-    own = {n: p.to_local().numel() if hasattr(p, "to_local") else p.numel() for n, p in model.named_parameters()}
-    return {"own": own, "largest": max(sizes)}
+    local_sizes = {
+        n: p.to_local().numel() if hasattr(p, "to_local") else p.numel() for n, p in model.named_parameters()
+    }
+    return {"sizes": local_sizes, "largest": max(sizes)}
 
 
-def export(folder: Path) -> Found:
+def export(folder: Path) -> Outcome:
     """The state dict that torch gathers at the end; a plain model takes it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    found = pp.pft(tied_net(), tokens(), pp.Config(epochs=2, batch_size=20), sparsity=0.9)
+    result = pp.pft(tied_net(), tokens(), pp.Config(epochs=2, batch_size=20), sparsity=0.9)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return {"state": get_model_state_dict(found.model, options=options), "mask": full(found.mask)}
+    return {"state": get_model_state_dict(result.model, options=options), "mask": full(result.mask)}
 
 
-def told(said: dict[str, str], name: str, act: Callable[[], Any]) -> None:
+def note_refusal(messages: dict[str, str], name: str, act: Callable[[], Any]) -> None:
     try:
         act()
     except ValueError as error:
-        said[name] = str(error)
+        messages[name] = str(error)
 
 
-def refusals(folder: Path) -> Found:
+def refusals(folder: Path) -> Outcome:
     from torch.distributed.fsdp import fully_shard
 
-    said: dict[str, str] = {}
+    messages: dict[str, str] = {}
     config, split = pp.Config(epochs=1, batch_size=20), pp.data.split(*pair(), prior_fraction=0.5, seed=0)
 
     def inside() -> None:
@@ -290,7 +297,7 @@ def refusals(folder: Path) -> Found:
         pp.fit(fully_shard(nn.Linear(8, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1)), pair(), config)
 
     def nan() -> None:
-        """In the rows of one rank alone; all refuse."""
+        """NaNs in the rows of one rank; all ranks refuse."""
         model = net()
         if ranks.rank():
             model[0].weight.to_local().data.fill_(torch.nan)
@@ -298,30 +305,34 @@ def refusals(folder: Path) -> Found:
 
     whole = nn.Sequential(nn.Linear(8, 33))
     mask = pp.top_k(pp.scores.magnitude(whole), sparsity=0.5)
-    told(said, "mask", lambda: pp.apply_mask(net(), mask))
-    told(
-        said, "slab", lambda: pp.attach(whole, pp.isotropic(fully_shard(nn.Sequential(nn.Linear(8, 33))), sparsity=0.5))
+    note_refusal(messages, "mask", lambda: pp.apply_mask(net(), mask))
+    note_refusal(
+        messages,
+        "slab",
+        lambda: pp.attach(whole, pp.isotropic(fully_shard(nn.Sequential(nn.Linear(8, 33))), sparsity=0.5)),
     )
-    told(said, "inside", inside)
-    told(said, "late", late)
-    told(said, "columns", columns)
-    told(said, "nan", nan)
-    told(said, "population", lambda: pp.fit([net(), net()], pair(), config))
-    told(said, "pbp", lambda: pp.pbp(net(), split, config, sparsity=0.5))
-    told(said, "pattern", lambda: pp.pft(net(), pair(), config, pattern="2:4"))
-    told(said, "attach", lambda: attached(mapping="2:4"))
-    told(said, "std", lambda: attached(train_std=True))
-    told(said, "grasp", lambda: pp.pft(net(), pair(), config, sparsity=0.5, criterion="grasp"))
-    told(said, "synflow", lambda: pp.scores.synflow(net(), pair()))
-    told(said, "samples", lambda: pp.fit(attached(), pair(), pp.Config(epochs=1, batch_size=20, samples=2)))
-    told(said, "independent", lambda: pp.fit(attached(), pair(), pp.Config(batch_size=20, masks="independent")))
-    told(said, "amp", lambda: pp.fit(net(), pair(), pp.Config(batch_size=20, amp=True)))
-    told(said, "compiled", lambda: pp.fit(net(), pair(), pp.Config(batch_size=20, execution="compiled")))
-    told(said, "top_k", lambda: pp.top_k(pp.scores.magnitude(net()), pattern="2:4"))
-    return {"said": said}
+    note_refusal(messages, "inside", inside)
+    note_refusal(messages, "late", late)
+    note_refusal(messages, "columns", columns)
+    note_refusal(messages, "nan", nan)
+    note_refusal(messages, "population", lambda: pp.fit([net(), net()], pair(), config))
+    note_refusal(messages, "pbp", lambda: pp.pbp(net(), split, config, sparsity=0.5))
+    note_refusal(messages, "pattern", lambda: pp.pft(net(), pair(), config, pattern="2:4"))
+    note_refusal(messages, "attach", lambda: attached(mapping="2:4"))
+    note_refusal(messages, "std", lambda: attached(train_std=True))
+    note_refusal(messages, "grasp", lambda: pp.pft(net(), pair(), config, sparsity=0.5, criterion="grasp"))
+    note_refusal(messages, "synflow", lambda: pp.scores.synflow(net(), pair()))
+    note_refusal(messages, "samples", lambda: pp.fit(attached(), pair(), pp.Config(epochs=1, batch_size=20, samples=2)))
+    note_refusal(
+        messages, "independent", lambda: pp.fit(attached(), pair(), pp.Config(batch_size=20, masks="independent"))
+    )
+    note_refusal(messages, "amp", lambda: pp.fit(net(), pair(), pp.Config(batch_size=20, amp=True)))
+    note_refusal(messages, "compiled", lambda: pp.fit(net(), pair(), pp.Config(batch_size=20, execution="compiled")))
+    note_refusal(messages, "top_k", lambda: pp.top_k(pp.scores.magnitude(net()), pattern="2:4"))
+    return {"messages": messages}
 
 
-def broken(folder: Path) -> Found:
+def broken(folder: Path) -> Outcome:
     """pft with a checkpoint after every epoch of 10 steps; rank 1 dies in step 14 of the stage that FATAL names."""
 
     def progress(stage: str, done: int, *_: Any) -> None:
@@ -329,18 +340,18 @@ def broken(folder: Path) -> Found:
             os._exit(7)
 
     config = pp.Config(epochs=4, batch_size=20)
-    return pruned(pp.pft(net(), pair(), config, sparsity=0.8, folder=folder / "broken", progress=progress))
+    return outcome_of(pp.pft(net(), pair(), config, sparsity=0.8, folder=folder / "broken", progress=progress))
 
 
 def main(folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     with ranks.joined():
         for case in cases:
-            own = folder / case
+            case_folder = folder / case
             if ranks.rank() == 0:
-                own.mkdir(parents=True, exist_ok=True)
+                case_folder.mkdir(parents=True, exist_ok=True)
             ranks.barrier()
-            torch.save(globals()[case](own), folder / f"{case}-{ranks.rank()}.found")
+            torch.save(globals()[case](case_folder), folder / f"{case}-{ranks.rank()}.result")
 
 
 if __name__ == "__main__":
