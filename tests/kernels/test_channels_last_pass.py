@@ -15,7 +15,7 @@ from pacprune.kernels.conv.channels_last_pass import elementwise_first
 from pacprune.training.population import Population
 
 
-def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[GraphModule, GraphModule]:
+def graphs_around_pass(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[GraphModule, GraphModule]:
     """The graph of a function before and after the pass."""
     before, after = (make_fx(function, tracing_mode="fake")(*inputs) for _ in range(2))
     elementwise_first(after.graph)
@@ -28,18 +28,18 @@ def shapes(graph: GraphModule, name: str) -> list[tuple[int, ...]]:
 
 
 def stacked(x: Tensor, weight: Tensor) -> Tensor:
-    """Three members' channels, as vmap looks at them."""
+    """The channels of three members, in the view that vmap makes."""
     return F.conv2d(x, weight, padding=1, groups=3).view(2, 3, 4, 5, 5).permute(1, 0, 2, 3, 4)
 
 
-def test_elementwise_operations_are_taken_on_images_with_the_channels_last() -> None:
+def test_elementwise_operations_run_on_images_with_channels_last() -> None:
     def function(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         y = stacked(x, weight)
-        z = torch.relu(y * scale + 1.0) + y  # a channel's own number, a plain number, and the same view again
+        z = torch.relu(y * scale + 1.0) + y  # a number per channel, a plain number, and the same view again
         return F.conv2d(z.permute(1, 0, 2, 3, 4).reshape(2, 12, 5, 5), weight, padding=1, groups=3)
 
     inputs = torch.randn(2, 12, 5, 5), torch.randn(12, 4, 3, 3), torch.randn(3, 1, 4, 1, 1)
-    before, after = traced(function, *inputs)
+    before, after = graphs_around_pass(function, *inputs)
     torch.testing.assert_close(after(*inputs), before(*inputs))
     for name in ("relu", "add", "mul"):
         assert set(shapes(before, name)) == {(3, 2, 4, 5, 5)}
@@ -48,7 +48,7 @@ def test_elementwise_operations_are_taken_on_images_with_the_channels_last() -> 
     assert last.args[0].args[0].args[0].meta["val"].shape == (50, 12)  # the views that undid each other are gone
 
 
-def test_other_views_other_shapes_and_copies_stay_as_they_are() -> None:
+def test_operations_on_different_views_slices_and_copies_are_not_moved() -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
         y = stacked(x, weight)
         turned = y + y.transpose(3, 4)  # two different views of one tensor
@@ -56,20 +56,20 @@ def test_other_views_other_shapes_and_copies_stay_as_they_are() -> None:
         return turned.sum() + folded.sum() + torch.relu(y[:, :1]).sum()
 
     inputs = torch.randn(2, 12, 5, 5), torch.randn(12, 4, 3, 3)
-    before, after = traced(function, *inputs)
+    before, after = graphs_around_pass(function, *inputs)
     torch.testing.assert_close(after(*inputs), before(*inputs))
 
 
 def test_a_graph_without_convolutions_is_left_alone() -> None:
     x = torch.randn(2, 12, 5, 5)
-    before, after = traced(lambda x: torch.relu(x.view(2, 3, 4, 5, 5).permute(1, 0, 2, 3, 4)), x)
+    before, after = graphs_around_pass(lambda x: torch.relu(x.view(2, 3, 4, 5, 5).permute(1, 0, 2, 3, 4)), x)
     assert [node.target for node in after.graph.nodes] == [node.target for node in before.graph.nodes]
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the compiler itself
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("own", [True, False])
-def test_a_compiled_population_of_residual_networks_is_the_plain_one(own: bool) -> None:
+@pytest.mark.parametrize("separate", [True, False], ids=["own data", "shared data"])
+def test_a_compiled_population_of_residual_networks_equals_the_plain_one(separate: bool) -> None:
     class Net(nn.Module):
         def __init__(self, seed: int) -> None:
             super().__init__()
@@ -81,17 +81,17 @@ def test_a_compiled_population_of_residual_networks_is_the_plain_one(own: bool) 
         def forward(self, x: Tensor) -> Tensor:
             return self.out(self.block(self.wide(torch.relu(self.bn(self.first(x))))).mean((2, 3)))
 
-    def gradients(compiled: bool) -> list[Tensor]:
+    def gradients(use_compiler: bool) -> list[Tensor]:
         population = Population([Net(0), Net(1)])
         population.stacked.train()
-        if compiled:
+        if use_compiler:
             population.compile()
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(*((2, 6) if own else (6,)), 3, 8, 8, generator=generator)
-        y = torch.randint(3, (2, 6) if own else (6,), generator=generator)
-        losses = population.losses(F.cross_entropy, x, y, separate=own)
+        x = torch.randn(*((2, 6) if separate else (6,)), 3, 8, 8, generator=generator)
+        y = torch.randint(3, (2, 6) if separate else (6,), generator=generator)
+        losses = population.losses(F.cross_entropy, x, y, separate=separate)
         losses.sum().backward()
         return [losses.detach(), *(p.grad for p in population.stacked.parameters() if p.grad is not None)]
 
-    for one, two in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    for compiled, plain in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The sampler: hard gates as integers, relaxed gates against the Gumbel-softmax, gradients, and what backward keeps."""
+"""The sampler: hard gates as integers, relaxed gates against the Gumbel-softmax, gradients, saved tensors."""
 
 import math
 
@@ -25,7 +25,7 @@ def sample(
     mode: str,
     beta: float,
 ) -> torch.Tensor:
-    """A draw whose gate is its own logit."""
+    """A draw whose gate parameter is the logit."""
     return kernels.sample(SampleInputs(mean, logit, std, seed, step, offset), Law(mode=mode, beta=beta))
 
 
@@ -68,7 +68,7 @@ def test_keep_prob_is_the_sigmoid_within_its_grid():
     assert float(keep_prob(torch.tensor(14.0))) < 1
 
 
-def test_hard_gates_are_those_of_the_words():
+def test_hard_gates_follow_from_the_random_words():
     logit = torch.linspace(-3, 3, N)
     for offset in (0, 7):
         expected = hard_gate(keep_prob(logit), words(N, offset=offset)).float()
@@ -86,7 +86,7 @@ def test_the_relaxed_gate_is_above_one_half_where_the_hard_gate_is_open(beta):
 
 
 @pytest.mark.parametrize("logit", [-14.0, -2.2, 0.0, 1.5, 14.0])
-def test_gates_open_as_often_as_they_say(logit):
+def test_gates_open_with_probability_keep_prob(logit):
     tensor = torch.full((N,), logit)
     opened = sum(int(gates(tensor, HARD, step=step).sum()) for step in range(5))
     expected = float(keep_prob(torch.tensor(logit)).double())
@@ -116,13 +116,13 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     return mean, logit, std
 
 
-def drawn(mean: torch.Tensor, logit: torch.Tensor, std: torch.Tensor | None, mode: str) -> torch.Tensor:
+def draw(mean: torch.Tensor, logit: torch.Tensor, std: torch.Tensor | None, mode: str) -> torch.Tensor:
     return sample(mean, logit, std, seed=SEED, step=STEP, offset=9, mode=mode, beta=0.5)
 
 
 def gradients(mode: str, values: tuple[torch.Tensor | None, ...], weight: torch.Tensor) -> list[torch.Tensor]:
-    wanted = [v for v in values if v is not None]
-    return list(torch.autograd.grad((weight * drawn(*values, mode)).sum(), wanted))
+    tensors = [v for v in values if v is not None]
+    return list(torch.autograd.grad((weight * draw(*values, mode)).sum(), tensors))
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["std", "no std"])
@@ -136,7 +136,7 @@ def test_gradients_of_the_relaxed_sample_agree_with_finite_differences(wide):
             for h in (1e-2, -1e-2):
                 other = [None if v is None else v.detach().clone() for v in values]
                 other[place].reshape(-1)[i] += h
-                moved.append(drawn(*other, SOFT).reshape(-1)[i].double())
+                moved.append(draw(*other, SOFT).reshape(-1)[i].double())
             difference = (moved[0] - moved[1]) / 2e-2 * weight.reshape(-1)[i]
             assert float(gradient.reshape(-1)[i]) == pytest.approx(float(difference), rel=2e-3, abs=2e-4)
 
@@ -144,24 +144,24 @@ def test_gradients_of_the_relaxed_sample_agree_with_finite_differences(wide):
 def test_straight_through_is_hard_forward_and_soft_backward():
     mean, logit, std = inputs()
     weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(drawn(mean, logit, std, STRAIGHT_THROUGH), drawn(mean, logit, std, HARD))
+    assert torch.equal(draw(mean, logit, std, STRAIGHT_THROUGH), draw(mean, logit, std, HARD))
     through, soft, hard = (gradients(mode, (mean, logit, std), weight) for mode in (STRAIGHT_THROUGH, SOFT, HARD))
     assert torch.equal(through[0], hard[0])
     assert torch.equal(through[1], soft[1])
     assert torch.equal(through[2], hard[2])
     assert (hard[1] == 0).all()
-    open_gate = drawn(torch.ones(6, 5), logit, None, HARD)
+    open_gate = draw(torch.ones(6, 5), logit, None, HARD)
     assert torch.equal(hard[0], weight * open_gate)
 
 
 def test_one_std_for_a_whole_tensor_gets_the_sum_of_the_gradients():
     mean, logit, _ = inputs()
     single = torch.tensor(0.3, requires_grad=True)
-    each = torch.full((6, 5), 0.3, requires_grad=True)
+    per_weight = torch.full((6, 5), 0.3, requires_grad=True)
     weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(drawn(mean, logit, single, SOFT), drawn(mean, logit, each, SOFT))
+    assert torch.equal(draw(mean, logit, single, SOFT), draw(mean, logit, per_weight, SOFT))
     to_single = gradients(SOFT, (mean, logit, single), weight)[2]
-    to_each = gradients(SOFT, (mean, logit, each), weight)[2]
+    to_each = gradients(SOFT, (mean, logit, per_weight), weight)[2]
     assert to_single.shape == ()
     assert torch.allclose(to_single, to_each.sum(), rtol=1e-5)
 
@@ -169,7 +169,7 @@ def test_one_std_for_a_whole_tensor_gets_the_sum_of_the_gradients():
 @pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, HARD])
 def test_lower_precision_means_keep_their_type(mode):
     mean, logit, std = inputs(torch.bfloat16)
-    out = drawn(mean, logit, std, mode)
+    out = draw(mean, logit, std, mode)
     assert out.dtype == torch.bfloat16
     to_mean, to_logit, _ = torch.autograd.grad(out.float().sum(), (mean, logit, std))
     assert to_mean.dtype == torch.bfloat16
@@ -177,19 +177,19 @@ def test_lower_precision_means_keep_their_type(mode):
 
 
 @pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, HARD])
-def test_backward_keeps_the_inputs_alone_and_makes_the_noise_again(mode):
+def test_backward_saves_only_the_inputs_and_makes_the_noise_again(mode):
     mean = torch.randn(1000, requires_grad=True)
     logit = torch.randn(1000, requires_grad=True)
     std = torch.full((1000,), 0.1, requires_grad=True)
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.data_ptr()] = tensor
+        saved[tensor.data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = sample(mean, logit, std, seed=SEED, step=STEP, offset=0, mode=mode, beta=0.5)
-    assert set(kept) <= {t.data_ptr() for t in (mean, logit, std, SEED, STEP)}
+    assert set(saved) <= {t.data_ptr() for t in (mean, logit, std, SEED, STEP)}
     torch.rand(10)  # nothing random is consumed or needed
     first = torch.autograd.grad(out.sum(), mean, retain_graph=True)[0]
     assert torch.equal(first, torch.autograd.grad(out.sum(), mean)[0])
@@ -198,21 +198,21 @@ def test_backward_keeps_the_inputs_alone_and_makes_the_noise_again(mode):
 def test_sampling_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
     mean, logit, std = inputs()
-    drawn(mean, logit, std, SOFT).sum().backward()
+    draw(mean, logit, std, SOFT).sum().backward()
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_slab_is_the_mean_plus_std_times_its_own_normals():
+def test_the_slab_is_the_mean_plus_std_times_the_slab_streams_normals():
     mean, logit, std = (t.detach() for t in inputs())
     z = philox.normal(30, seed=5, step=3, stream=philox.SLAB, offset=9).reshape(6, 5)
-    gate = drawn(torch.ones(6, 5), logit, None, HARD)
-    assert torch.allclose(drawn(mean, logit, std, HARD), gate * (mean + std * z), rtol=1e-6)
+    gate = draw(torch.ones(6, 5), logit, None, HARD)
+    assert torch.allclose(draw(mean, logit, std, HARD), gate * (mean + std * z), rtol=1e-6)
 
 
 def test_a_gradient_of_the_gradient_can_be_taken():
     mean, logit, _ = inputs()
-    first = torch.autograd.grad(drawn(mean, logit, None, SOFT).square().sum(), mean, create_graph=True)[0]
-    soft = drawn(torch.ones(6, 5), logit, None, SOFT)
+    first = torch.autograd.grad(draw(mean, logit, None, SOFT).square().sum(), mean, create_graph=True)[0]
+    soft = draw(torch.ones(6, 5), logit, None, SOFT)
     torch.testing.assert_close(torch.autograd.grad(first.sum(), mean)[0], 2 * soft**2)
 
 
@@ -220,28 +220,28 @@ def test_frozen_inputs_cost_no_gradient():
     mean, logit, std = inputs()
     for frozen in (mean, logit, std):
         frozen.requires_grad_(False)
-        out = drawn(mean, logit, std, SOFT)
-        wanted = [t for t in (mean, logit, std) if t.requires_grad]
-        assert all(g is not None for g in torch.autograd.grad(out.sum(), wanted))
+        out = draw(mean, logit, std, SOFT)
+        trainable = [t for t in (mean, logit, std) if t.requires_grad]
+        assert all(g is not None for g in torch.autograd.grad(out.sum(), trainable))
         frozen.requires_grad_(True)
     part = SampleInputs(mean, logit, std, SEED, STEP, 9)
     assert kernels.gradients(part, Law(), torch.ones(6, 5), (False, False, False)) == (None, None, None)
 
 
-def test_what_cannot_be_drawn_is_refused_in_one_sentence():
+def test_inputs_that_cannot_be_drawn_are_refused_in_one_sentence():
     p = quantised(torch.rand(4, 3))
-    one, three = torch.tensor(1), torch.arange(3)
+    scalar, per_member = torch.tensor(1), torch.arange(3)
     with pytest.raises(ValueError, match="'hard', not 'concrete'"):
-        kernels.draw([SampleInputs(p, p, None, one, one, 0)], Law(GIVEN))
+        kernels.draw([SampleInputs(p, p, None, scalar, scalar, 0)], Law(GIVEN))
     with pytest.raises(ValueError, match=r"3 members need means of shape \[3, ...\], not \[4, 3\]"):
-        kernels.draw([SampleInputs(p, p, None, three, one, 0)], Law())
+        kernels.draw([SampleInputs(p, p, None, per_member, scalar, 0)], Law())
     with pytest.raises(ValueError, match=r"\[3, 4\] members"):
-        kernels.draw([SampleInputs(p, p, None, three, torch.arange(4), 0)], Law())
+        kernels.draw([SampleInputs(p, p, None, per_member, torch.arange(4), 0)], Law())
     with pytest.raises(ValueError, match="have no gradient"):
-        kernels.sample(SampleInputs(p, p, None, three, one, 0, shared=True), Law())
+        kernels.sample(SampleInputs(p, p, None, per_member, scalar, 0, shared=True), Law())
 
 
-def test_the_environment_can_ask_for_the_reference(monkeypatch):
+def test_the_environment_can_select_the_reference(monkeypatch):
     monkeypatch.setenv("PACPRUNE_KERNELS", "reference")
     assert kernels.backend("cpu") == "reference"
     assert "PACPRUNE_KERNELS" in kernels.status("cpu")
@@ -254,7 +254,7 @@ def test_the_environment_can_ask_for_the_reference(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the compiler itself
-def test_the_operators_keep_what_torch_asks_of_them():
+def test_the_operators_pass_torchs_opcheck():
     mean, logit, std = inputs()
     counters = (SEED, STEP, torch.tensor(0.1), torch.tensor(2.0))
     static = (9, None, "sigmoid", 0.0, SOFT, 0.5, False)
