@@ -19,11 +19,11 @@ def parameters(model):
     return sum(p.numel() for p in model.parameters())
 
 
-def own(shape, n=20, classes=3):
+def random_split(shape, n=20, classes=3):
     return data.split(torch.rand(n, *shape), torch.arange(n) % classes)
 
 
-def test_mlp_widths():
+def test_mlp_has_the_documented_widths():
     assert [tuple(p.shape) for p in models.mlp().parameters() if p.ndim == 2] == [
         (1000, 784),
         (1000, 1000),
@@ -44,12 +44,12 @@ def test_mlp_takes_its_width_from_the_first_batch():
         model(torch.zeros(2, 784))
 
 
-def test_mlp_keeps_its_width_once_used_or_given_or_changed():
-    used = models.mlp(hidden=(4,))
-    used(torch.zeros(1, 784))
-    trained = models.mlp(hidden=(4,))
-    torch.nn.init.zeros_(trained.layers[0].weight)
-    for model in (used, models.mlp(784, hidden=(4,)), trained):
+def test_mlp_keeps_its_width_once_called_or_chosen_or_changed():
+    called = models.mlp(hidden=(4,))
+    called(torch.zeros(1, 784))
+    changed = models.mlp(hidden=(4,))
+    torch.nn.init.zeros_(changed.layers[0].weight)
+    for model in (called, models.mlp(784, hidden=(4,)), changed):
         with pytest.raises(ValueError, match="takes 784 inputs but the batch has 64"):
             model(torch.zeros(1, 64))
 
@@ -95,18 +95,18 @@ def test_resnet20_shortcut_is_option_a():
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_a_seed_is_the_weights_and_the_global_random_state_stays(name):
-    split = own((1, 16, 16))
+def test_the_seed_decides_the_weights_and_the_global_random_state_stays(name):
+    split = random_split((1, 16, 16))
     before = torch.get_rng_state()
-    one, same, other = (models.build(name, split, seed=seed).state_dict() for seed in (0, 0, 1))
+    first, repeated, other = (models.build(name, split, seed=seed).state_dict() for seed in (0, 0, 1))
     assert torch.equal(before, torch.get_rng_state())
-    assert all(torch.equal(one[key], same[key]) for key in one)
-    assert not all(torch.equal(one[key], other[key]) for key in one)
+    assert all(torch.equal(first[key], repeated[key]) for key in first)
+    assert not all(torch.equal(first[key], other[key]) for key in first)
 
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_copies_and_state_dicts_give_the_same_outputs(name):
-    split = own((3, 16, 16))
+    split = random_split((3, 16, 16))
     model = models.build(name, split, seed=0).eval()
     loaded = models.build(name, split, seed=1).eval()
     loaded.load_state_dict(model.state_dict(), strict=True)
@@ -116,24 +116,24 @@ def test_copies_and_state_dicts_give_the_same_outputs(name):
     assert torch.equal(loaded(split.train.x), expected)
 
 
-def test_build_sizes_by_the_data():
-    assert models.build("mlp", own((5,), classes=4))(torch.zeros(1, 5)).shape == (1, 4)
+def test_build_takes_the_sizes_from_the_data():
+    assert models.build("mlp", random_split((5,), classes=4))(torch.zeros(1, 5)).shape == (1, 4)
     regression = data.split(torch.rand(20, 5), torch.rand(20, 2))
     assert models.build("mlp", regression)(torch.zeros(1, 5)).shape == (1, 2)
 
 
 def test_build_takes_a_function():
-    def mine(shape, outputs, *, seed):
+    def narrow_mlp(shape, outputs, *, seed):
         return models.mlp(shape[0], outputs, hidden=(2,), seed=seed)
 
-    assert weights(models.build(mine, own((5,), classes=4))) == 5 * 2 + 2 * 4
+    assert weights(models.build(narrow_mlp, random_split((5,), classes=4))) == 5 * 2 + 2 * 4
 
 
-def test_build_refuses_what_cannot_work():
+def test_build_refuses_unknown_models_and_unfit_shapes():
     with pytest.raises(ValueError, match="unknown model 'vgg'; choose one of mlp, lenet5, resnet20"):
-        models.build("vgg", own((5,)))
+        models.build("vgg", random_split((5,)))
     for name in ("lenet5", "resnet20"):
         with pytest.raises(ValueError, match="at least 12x12 pixels but these are 8x8; use mlp"):
             models.build(name, data.digits())
         with pytest.raises(ValueError, match=r"examples have shape \(5,\)"):
-            models.build(name, own((5,)))
+            models.build(name, random_split((5,)))

@@ -32,7 +32,7 @@ def reference(*, seed: int, step: int, stream: int, index: int) -> int:
         ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
-def test_published_vectors(counter, key, output):
+def test_the_published_vectors_are_reproduced(counter, key, output):
     c0, c1, c2, c3 = (int(word, 16) for word in counter.split())
     k0, k1 = (int(word, 16) for word in key.split())
     block = torch.from_numpy(np.array([c0 | c1 << 32], dtype=np.uint64).view(np.int64))
@@ -45,8 +45,8 @@ def test_words_follow_the_definition_at_any_seed_step_stream_and_index():
     for _ in range(40):
         seed, step = int(rng.integers(0, 2**63)), int(rng.integers(0, 2**32))
         stream, offset = int(rng.integers(0, 5)), int(2 ** rng.uniform(0, 50))
-        found = philox.words(5, seed=seed, step=step, stream=stream, offset=offset).tolist()
-        assert found == [reference(seed=seed, step=step, stream=stream, index=offset + i) for i in range(5)]
+        words = philox.words(5, seed=seed, step=step, stream=stream, offset=offset).tolist()
+        assert words == [reference(seed=seed, step=step, stream=stream, index=offset + i) for i in range(5)]
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3, 4, 7, 2**34 - 3, 2**34 + 5])
@@ -80,7 +80,7 @@ def test_words_fill_their_range_evenly():
 
 
 @pytest.mark.parametrize(
-    ("one", "two"),
+    ("first_change", "second_change"),
     [
         ({}, {"offset": 1}),
         ({}, {"offset": 2}),
@@ -94,9 +94,9 @@ def test_words_fill_their_range_evenly():
         ({"step": 1}, {"stream": 1}),
     ],
 )
-def test_neighbours_in_index_step_seed_and_stream_are_independent(one, two):
+def test_neighbours_in_index_step_seed_and_stream_are_independent(first_change, second_change):
     base = {"seed": 0, "step": 0, "stream": philox.GATE}
-    u, v = (philox.uniform(philox.words(N, **(base | change))) for change in (one, two))
+    u, v = (philox.uniform(philox.words(N, **(base | change))) for change in (first_change, second_change))
     assert abs(np.corrcoef(u, v)[0, 1]) * N**0.5 < 4
     cells = torch.bincount((u * 16).long() * 16 + (v * 16).long(), minlength=256)
     assert stats.chisquare(cells.numpy()).pvalue > 1e-3
@@ -117,7 +117,7 @@ def test_normals_are_normal_and_uncorrelated():
     for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs(float((z**power).mean()) - moment) < 4 * (variance / n) ** 0.5
     assert 4 < float(z.abs().max()) < 6.7
-    for f in (lambda t: t, lambda t: t**2):  # the pair of one radius must not be tied in its size either
+    for f in (lambda t: t, lambda t: t**2):  # two normals share a radius; their squares must be uncorrelated too
         for lag in (1, 2, 4):
             assert abs(np.corrcoef(f(z[lag:]), f(z[:-lag]))[0, 1]) * n**0.5 < 4
 
@@ -131,7 +131,7 @@ def test_extreme_words_give_finite_normals(monkeypatch):
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 10, 1797])
-def test_a_permutation_permutes(n):
+def test_a_permutation_holds_every_index_and_depends_on_the_seed(n):
     order = philox.permutation(n, seed=3)
     assert order.dtype == torch.int64
     assert sorted(order.tolist()) == list(range(n))
@@ -146,5 +146,5 @@ def test_every_place_of_a_permutation_is_uniform_over_seeds():
         assert stats.chisquare(torch.bincount(many[:, place], minlength=8).numpy()).pvalue > 1e-3
 
 
-def test_a_permutation_can_know_no_labels():
+def test_a_permutation_takes_no_labels():
     assert list(inspect.signature(philox.permutation).parameters) == ["n", "seed"]

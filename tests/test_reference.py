@@ -1,4 +1,4 @@
-"""The public surface: every parameter is documented, every function says what it returns, every example runs."""
+"""The public interface: every parameter is documented, every function says what it returns, every example runs."""
 
 import doctest
 import importlib
@@ -17,7 +17,7 @@ import pacprune
 import pacprune as pp
 
 PARAMETER = r"^\s+\*{{0,2}}{name}: \S"
-KERNELS_OF_A_GPU = ("triton_sampler", "grouped", "gate_sums")  # import triton, which a CPU has not
+KERNELS_OF_A_GPU = ("triton_sampler", "grouped", "gate_sums")  # they import triton, which needs a GPU
 EXAMPLES_ALIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -35,7 +35,7 @@ def public() -> Iterator[tuple[str, Any]]:
 
 
 def documented() -> dict[str, Callable[..., Any]]:
-    """Public functions and classes, and the public methods of the latter."""
+    """Public functions, public classes, and the public methods of these classes."""
     entries = {}
     for name, value in public():
         if inspect.isclass(value):

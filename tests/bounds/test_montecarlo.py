@@ -145,8 +145,8 @@ def test_the_control_variate_covers_the_empirical_risk():
     p = rng.beta(0.05, 0.4, 500)
     exact, failures = float((p > 0.5).mean()), 0
     for _ in range(trials):
-        drawn, fixed = draws_on_minibatches(p, draws=draws, batch=batch, rng=rng)
-        failures += exact + montecarlo.betting_difference((drawn - fixed) / batch, delta=delta) < p.mean()
+        errors, reference_errors = draws_on_minibatches(p, draws=draws, batch=batch, rng=rng)
+        failures += exact + montecarlo.betting_difference((errors - reference_errors) / batch, delta=delta) < p.mean()
     assert failures <= stats.binom.isf(ONCE_IN, trials, delta)
 
 
@@ -154,11 +154,11 @@ def test_the_control_variate_has_a_slack_below_a_thousandth_after_20_passes():
     n, passes, batch = 30_000, 20, 25
     rng = np.random.default_rng(7)
     p = rng.beta(0.11 * 0.2, 0.89 * 0.2, n)  # risk .11; draw and fixed network differ in error on 2.4 %
-    drawn, fixed = draws_on_minibatches(p, draws=n * passes // batch, batch=batch, rng=rng)
+    errors, reference_errors = draws_on_minibatches(p, draws=n * passes // batch, batch=batch, rng=rng)
     assert p.mean() == pytest.approx(0.11, abs=0.005)
-    upper = float((p > 0.5).mean()) + montecarlo.betting_difference((drawn - fixed) / batch, delta=0.01)
+    upper = float((p > 0.5).mean()) + montecarlo.betting_difference((errors - reference_errors) / batch, delta=0.01)
     assert p.mean() < upper < p.mean() + 0.001
-    assert montecarlo.betting(drawn / batch, delta=0.01) - drawn.mean() / batch > 0.0013
+    assert montecarlo.betting(errors / batch, delta=0.01) - errors.mean() / batch > 0.0013
 
 
 def test_draws_are_counted_by_their_value_so_that_many_cost_no_more_than_few():

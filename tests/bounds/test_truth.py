@@ -51,13 +51,13 @@ def test_kl_is_the_mean_of_the_log_ratio_over_draws():
 
 def test_every_weight_is_kept_as_often_as_its_keep_prob_says_and_independently():
     q, _ = pair()
-    kept = many(q) != 0
+    is_nonzero = many(q) != 0
     p = q.keep_prob["w"].double().numpy()
-    z = (kept.sum(axis=0) - DRAWS * p) / np.sqrt(DRAWS * p * (1 - p))
+    z = (is_nonzero.sum(axis=0) - DRAWS * p) / np.sqrt(DRAWS * p * (1 - p))
     assert stats.chi2.sf((z**2).sum(), len(p)) > 1e-3
-    assert stats.binomtest(int(kept.sum()), DRAWS * len(p), p.mean()).pvalue > 1e-3
+    assert stats.binomtest(int(is_nonzero.sum()), DRAWS * len(p), p.mean()).pvalue > 1e-3
     # No two gates of a draw and no two draws of a gate go together.
-    centred = (kept - p) / np.sqrt(p * (1 - p))
+    centred = (is_nonzero - p) / np.sqrt(p * (1 - p))
     for later, earlier in ((centred[:, 1:], centred[:, :-1]), (centred[1:], centred[:-1])):
         assert abs((later * earlier).mean()) * later.size**0.5 < 4
 
@@ -65,12 +65,12 @@ def test_every_weight_is_kept_as_often_as_its_keep_prob_says_and_independently()
 def test_a_slab_has_its_moments_where_it_is_kept_and_is_exactly_zero_elsewhere():
     q, _ = pair()
     w = many(q)
-    kept = w != 0
-    z = ((w - q.mean["w"].double().numpy()) / float(q.std["w"]))[kept]
+    is_nonzero = w != 0
+    z = ((w - q.mean["w"].double().numpy()) / float(q.std["w"]))[is_nonzero]
     assert stats.kstest(z, "norm").pvalue > 1e-3
     assert abs(z.mean()) * len(z) ** 0.5 < 4
     assert abs((z**2).mean() - 1) * (len(z) / 2) ** 0.5 < 4
-    assert set(np.unique(w[~kept])) == {0.0}
+    assert set(np.unique(w[~is_nonzero])) == {0.0}
 
 
 @pytest.mark.parametrize("mapping", ["sigmoid", "clamp"])

@@ -135,9 +135,9 @@ def test_disintegrated_covers_one_draw_from_a_gibbs_posterior(temperature):
     errors = rng.binomial(N, RISK, (TRIALS, M))
     # Q(h) is proportional to exp(-errors/temperature): the greatest score plus Gumbel noise is one draw from it.
     scores = -errors / temperature
-    drawn = (scores + rng.gumbel(size=scores.shape)).argmax(axis=1)
+    networks = (scores + rng.gumbel(size=scores.shape)).argmax(axis=1)
     failures = 0
-    for k, score, h in zip(errors, scores, drawn.tolist(), strict=True):
+    for k, score, h in zip(errors, scores, networks.tolist(), strict=True):
         log_ratio = float(score[h]) - float(np.logaddexp.reduce(score)) + math.log(M)
         failures += bounds.disintegrated(int(k[h]), n=N, log_ratio=log_ratio, delta=DELTA) < RISK
     assert failures <= ALLOWED

@@ -298,19 +298,19 @@ def test_a_fished_network_is_refused(tmp_path: Path) -> None:
 
     def fish(record: Record, tensors: Tensors) -> None:
         """The best of 50 drawn networks, under the seed of the first."""
-        tried = {
+        errors = {
             t: int(drawn_networks.errors(plain, draw_weights(slabs[0], seed=9, step=t), run.split.bound).sum())
             for t in range(50)
         }
-        best = min(tried, key=tried.__getitem__)
-        drawn, mask = (f(slabs[0], seed=9, step=best) for f in (draw_weights, draw_masks))
-        zeros = sum(int((w == 0).sum()) for w in drawn.values())
+        best = min(errors, key=errors.__getitem__)
+        weights, mask = (f(slabs[0], seed=9, step=best) for f in (draw_weights, draw_masks))
+        zeros = sum(int((w == 0).sum()) for w in weights.values())
         record["single_draw"] |= {
-            "errors": tried[best],
-            "log_ratio": log_ratio(*slabs, drawn, mask) + 1e-11,
+            "errors": errors[best],
+            "log_ratio": log_ratio(*slabs, weights, mask) + 1e-11,
             "sparsity": zeros / record["total"],
         }
-        tensors["single_draw.safetensors"].update(drawn)
+        tensors["single_draw.safetensors"].update(weights)
         tensors["draws.safetensors"].update({f"single_draw/{n}": certify.mask_bits(m) for n, m in mask.items()})
         consistent(record, tensors)
 

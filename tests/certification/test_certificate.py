@@ -204,12 +204,12 @@ def test_the_deterministic_networks_load_into_the_plain_model() -> None:
 def test_the_single_network_is_the_draw_of_its_seed() -> None:
     run = issued()
     stated, tensors = run.cert.record["single_draw"], run.cert.tensors
-    drawn, mask = (f(run.posterior, seed=stated["seed"], step=0) for f in (draw_weights, draw_masks))
+    weights, mask = (f(run.posterior, seed=stated["seed"], step=0) for f in (draw_weights, draw_masks))
     for name, keep in mask.items():
         bits = np.unpackbits(tensors["draws.safetensors"][f"single_draw/{name}"].numpy())[: keep.numel()]
         assert np.array_equal(bits.astype(bool), keep.reshape(-1).numpy())
-        assert torch.equal(tensors["single_draw.safetensors"][name], drawn[name])
-    ratio = log_ratio(run.posterior, run.prior, drawn, mask)
+        assert torch.equal(tensors["single_draw.safetensors"][name], weights[name])
+    ratio = log_ratio(run.posterior, run.prior, weights, mask)
     assert ratio <= stated["log_ratio"] <= ratio + 1e-9 * (1 + abs(ratio))
     expected = bounds.disintegrated(stated["errors"], n=run.cert.n, log_ratio=stated["log_ratio"], delta=0.05)
     assert run.cert.bounds["single_draw"] == pytest.approx(expected)

@@ -352,6 +352,6 @@ def test_a_std_below_the_resolution_of_the_weights_has_no_density() -> None:
     split = digits()
     _, prior = prior_of(split)
     tiny = dataclasses.replace(prior, std={name: torch.tensor(1e-11) for name in prior.std})
-    drawn, mask = (f(tiny, seed=0, step=0) for f in (draw_weights, draw_masks))
+    weights, mask = (f(tiny, seed=0, step=0) for f in (draw_weights, draw_masks))
     with pytest.raises(ValueError, match="stored in steps of"):
-        log_ratio(tiny, tiny, drawn, mask)
+        log_ratio(tiny, tiny, weights, mask)

@@ -211,8 +211,8 @@ def test_the_thresholded_network_keeps_the_expected_number() -> None:
     keep_prob = {name: torch.linspace(0.1, 0.9, p.numel()).reshape(p.shape) for name, p in slab.keep_prob.items()}
     slab = SpikeSlab(keep_prob, slab.mean, slab.std, slab.rest, slab.total)
     network = drawn_networks.thresholded(slab)
-    kept = sum(int((w != 0).sum()) for w in network.values())
-    assert kept == round(sum(float(p.double().sum()) for p in keep_prob.values()))
+    nonzero = sum(int((w != 0).sum()) for w in network.values())
+    assert nonzero == round(sum(float(p.double().sum()) for p in keep_prob.values()))
     least = min(float(keep_prob[n][w != 0].min()) for n, w in network.items())
     assert least >= max(float(keep_prob[n][w == 0].max()) for n, w in network.items())
     assert all(torch.equal(w[w != 0], slab.mean[n][w != 0]) for n, w in network.items())

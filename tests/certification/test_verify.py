@@ -397,6 +397,6 @@ def test_the_file_needs_numpy_alone_and_runs_by_itself(valid: Path, folder: Path
         (folder, 1, "INVALID: digest: "),
         (tmp_path, 2, f"{tmp_path} is no"),
     ):
-        done = subprocess.run([sys.executable, "-I", lone, path], capture_output=True, text=True, check=False)
-        assert done.returncode == code
-        assert (done.stdout + done.stderr).splitlines()[-1 if code == 0 else 0].startswith(words)
+        process = subprocess.run([sys.executable, "-I", lone, path], capture_output=True, text=True, check=False)
+        assert process.returncode == code
+        assert (process.stdout + process.stderr).splitlines()[-1 if code == 0 else 0].startswith(words)
