@@ -24,8 +24,8 @@ X = torch.randn(120, 6, generator=G)
 Y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
 IMAGES = torch.randn(96, 1, 8, 8, generator=G)
 CONFIG = pp.Config(epochs=6, lr=0.1, batch_size=32)
-Given = tuple[Callable[..., Any], dict[str, Any]]
-METHODS: dict[str, Given] = {
+Call = tuple[Callable[..., Any], dict[str, Any]]
+METHODS: dict[str, Call] = {
     "gmp": (pp.gmp, {"every": 3}),
     "dpf": (pp.gmp, {"every": 3, "feedback": True}),
     "imp": (pp.imp, {}),
@@ -51,12 +51,12 @@ def conv() -> nn.Module:
     return nn.Sequential(*body, nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(8, 3))
 
 
-def prune(name: str, model: nn.Module, data: Any, config: pp.Config, **how: Any) -> pp.Pruned:
-    verb, own = METHODS[name]
-    return verb(model, data, config, **{**own, **how})
+def prune(name: str, model: nn.Module, data: Any, config: pp.Config, **options: Any) -> pp.Pruned:
+    verb, method_options = METHODS[name]
+    return verb(model, data, config, **{**method_options, **options})
 
 
-def kept(mask: Any) -> int:
+def count_kept(mask: Any) -> int:
     return sum(int(m.sum()) for m in mask.values())
 
 
@@ -65,12 +65,12 @@ def support(model: nn.Module) -> Tensor:
     return torch.cat([(w != 0).reshape(-1) for w in weights.prunable(model).values()])
 
 
-def noted(model: nn.Module) -> Tensor:
-    """The mask in force, as one vector."""
+def current_mask(model: nn.Module) -> Tensor:
+    """The current mask, as one vector."""
     return torch.cat([keep.reshape(-1) for _, keep in weights.masked(model)]).clone()
 
 
-# --- What comes out.
+# --- Results.
 
 
 @each_method
@@ -79,13 +79,13 @@ def test_exactly_k_weights_are_kept_in_equal_epochs(name: str, kind: str) -> Non
     make, data = (net, (X, Y)) if kind == "mlp" else (lambda: seeded(conv), (IMAGES, Y[:96]))
     model = make()
     total = weights.total(model)
-    found = prune(name, model, data, CONFIG, sparsity=0.85, dense=CONFIG)
-    assert found.model is model
-    assert kept(found.mask) == round(0.15 * total)
-    assert found.sparsity == 1 - kept(found.mask) / total
+    result = prune(name, model, data, CONFIG, sparsity=0.85, dense=CONFIG)
+    assert result.model is model
+    assert count_kept(result.mask) == round(0.15 * total)
+    assert result.sparsity == 1 - count_kept(result.mask) / total
     for key, weight in weights.prunable(model).items():
-        assert torch.equal(weight != 0, found.mask[key])
-    stages = [row["stage"] for row in found.history]
+        assert torch.equal(weight != 0, result.mask[key])
+    stages = [row["stage"] for row in result.history]
     assert stages == ["dense"] * 6 + STAGES.get(name, ["masks"] * 3 + ["tune"] * 3)
     plain = make()
     plain.load_state_dict(model.state_dict(), strict=True)
@@ -97,108 +97,114 @@ def test_exactly_k_weights_are_kept_in_equal_epochs(name: str, kind: str) -> Non
 @pytest.mark.parametrize("criterion", criteria.CRITERIA)
 def test_pft_without_noise_starts_from_every_criterion(criterion: str) -> None:
     for recipe in ("coupled", "paper"):
-        found = pp.pft(net(), (X, Y), CONFIG, sparsity=0.85, criterion=criterion, recipe=recipe, noise=False)
-        assert kept(found.mask) == 27
+        result = pp.pft(net(), (X, Y), CONFIG, sparsity=0.85, criterion=criterion, recipe=recipe, noise=False)
+        assert count_kept(result.mask) == 27
         noisy = pp.pft(net(), (X, Y), CONFIG, sparsity=0.85, criterion=criterion, recipe=recipe)
-        assert found.history[0]["loss"] != noisy.history[0]["loss"]
+        assert result.history[0]["loss"] != noisy.history[0]["loss"]
 
 
 @each_method
 @pytest.mark.parametrize("epochs", [0, 1, 2, 7])
 def test_any_number_of_epochs_is_spent_exactly(name: str, epochs: int) -> None:
     config = dataclasses.replace(CONFIG, epochs=epochs)
-    found = prune(name, net(), (X, Y), config, sparsity=0.5)
-    assert len(found.history) == epochs
-    assert kept(found.mask) == 90
+    result = prune(name, net(), (X, Y), config, sparsity=0.5)
+    assert len(result.history) == epochs
+    assert count_kept(result.mask) == 90
     if not epochs:
-        with torch.no_grad():  # BatchNorm at least knows the pruned network
-            assert torch.allclose(found.model[1].running_mean, found.model[0](X).mean(0), atol=1e-5)  # type: ignore[index]
+        with torch.no_grad():  # BatchNorm has the statistics of the pruned network
+            assert torch.allclose(result.model[1].running_mean, result.model[0](X).mean(0), atol=1e-5)  # type: ignore[index]
 
 
 @each_method
-def test_a_restricted_choice_leaves_the_denominator(name: str) -> None:
+def test_prunable_restricts_the_mask_but_not_the_denominator_of_the_sparsity(name: str) -> None:
     def body(model: nn.Module) -> dict[str, Tensor]:
         return {name: w for name, w in pp.prunable(model).items() if not name.startswith("3")}
 
-    found = prune(name, net(), (X, Y), CONFIG, sparsity=0.5, prunable=body)
-    assert set(found.mask) == {"0.weight"}
-    assert kept(found.mask) == 30
-    assert found.sparsity == 0.5
+    result = prune(name, net(), (X, Y), CONFIG, sparsity=0.5, prunable=body)
+    assert set(result.mask) == {"0.weight"}
+    assert count_kept(result.mask) == 30
+    assert result.sparsity == 0.5
 
 
 @each_method
 def test_no_layer_falls_below_its_minimum(name: str) -> None:
-    found = prune(name, net(), (X, Y), CONFIG, sparsity=0.95, min_per_layer=4)
-    assert min(int(m.sum()) for m in found.mask.values()) >= 4
-    assert kept(found.mask) == 9
-    assert found.sparsity == 1 - 9 / 180  # and what is kept was not zero before
+    result = prune(name, net(), (X, Y), CONFIG, sparsity=0.95, min_per_layer=4)
+    assert min(int(m.sum()) for m in result.mask.values()) >= 4
+    assert count_kept(result.mask) == 9
+    assert result.sparsity == 1 - 9 / 180  # so no kept weight is zero
 
 
 # --- Schedules.
 
 
-def watched(name: str, look: Callable[[nn.Module], Tensor], **how: Any) -> tuple[pp.Pruned, list[tuple[str, Tensor]]]:
-    """The run, and what `look` saw after every step."""
-    model, seen = net(), []
+def prune_and_observe(
+    name: str, observe: Callable[[nn.Module], Tensor], **options: Any
+) -> tuple[pp.Pruned, list[tuple[str, Tensor]]]:
+    """The result, and (stage, observe(model)) after every step."""
+    model, observations = net(), []
 
     def progress(stage: str, step: int, steps: int, row: dict[str, Any]) -> None:
-        if len(seen) < step + sum(1 for s, _ in seen if s != stage):  # the call at the end of an epoch repeats its step
-            seen.append((stage, look(model)))
+        # The call at the end of an epoch repeats its step.
+        earlier = sum(1 for other_stage, _ in observations if other_stage != stage)
+        if len(observations) < earlier + step:
+            observations.append((stage, observe(model)))
 
     config = pp.Config(epochs=20, lr=0.1, batch_size=30)
-    return prune(name, model, (X, Y), config, sparsity=0.9, progress=progress, **how), seen
+    return prune(name, model, (X, Y), config, sparsity=0.9, progress=progress, **options), observations
 
 
 def test_gmp_follows_the_cubic_density_and_its_zeros_stay() -> None:
-    found, seen = watched("gmp", support, every=4)
-    masks = [s for stage, s in seen if stage == "masks"]
+    result, observations = prune_and_observe("gmp", support, every=4)
+    masks = [s for stage, s in observations if stage == "masks"]
     assert len(masks) == 40  # 10 epochs of 4 steps
     for step, now in enumerate(masks):
         r = min(1.0, (step - step % 4) / 40 / 0.8)
         assert int(now.sum()) == round((1 - 0.9 * (1 - (1 - r) ** 3)) * 180)
     for before, now in itertools.pairwise(masks):
         assert not (now & ~before).any()
-    final = torch.cat([m.reshape(-1) for m in found.mask.values()])
+    final = torch.cat([m.reshape(-1) for m in result.mask.values()])
     assert torch.equal(final, masks[-1])
-    told = [row.get("sparsity", 0.0) for row in found.history if row["stage"] == "masks"]
-    assert told == pytest.approx([1 - int(now.sum()) / 180 for now in masks[3::4]])
-    assert all(torch.equal(now, final) for stage, now in seen if stage == "tune")
+    sparsities = [row.get("sparsity", 0.0) for row in result.history if row["stage"] == "masks"]
+    assert sparsities == pytest.approx([1 - int(now.sum()) / 180 for now in masks[3::4]])
+    assert all(torch.equal(now, final) for stage, now in observations if stage == "tune")
 
 
-def test_under_feedback_weights_come_back_until_the_masks_are_final() -> None:
-    found, seen = watched("dpf", noted, every=4)
-    masks = [s for stage, s in seen if stage == "masks"]
+def test_with_feedback_weights_return_until_the_masks_are_final() -> None:
+    result, observations = prune_and_observe("dpf", current_mask, every=4)
+    masks = [s for stage, s in observations if stage == "masks"]
     for step, now in enumerate(masks):
         r = min(1.0, (step - step % 4) / 40 / 0.8)
         assert int(now.sum()) == round((1 - 0.9 * (1 - (1 - r) ** 3)) * 180)
         assert step % 4 == 0 or torch.equal(now, masks[step - 1])
     back = sum(int((now & ~before).sum()) for before, now in itertools.pairwise(masks))
     assert back > 0
-    final = torch.cat([m.reshape(-1) for m in found.mask.values()])
-    assert all(torch.equal(now, final) for stage, now in seen if stage == "tune")
-    _, whole = watched("dpf", support, every=4)
-    assert all(now.all() for stage, now in whole if stage == "masks")  # they are zero in the network alone
+    final = torch.cat([m.reshape(-1) for m in result.mask.values()])
+    assert all(torch.equal(now, final) for stage, now in observations if stage == "tune")
+    _, whole = prune_and_observe("dpf", support, every=4)
+    assert all(now.all() for stage, now in whole if stage == "masks")  # only the forward pass sees zeros
 
 
 @pytest.mark.parametrize(("name", "command", "period"), [("gmp", opt.Gmp, 16), ("dpf", opt.Dpf, 1)])
-def test_masks_from_which_weights_come_back_move_at_every_step(name: str, command: type[opt.Gmp], period: int) -> None:
-    _, seen = watched(name, noted, every=None)
-    masks = [s for stage, s in seen if stage == "masks"][:25]  # then the cubic is flat
+def test_without_a_period_gmp_moves_its_masks_every_16_steps_and_dpf_every_step(
+    name: str, command: type[opt.Gmp], period: int
+) -> None:
+    _, observations = prune_and_observe(name, current_mask, every=None)
+    masks = [s for stage, s in observations if stage == "masks"][:25]  # then the cubic is flat
     assert [k for k in range(1, 25) if not torch.equal(masks[k], masks[k - 1])] == list(range(period, 25, period))
     assert command().every == period
 
 
 def test_imp_prunes_geometrically_and_replays_the_schedule() -> None:
     config = pp.Config(epochs=8, lr=0.1, schedule="cosine", warmup=0.25, batch_size=30)
-    model, seen = net(), {}
+    model, kept_per_round = net(), {}
 
     def progress(stage: str, *rest: Any) -> None:
-        seen[stage] = int(support(model).sum())
+        kept_per_round[stage] = int(support(model).sum())
 
-    found = pp.imp(model, (X, Y), config, sparsity=0.9, rounds=3, progress=progress)
-    assert seen == {f"round {i}": round(0.1 ** (i / 3) * 180) for i in (1, 2, 3)}
-    assert {row["stage"]: round((1 - row["sparsity"]) * 180) for row in found.history} == seen
-    rounds = [[row["lr"] for row in found.history if row["stage"] == f"round {i}"] for i in (1, 2, 3)]
+    result = pp.imp(model, (X, Y), config, sparsity=0.9, rounds=3, progress=progress)
+    assert kept_per_round == {f"round {i}": round(0.1 ** (i / 3) * 180) for i in (1, 2, 3)}
+    assert {row["stage"]: round((1 - row["sparsity"]) * 180) for row in result.history} == kept_per_round
+    rounds = [[row["lr"] for row in result.history if row["stage"] == f"round {i}"] for i in (1, 2, 3)]
     assert [len(lr) for lr in rounds] == [2, 3, 3]
     assert rounds[1] == rounds[2]
     for lr in rounds:
@@ -210,11 +216,11 @@ def test_imp_prunes_geometrically_and_replays_the_schedule() -> None:
 
 def test_the_lagrangian_of_l0_brings_the_open_gates_to_their_budget(digits: pp.data.Split) -> None:
     config = pp.Config(epochs=20, lr=0.15, schedule="cosine")
-    found = pp.l0(pp.models.mlp(64), digits.train, config, sparsity=0.9, dense=pp.Config(epochs=5, lr=0.05))
-    expected = [row["expected_sparsity"] for row in found.history if row["stage"] == "masks"]
+    result = pp.l0(pp.models.mlp(64), digits.train, config, sparsity=0.9, dense=pp.Config(epochs=5, lr=0.05))
+    expected = [row["expected_sparsity"] for row in result.history if row["stage"] == "masks"]
     assert expected[0] < 0.2
     assert expected[-1] == pytest.approx(0.9, abs=0.03)
-    assert found.sparsity == pytest.approx(0.9, abs=1e-5)
+    assert result.sparsity == pytest.approx(0.9, abs=1e-5)
 
 
 # --- The gates of l0, and gates without noise.
@@ -261,9 +267,9 @@ def test_gates_without_noise_are_the_sigmoid_in_training_and_chance_in_evaluatio
     pp.resample_(model)
     assert torch.equal(model[0].weight, first)  # type: ignore[index, union-attr]
     model.eval()
-    drawn = model[0].weight.detach().clone()  # type: ignore[index, union-attr]
+    weight = model[0].weight.detach().clone()  # type: ignore[index, union-attr]
     pp.resample_(model)
-    assert not torch.equal(model[0].weight, drawn)  # type: ignore[index, union-attr]
+    assert not torch.equal(model[0].weight, weight)  # type: ignore[index, union-attr]
     assert attachment.sites(model)[0].sampler.estimator == "deterministic"
 
 
@@ -271,29 +277,29 @@ def test_gates_without_noise_are_the_sigmoid_in_training_and_chance_in_evaluatio
 
 
 @each_method
-def test_each_member_is_what_the_method_alone_gives(name: str) -> None:
-    verb, own = METHODS[name]
-    how = own | {"sparsity": [0.5, 0.8, 0.9], "seed": [0, 0, 7], "dense": CONFIG}
+def test_each_member_of_a_population_equals_a_single_call(name: str) -> None:
+    verb, method_options = METHODS[name]
+    options = method_options | {"sparsity": [0.5, 0.8, 0.9], "seed": [0, 0, 7], "dense": CONFIG}
     alone = [
-        verb(net(k), (X, Y), CONFIG, **{n: v[k] if isinstance(v, list) else v for n, v in how.items()})
+        verb(net(k), (X, Y), CONFIG, **{n: v[k] if isinstance(v, list) else v for n, v in options.items()})
         for k in range(3)
     ]
-    found = pp.together(verb, [net(k) for k in range(3)], (X, Y), CONFIG, **how)
-    for one, other in zip(found, alone, strict=True):
-        assert all(torch.equal(one.mask[n], keep) for n, keep in other.mask.items())
-        assert one.sparsity == other.sparsity
-        assert [row["loss"] for row in one.history] == pytest.approx([r["loss"] for r in other.history], rel=1e-3)
-        for key, tensor in other.model.state_dict().items():
-            torch.testing.assert_close(one.model.state_dict()[key], tensor, rtol=1e-3, atol=1e-4)
+    results = pp.together(verb, [net(k) for k in range(3)], (X, Y), CONFIG, **options)
+    for result, expected in zip(results, alone, strict=True):
+        assert all(torch.equal(result.mask[n], keep) for n, keep in expected.mask.items())
+        assert result.sparsity == expected.sparsity
+        assert [row["loss"] for row in result.history] == pytest.approx([r["loss"] for r in expected.history], rel=1e-3)
+        for key, tensor in expected.model.state_dict().items():
+            torch.testing.assert_close(result.model.state_dict()[key], tensor, rtol=1e-3, atol=1e-4)
 
 
-def test_gmp_and_dpf_run_side_by_side() -> None:
-    how = {"sparsity": 0.8, "feedback": [False, True, False], "every": [1, 3, 5]}
-    found = pp.together(pp.gmp, [net() for _ in range(3)], (X, Y), CONFIG, **how)
-    for k, one in enumerate(found):
-        own = {name: value[k] for name, value in how.items() if isinstance(value, list)}
-        alone = pp.gmp(net(), (X, Y), CONFIG, sparsity=0.8, **own)
-        assert all(torch.equal(one.mask[n], keep) for n, keep in alone.mask.items())
+def test_gmp_and_dpf_can_share_a_population() -> None:
+    options = {"sparsity": 0.8, "feedback": [False, True, False], "every": [1, 3, 5]}
+    results = pp.together(pp.gmp, [net() for _ in range(3)], (X, Y), CONFIG, **options)
+    for k, result in enumerate(results):
+        member_options = {name: value[k] for name, value in options.items() if isinstance(value, list)}
+        alone = pp.gmp(net(), (X, Y), CONFIG, sparsity=0.8, **member_options)
+        assert all(torch.equal(result.mask[n], keep) for n, keep in alone.mask.items())
 
 
 class Killed(Exception):
@@ -301,7 +307,7 @@ class Killed(Exception):
 
 
 @each_method
-def test_a_method_goes_on_where_it_was_killed(name: str, tmp_path: Path) -> None:
+def test_a_killed_method_resumes_to_the_same_result(name: str, tmp_path: Path) -> None:
     steps = []
 
     def run(folder: Path | None, stop: int = -1) -> pp.Pruned:
@@ -319,16 +325,16 @@ def test_a_method_goes_on_where_it_was_killed(name: str, tmp_path: Path) -> None
     for stop in (3, count // 2 + 2, count // 2 + 8, count - 8):
         with pytest.raises(Killed):
             run(tmp_path / str(stop), stop)
-        found = run(tmp_path / str(stop))
-        assert found.history == whole.history
-        assert all(torch.equal(found.model.state_dict()[n], t) for n, t in whole.model.state_dict().items())
+        resumed = run(tmp_path / str(stop))
+        assert resumed.history == whole.history
+        assert all(torch.equal(resumed.model.state_dict()[n], t) for n, t in whole.model.state_dict().items())
     assert run(tmp_path / str(stop)).history == whole.history
     assert steps == []
 
 
 @each_method
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("options", "message"),
     [
         ({"sparsity": 1.0}, r"sparsity 1\.0 is outside \[0, 1\)"),
         (
@@ -338,15 +344,15 @@ def test_a_method_goes_on_where_it_was_killed(name: str, tmp_path: Path) -> None
         ({"sparsity": 0.9, "prunable": lambda m: {"3.weight": pp.prunable(m)["3.weight"]}}, r"0\.9 of 180 weights"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_trained(name: str, how: dict, message: str) -> None:
+def test_bad_arguments_are_refused_before_anything_is_trained(name: str, options: dict, message: str) -> None:
     model = net()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with pytest.raises(ValueError, match=message):
-        prune(name, model, (X, Y), CONFIG, **how)
+        prune(name, model, (X, Y), CONFIG, **options)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-def test_the_methods_own_errors() -> None:
+def test_bad_arguments_of_one_method_are_refused() -> None:
     with pytest.raises(ValueError, match="every is 0; it is the number of steps from mask to mask, at least 1"):
         pp.gmp(net(), (X, Y), CONFIG, sparsity=0.5, every=0)
     with pytest.raises(ValueError, match="rounds is 0; at least 1 round"):
@@ -358,7 +364,7 @@ def test_the_methods_own_errors() -> None:
         pp.l0(net(), (X, Y), dataclasses.replace(CONFIG, gate_lr=None), sparsity=0.5)
 
 
-# --- As runs, and on the digits.
+# --- Runs, and the digits.
 
 
 SHORT = {"dense_epochs": 1, "epochs": 2, "sparsity": 0.9}
@@ -371,15 +377,15 @@ SHORT = {"dense_epochs": 1, "epochs": 2, "sparsity": 0.9}
         ("dpf", opt.Dpf(**SHORT)),
         ("imp", opt.Imp(**SHORT, rounds=2)),
         ("l0", opt.L0(**SHORT, gate_lr=1.0)),
-        ("pft", opt.Pft(**SHORT, noise=False)),
+        ("pft-still", opt.Pft(**SHORT, noise=False)),
     ],
 )
 def test_options_name_their_method_and_run_it(name: str, options: opt.Options, tmp_path: Path) -> None:
     split, model = commands.prepare(options)
     commands.rehearse(options, model, split)
-    found = commands.prune(options, model, split, tmp_path, lambda *call: None)
-    assert (found.method, len(found.history)) == (name, 2)
-    assert round((1 - found.sparsity) * 50_200) == 5020
+    outcome = commands.prune(options, model, split, tmp_path, lambda *call: None)
+    assert (outcome.method, len(outcome.history)) == (name, 2)
+    assert round((1 - outcome.sparsity) * 50_200) == 5020
 
 
 def test_gradual_pruning_beats_one_shot_pruning_at_98_percent() -> None:
@@ -387,9 +393,9 @@ def test_gradual_pruning_beats_one_shot_pruning_at_98_percent() -> None:
     errors: dict[str, list[float]] = {"osp": [], "gmp": []}
     for seed in range(3):
         split = pp.data.digits(seed=seed)
-        for name, found in errors.items():
+        for name, method_errors in errors.items():
             model = pp.models.mlp(64, seed=seed)
             result = getattr(pp, name)(model, split.train, config, sparsity=0.98, dense=dense, seed=seed)
-            assert kept(result.mask) == round(0.02 * 50_200)
-            found.append(pp.error(model, split.test))
+            assert count_kept(result.mask) == round(0.02 * 50_200)
+            method_errors.append(pp.error(model, split.test))
     assert mean(errors["gmp"]) < mean(errors["osp"]), errors

@@ -1,4 +1,4 @@
-"""osp, pft and pbp from end to end: exact sparsity, any network, resuming, and the numbers promised on the digits."""
+"""osp, pft and pbp from end to end: exact sparsity, any network, resuming, and errors and bounds on the digits."""
 
 import copy
 import dataclasses
@@ -22,12 +22,12 @@ from pacprune.training import config as config_module
 G = torch.Generator().manual_seed(1)
 X = torch.randn(120, 6, generator=G)
 Y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
-SPLIT = pp.data.split(X, Y, prior_fraction=0.5, seed=0)
+
 CONFIG = pp.Config(epochs=4, lr=0.1, batch_size=32)
 PROCEDURES = {
     "osp": pp.osp,
     "pft": pp.pft,
-    "pft-paper": lambda *given, **how: pp.pft(*given, recipe="paper", **how),
+    "pft-paper": lambda *arguments, **options: pp.pft(*arguments, recipe="paper", **options),
 }
 
 
@@ -35,6 +35,11 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return make()
+
+
+def fresh_split() -> pp.data.Split:
+    """A split on which nothing has been certified: a second prior on one split would have to be paid for."""
+    return pp.data.split(X, Y, prior_fraction=0.5, seed=0)
 
 
 def net() -> nn.Module:
@@ -45,14 +50,14 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
 
 
-def kept(mask: Any) -> int:
+def count_kept(mask: Any) -> int:
     return sum(int(m.sum()) for m in mask.values())
 
 
-# --- What comes out.
+# --- Results.
 
 
-def test_help_says_what_a_procedure_returns() -> None:
+def test_signatures_name_the_type_that_a_procedure_returns() -> None:
     verbs = {pp.osp: pp.Pruned, pp.pft: pp.Pruned, pp.gmp: pp.Pruned, pp.imp: pp.Pruned, pp.l0: pp.Pruned}
     for verb, kind in (verbs | {pp.pbp: pp.Certified}).items():
         assert inspect.signature(verb).return_annotation is kind
@@ -67,15 +72,17 @@ def test_a_criterion_may_be_a_function(name: str, tmp_path: Path) -> None:
     for model, criterion in ((by_name, "snip"), (by_function, criteria.snip)):
         PROCEDURES[name](model, (X, Y), CONFIG, sparsity=0.8, criterion=criterion)
     assert all(torch.equal(a, b) for a, b in zip(by_name.parameters(), by_function.parameters(), strict=True))
-    assert kept(PROCEDURES[name](net(), (X, Y), CONFIG, sparsity=0.8, criterion=largest, folder=tmp_path).mask) == 36
+    assert (
+        count_kept(PROCEDURES[name](net(), (X, Y), CONFIG, sparsity=0.8, criterion=largest, folder=tmp_path).mask) == 36
+    )
 
 
-def test_a_result_says_in_one_line_what_it_is() -> None:
+def test_repr_of_a_result_names_its_sparsity_and_bound() -> None:
     assert repr(pp.osp(net(), (X, Y), CONFIG, sparsity=0.8)).startswith(
         "Pruned(Sequential, sparsity 0.8000, 36 of 180 weights kept, loss "
     )
     assert repr(pp.osp(net(), (X, Y), dataclasses.replace(CONFIG, epochs=0), sparsity=0.8)).endswith("weights kept)")
-    certified = pp.pbp(net(), SPLIT, CONFIG, sparsity=0.8, draws=20)
+    certified = pp.pbp(net(), fresh_split(), CONFIG, sparsity=0.8, draws=20)
     assert repr(certified) == (
         f"Certified(Sequential, expected sparsity 0.8000, 36 of 180 weights kept, error at most "
         f"{rounded_up(certified.certificate.bound)} at delta 0.05)"
@@ -86,53 +93,53 @@ def test_a_result_says_in_one_line_what_it_is() -> None:
 @pytest.mark.parametrize("name", PROCEDURES)
 def test_exactly_k_weights_are_kept_and_the_plain_model_takes_them(name: str, criterion: str) -> None:
     model = net()
-    found = PROCEDURES[name](model, (X, Y), CONFIG, sparsity=0.85, criterion=criterion, dense=CONFIG)
-    assert found.model is model
-    assert kept(found.mask) == round(0.15 * 180) == 27
-    assert found.sparsity == 1 - 27 / 180
+    result = PROCEDURES[name](model, (X, Y), CONFIG, sparsity=0.85, criterion=criterion, dense=CONFIG)
+    assert result.model is model
+    assert count_kept(result.mask) == round(0.15 * 180) == 27
+    assert result.sparsity == 1 - 27 / 180
     for key, weight in weights.prunable(model).items():
-        assert torch.equal(weight != 0, found.mask[key])
-    stages = [row["stage"] for row in found.history]
+        assert torch.equal(weight != 0, result.mask[key])
+    stages = [row["stage"] for row in result.history]
     assert stages == ["dense"] * 4 + (["tune"] * 4 if name == "osp" else ["masks"] * 2 + ["tune"] * 2)
     plain = net()
     plain.load_state_dict(model.state_dict(), strict=True)
     assert pp.error(plain, (X, Y)) == pp.error(model, (X, Y)) < 0.6
 
 
-def test_pft_and_osp_spend_one_budget_on_one_schedule() -> None:
+def test_pft_and_osp_have_the_same_epochs_and_learning_rates() -> None:
     config = pp.Config(epochs=5, lr=0.1, schedule="cosine", batch_size=60, warmup=0.2)
-    one, two = (f(net(), (X, Y), config, sparsity=0.5).history for f in (pp.osp, pp.pft))
-    assert len(one) == len(two) == 5
-    assert [row["lr"] for row in one[2:]] == pytest.approx([row["lr"] for row in two[2:]])
-    assert [row["expected_sparsity"] for row in two if row["stage"] == "masks"][-1] == pytest.approx(0.5, abs=1e-6)
+    osp_rows, pft_rows = (f(net(), (X, Y), config, sparsity=0.5).history for f in (pp.osp, pp.pft))
+    assert len(osp_rows) == len(pft_rows) == 5
+    assert [row["lr"] for row in osp_rows[2:]] == pytest.approx([row["lr"] for row in pft_rows[2:]])
+    assert [row["expected_sparsity"] for row in pft_rows if row["stage"] == "masks"][-1] == pytest.approx(0.5, abs=1e-6)
 
 
-def test_a_restricted_choice_leaves_the_denominator() -> None:
+def test_prunable_restricts_the_mask_but_not_the_denominator_of_the_sparsity() -> None:
     def body(model: nn.Module) -> dict[str, Tensor]:
         return {name: w for name, w in pp.prunable(model).items() if not name.startswith("3")}
 
     for procedure in PROCEDURES.values():
-        found = procedure(net(), (X, Y), CONFIG, sparsity=0.5, prunable=body)
-        assert set(found.mask) == {"0.weight"}
-        assert kept(found.mask) == 30  # 90 of all 180 weights are zero, and they are all among these 120
-        assert found.sparsity == 0.5
+        result = procedure(net(), (X, Y), CONFIG, sparsity=0.5, prunable=body)
+        assert set(result.mask) == {"0.weight"}
+        assert count_kept(result.mask) == 30  # 90 of all 180 weights are zero, and they are all among these 120
+        assert result.sparsity == 0.5
         with pytest.raises(ValueError, match=r"sparsity 0\.9 of 180 weights"):
             procedure(net(), (X, Y), CONFIG, sparsity=0.9, prunable=body)
 
 
-def test_a_minimum_per_layer_and_other_scopes() -> None:
+def test_min_per_layer_and_scope_decide_how_many_weights_a_layer_keeps() -> None:
     for procedure in PROCEDURES.values():
-        found = procedure(net(), (X, Y), CONFIG, sparsity=0.95, min_per_layer=4)
-        assert min(int(m.sum()) for m in found.mask.values()) >= 4
-        assert kept(found.mask) == 9
-    found = pp.osp(net(), (X, Y), CONFIG, sparsity=0.9, scope="layer")
-    assert [int(m.sum()) for m in found.mask.values()] == [12, 6]
+        result = procedure(net(), (X, Y), CONFIG, sparsity=0.95, min_per_layer=4)
+        assert min(int(m.sum()) for m in result.mask.values()) >= 4
+        assert count_kept(result.mask) == 9
+    result = pp.osp(net(), (X, Y), CONFIG, sparsity=0.9, scope="layer")
+    assert [int(m.sum()) for m in result.mask.values()] == [12, 6]
 
 
-def test_pft_at_initialisation_even_of_a_net_without_a_width() -> None:
-    found = pp.pft(pp.models.mlp(classes=3), (X, Y), pp.Config(epochs=10, lr=0.1), sparsity=0.9)
-    assert [row["stage"] for row in found.history] == ["masks"] * 5 + ["tune"] * 5
-    assert pp.error(found.model, (X, Y)) < 0.4
+def test_pft_prunes_at_initialisation_even_a_net_without_a_width() -> None:
+    result = pp.pft(pp.models.mlp(classes=3), (X, Y), pp.Config(epochs=10, lr=0.1), sparsity=0.9)
+    assert [row["stage"] for row in result.history] == ["masks"] * 5 + ["tune"] * 5
+    assert pp.error(result.model, (X, Y)) < 0.4
 
 
 @pytest.mark.parametrize("recipe", ["coupled", "paper"])
@@ -146,8 +153,8 @@ def test_a_long_mask_stage_has_a_smaller_gate_lr_unless_one_is_given(
     def weight(config: pp.Config) -> Tensor:
         return pp.pft(net(), data, config, sparsity=0.5, recipe=recipe).model[0].weight  # type: ignore[index]
 
-    found, whole, half = (weight(c) for c in (CONFIG, *(dataclasses.replace(CONFIG, gate_lr=r) for r in (10.0, 5.0))))
-    assert torch.equal(found, half if recipe == "coupled" else whole)
+    default, whole, half = (weight(c) for c in (CONFIG, *(dataclasses.replace(CONFIG, gate_lr=r) for r in (10.0, 5.0))))
+    assert torch.equal(default, half if recipe == "coupled" else whole)
     assert not torch.equal(whole, half)
 
 
@@ -156,9 +163,9 @@ def test_a_strong_lottery_ticket_never_changes_a_weight(recipe: str) -> None:
     model = seeded(wide)
     first = {n: w.detach().clone() for n, w in model.named_parameters()}
     config = pp.Config(epochs=30, lr=0.0, gate_lr=20.0 if recipe == "coupled" else 0.5, batch_size=32)
-    found = pp.pft(model, (X, Y), config, sparsity=0.5, criterion="random", recipe=recipe, mask_share=1.0)
-    assert {row["stage"] for row in found.history} == {"masks"}
-    for name, keep in found.mask.items():
+    result = pp.pft(model, (X, Y), config, sparsity=0.5, criterion="random", recipe=recipe, mask_share=1.0)
+    assert {row["stage"] for row in result.history} == {"masks"}
+    for name, keep in result.mask.items():
         assert torch.equal(model.get_parameter(name), torch.where(keep, first[name], 0.0))
     assert all(torch.equal(model.get_parameter(f"{i}.bias"), first[f"{i}.bias"]) for i in (0, 2))
     chance = pp.osp(seeded(wide), (X, Y), pp.Config(epochs=0), sparsity=0.5, criterion="random")
@@ -195,13 +202,13 @@ def next_token(out: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", PROCEDURES)
 @pytest.mark.parametrize("criterion", ["magnitude", "snip"])
-def test_attention_lstm_and_tied_weights_by_ones_own_loss(name: str, criterion: str) -> None:
+def test_attention_lstm_and_tied_weights_are_pruned_under_a_users_loss(name: str, criterion: str) -> None:
     text = torch.arange(200) % 8
     data = text[:-1].unfold(0, 6, 2).contiguous(), text[1:].unfold(0, 6, 2).contiguous()
     model, config = seeded(Everything), pp.Config(epochs=8, lr=0.01, gate_lr=0.1, optimizer="adam", batch_size=32)
-    found = PROCEDURES[name](model, data, config, sparsity=0.6, criterion=criterion, dense=config, loss=next_token)
+    result = PROCEDURES[name](model, data, config, sparsity=0.6, criterion=criterion, dense=config, loss=next_token)
     total = 8 * 16 + 4 * 16 * 16 + 2 * 4 * 16 * 16
-    assert kept(found.mask) == round(0.4 * total)
+    assert count_kept(result.mask) == round(0.4 * total)
     assert pp.error(model, data) < 0.2
     assert model.head.weight is model.emb.weight
     seeded(Everything).load_state_dict(model.state_dict(), strict=True)
@@ -212,41 +219,42 @@ def conv() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(128, 10))
 
 
-def test_a_convolution_with_batchnorm(digits: pp.data.Split) -> None:
+def test_a_convolution_with_batchnorm_is_pruned_and_certified() -> None:
+    digits = pp.data.digits()
     config = pp.Config(epochs=4, lr=0.1)
-    found = pp.pft(seeded(conv), digits.train, config, sparsity=0.8, dense=config)
-    assert kept(found.mask) == round(0.2 * (72 + 1280))
-    assert pp.error(found.model, digits.test) < 0.15
-    how = {"std": 1e-2, "train_std": True, "draws": 50}
-    sure = pp.pbp(seeded(conv), digits, config, sparsity=0.5, dense=pp.Config(epochs=15, lr=0.1), **how)
-    assert torch.equal(sure.prior.rest["1.running_mean"], sure.posterior.rest["1.running_mean"])
-    assert sure.certificate.risk < 0.15
+    result = pp.pft(seeded(conv), digits.train, config, sparsity=0.8, dense=config)
+    assert count_kept(result.mask) == round(0.2 * (72 + 1280))
+    assert pp.error(result.model, digits.test) < 0.15
+    options = {"std": 1e-2, "train_std": True, "draws": 50}
+    certified = pp.pbp(seeded(conv), digits, config, sparsity=0.5, dense=pp.Config(epochs=15, lr=0.1), **options)
+    assert torch.equal(certified.prior.rest["1.running_mean"], certified.posterior.rest["1.running_mean"])
+    assert certified.certificate.risk < 0.15
 
 
 # --- pbp.
 
 
-def test_pbp_hands_back_what_its_certificate_is_about(tmp_path: Path) -> None:
-    model, config = net(), pp.Config(epochs=5, lr=0.1, batch_size=16)
-    found = pp.pbp(model, SPLIT, config, sparsity=0.5, eps=0.01, std=0.02, dense=config, draws=50, folder=tmp_path)
-    assert [row["stage"] for row in found.history] == ["dense"] * 5 + ["prior"] * 5 + ["posterior"] * 5
-    cert = found.certificate
-    assert cert.record["hashes"]["prior"] == found.prior.hash
-    assert cert.record["hashes"]["posterior"] == found.posterior.hash == pp.read(model).hash
-    assert (found.prior.sparsity, found.posterior.sparsity, cert.sparsity) == pytest.approx((0.5,) * 3, abs=1e-6)
-    assert not torch.isin(SPLIT.bound.example_hashes, found.prior.seen).any()
-    assert torch.isin(SPLIT.prior.example_hashes, found.prior.seen).all()
+def test_pbp_returns_the_distributions_that_its_certificate_names(tmp_path: Path) -> None:
+    model, config, split = net(), pp.Config(epochs=5, lr=0.1, batch_size=16), fresh_split()
+    result = pp.pbp(model, split, config, sparsity=0.5, eps=0.01, std=0.02, dense=config, draws=50, folder=tmp_path)
+    assert [row["stage"] for row in result.history] == ["dense"] * 5 + ["prior"] * 5 + ["posterior"] * 5
+    cert = result.certificate
+    assert cert.record["hashes"]["prior"] == result.prior.hash
+    assert cert.record["hashes"]["posterior"] == result.posterior.hash == pp.read(model).hash
+    assert (result.prior.sparsity, result.posterior.sparsity, cert.sparsity) == pytest.approx((0.5,) * 3, abs=1e-6)
+    assert not torch.isin(split.bound.example_hashes, result.prior.seen).any()
+    assert torch.isin(split.prior.example_hashes, result.prior.seen).all()
     assert (tmp_path / "prior.safetensors").exists()
     assert cert.bound < 1
     pp.harden(model)
     assert weights.sparsity(model) == pytest.approx(0.5, abs=1e-2)
 
 
-def test_pbp_refuses_a_network_that_knows_the_bound_set() -> None:
-    model = net()
-    pp.fit(model, SPLIT.train, CONFIG)
+def test_pbp_refuses_a_network_that_has_seen_the_bound_set() -> None:
+    model, split = net(), fresh_split()
+    pp.fit(model, split.train, CONFIG)
     with pytest.raises(ValueError, match="the prior has seen the bound set: 60 of its 60 examples"):
-        pp.pbp(model, SPLIT, CONFIG, sparsity=0.5, eps=0.01)
+        pp.pbp(model, split, CONFIG, sparsity=0.5, eps=0.01)
 
 
 # --- Resuming, and bad input.
@@ -256,13 +264,12 @@ class Killed(Exception):
     """Raised from the progress callback."""
 
 
-def pbp(model: nn.Module, data: Any, config: pp.Config, **how: Any) -> pp.Certified:
-    fresh = dataclasses.replace(SPLIT, issued={})  # every run is its own experiment
-    return pp.pbp(model, fresh, config, eps=0.01, std=0.02, draws=3, **how)
+def pbp(model: nn.Module, data: Any, config: pp.Config, **options: Any) -> pp.Certified:
+    return pp.pbp(model, fresh_split(), config, eps=0.01, std=0.02, draws=3, **options)
 
 
 @pytest.mark.parametrize("name", [*PROCEDURES, "pbp"])
-def test_a_pipeline_goes_on_where_it_was_killed(name: str, tmp_path: Path) -> None:
+def test_a_killed_pipeline_resumes_to_the_same_result(name: str, tmp_path: Path) -> None:
     procedure, steps = {**PROCEDURES, "pbp": pbp}[name], []
     # snip reads the shuffled data as well: its scores must not depend on when it is called
     data = DataLoader(TensorDataset(X, Y), 32, shuffle=True)
@@ -275,8 +282,8 @@ def test_a_pipeline_goes_on_where_it_was_killed(name: str, tmp_path: Path) -> No
             if len(steps) == stop:
                 raise Killed
 
-        how = {"sparsity": 0.5, "criterion": "snip", "dense": CONFIG, "folder": folder, "progress": progress}
-        return procedure(net(), data, CONFIG, **how)
+        options = {"sparsity": 0.5, "criterion": "snip", "dense": CONFIG, "folder": folder, "progress": progress}
+        return procedure(net(), data, CONFIG, **options)
 
     whole = run(None)
     count = len(steps)
@@ -284,12 +291,15 @@ def test_a_pipeline_goes_on_where_it_was_killed(name: str, tmp_path: Path) -> No
         with pytest.raises(Killed):
             run(tmp_path / str(stop), stop)
         torch.randn(stop)
-        found = run(tmp_path / str(stop))
-        assert found.history == whole.history
-        state, expected = found.model.state_dict(), whole.model.state_dict()
+        resumed = run(tmp_path / str(stop))
+        assert resumed.history == whole.history
+        state, expected = resumed.model.state_dict(), whole.model.state_dict()
         assert all(torch.equal(state[n], t) for n, t in expected.items())
         if name == "pbp":
-            assert {**found.certificate.record, "certify_calls": 1} == {**whole.certificate.record, "certify_calls": 1}
+            assert {**resumed.certificate.record, "certify_calls": 1} == {
+                **whole.certificate.record,
+                "certify_calls": 1,
+            }
     again = run(tmp_path / str(count))
     assert again.history == whole.history
     assert all(call[0].endswith("draws") for call in steps)
@@ -302,7 +312,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("options", "message"),
     [
         ({"sparsity": 1.0}, r"sparsity 1\.0 is outside \[0, 1\)"),
         ({"sparsity": -0.1}, r"sparsity -0\.1 is outside"),
@@ -311,18 +321,18 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("name", [*PROCEDURES, "pbp"])
 def test_bad_arguments_are_refused_before_anything_is_trained(
-    name: str, how: dict, message: str, tmp_path: Path
+    name: str, options: dict, message: str, tmp_path: Path
 ) -> None:
     procedure = {**PROCEDURES, "pbp": pbp}[name]
     model = net()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with pytest.raises(ValueError, match=message):
-        procedure(model, (X, Y), CONFIG, dense=CONFIG, folder=tmp_path, **how)
+        procedure(model, (X, Y), CONFIG, dense=CONFIG, folder=tmp_path, **options)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_a_broken_run_left_attached_is_refused() -> None:
+def test_a_model_that_is_still_attached_is_refused() -> None:
     model = net()
     pp.attach(model, pp.isotropic(model, sparsity=0.5))
     for call in (
@@ -333,7 +343,7 @@ def test_a_model_that_a_broken_run_left_attached_is_refused() -> None:
             call()
 
 
-def test_pbp_takes_classes_alone() -> None:
+def test_pbp_refuses_targets_that_are_no_classes() -> None:
     for y in (X[:, 0], Y[:, None]):
         split = pp.data.split(X, y, prior_fraction=0.5, seed=0)
         with pytest.raises(ValueError, match="a certificate bounds the error of a classifier"):
@@ -341,14 +351,14 @@ def test_pbp_takes_classes_alone() -> None:
 
 
 def test_a_ticket_without_a_gate_lr_is_refused() -> None:
-    still = dataclasses.replace(CONFIG, lr=0.0)
+    no_lr = dataclasses.replace(CONFIG, lr=0.0)
     with pytest.raises(ValueError, match="give gate_lr="):
-        pp.pft(net(), (X, Y), still, sparsity=0.5, dense=CONFIG)
+        pp.pft(net(), (X, Y), no_lr, sparsity=0.5, dense=CONFIG)
     with pytest.raises(ValueError, match="give gate_lr="):
-        pp.pbp(net(), SPLIT, CONFIG, sparsity=0.5, posterior=still)
+        pp.pbp(net(), fresh_split(), CONFIG, sparsity=0.5, posterior=no_lr)
 
 
-def test_bad_arguments_of_pft() -> None:
+def test_bad_arguments_of_pft_are_refused() -> None:
     for share in (0.0, 1.5):
         with pytest.raises(ValueError, match=f"mask_share is {share}"):
             pp.pft(net(), (X, Y), CONFIG, sparsity=0.5, mask_share=share)
@@ -358,7 +368,7 @@ def test_bad_arguments_of_pft() -> None:
         pp.pft(nn.BatchNorm1d(6), (X, Y), CONFIG, sparsity=0.5)
 
 
-# --- The promises on the digits: mlp 64-300-100-10, seeds 0 to 4. Settings were chosen inside the training part.
+# --- Errors and bounds on the digits: mlp 64-300-100-10, seeds 0 to 4. Settings were chosen inside the training part.
 
 
 @pytest.mark.parametrize("sparsity", [0.9, 0.95])
@@ -369,12 +379,12 @@ def test_pft_beats_one_shot_pruning_from_random_masks(sparsity: float) -> None:
     for seed in range(5):
         split = pp.data.digits(seed=seed)
         assert (len(split.train), len(split.test)) == (1437, 360)
-        for name, found in errors.items():
+        for name, method_errors in errors.items():
             model = pp.models.mlp(64, seed=seed)
-            how = {"sparsity": sparsity, "criterion": "random", "dense": dense, "seed": seed}
-            result = PROCEDURES[name](model, split.train, config, **how)
-            assert kept(result.mask) == round((1 - sparsity) * 50_200)
-            found.append(pp.error(model, split.test))
+            options = {"sparsity": sparsity, "criterion": "random", "dense": dense, "seed": seed}
+            result = PROCEDURES[name](model, split.train, config, **options)
+            assert count_kept(result.mask) == round((1 - sparsity) * 50_200)
+            method_errors.append(pp.error(model, split.test))
     assert mean(errors["pft"]) < mean(errors["osp"]) - 0.01, errors
     assert mean(errors["pft"]) < 0.05
 
@@ -383,11 +393,11 @@ def test_pbp_certifies_below_15_percent_on_every_seed() -> None:
     dense, config, posterior = pp.Config(epochs=20, lr=0.1), pp.Config(epochs=15, lr=0.05), pp.Config(epochs=5, lr=0.05)
     for seed in range(5):
         split = pp.data.digits(prior_fraction=0.5, seed=seed)
-        how = {"sparsity": 0.9, "dense": dense, "posterior": posterior, "draws": 300, "seed": seed}
-        found = pp.pbp(pp.models.mlp(64, seed=seed), split, config, **how)
-        assert found.certificate.bound < 0.15
-        assert round(found.certificate.sparsity, 6) >= 0.9
-        assert pp.gibbs_error(found.model, split.test) < found.certificate.bound
+        options = {"sparsity": 0.9, "dense": dense, "posterior": posterior, "draws": 300, "seed": seed}
+        result = pp.pbp(pp.models.mlp(64, seed=seed), split, config, **options)
+        assert result.certificate.bound < 0.15
+        assert round(result.certificate.sparsity, 6) >= 0.9
+        assert pp.gibbs_error(result.model, split.test) < result.certificate.bound
 
 
 @pytest.mark.parametrize("call", ["pbp", "certify", "certify_held_out", "fit_posterior"])
@@ -404,7 +414,7 @@ def test_a_certificate_needs_a_split(call: str) -> None:
         calls[call]()
 
 
-def test_a_sparsity_in_words_is_refused() -> None:
+def test_a_sparsity_that_is_a_string_is_refused() -> None:
     pair = torch.randn(6, 4), torch.zeros(6, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"sparsity '90%' is outside \[0, 1\)"):
         pp.pft(pp.models.mlp(4, 2), pair, pp.Config(epochs=1), sparsity="90%")
