@@ -52,13 +52,13 @@ def small(seed: int = 0) -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
-def with_all(slab: pp.SpikeSlab, value: float, **one: torch.Tensor) -> pp.SpikeSlab:
+def with_all(slab: pp.SpikeSlab, value: float, **exceptions: torch.Tensor) -> pp.SpikeSlab:
     keep = {n: torch.full_like(p, value) for n, p in slab.keep_prob.items()}
-    return dataclasses.replace(slab, keep_prob={**keep, **one})
+    return dataclasses.replace(slab, keep_prob={**keep, **exceptions})
 
 
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
-def test_nothing_is_bypassed(everything: nn.Module, tokens: torch.Tensor, mode: str) -> None:
+def test_no_weight_is_read_past_its_gate(everything: nn.Module, tokens: torch.Tensor, mode: str) -> None:
     slab = pp.isotropic(everything, sparsity=0.1)
     assert list(slab.keep_prob) == [
         "position",
@@ -95,7 +95,7 @@ def test_transformer_fast_path_reads_the_sampled_weights() -> None:
         assert (outputs[0] - outputs[1]).abs().max() > 1e-5, name
 
 
-def test_two_forwards_agree_and_resample_draws_the_next(everything: nn.Module, tokens: torch.Tensor) -> None:
+def test_two_forwards_agree_and_resample_draws_new_weights(everything: nn.Module, tokens: torch.Tensor) -> None:
     model = pp.attach(everything, pp.isotropic(everything, sparsity=0.3))
     for mode in (True, False):
         model.train(mode)
@@ -125,13 +125,13 @@ def test_noise_is_a_function_of_seed_step_and_index() -> None:
     assert not torch.equal(weights(3, 2), weights(4, 2))
 
 
-def test_attached_draw_equals_the_values_own_draw() -> None:
+def test_the_attached_model_draws_what_draw_weights_returns() -> None:
     model = small()
     pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.1), seed=5).eval()
     pp.resample_(pp.resample_(model))
-    own = spikeslab.draw_weights(pp.read(model), seed=5, step=2)
-    assert torch.equal(own["0.weight"], model[0].weight)
-    assert torch.equal(own["4.weight"], model[4].weight)
+    weights = spikeslab.draw_weights(pp.read(model), seed=5, step=2)
+    assert torch.equal(weights["0.weight"], model[0].weight)
+    assert torch.equal(weights["4.weight"], model[4].weight)
 
 
 def test_parameters_are_means_and_gates_and_a_users_loop_trains_both(
@@ -154,14 +154,14 @@ def test_parameters_are_means_and_gates_and_a_users_loop_trains_both(
 
 @pytest.mark.parametrize("mapping", ["sigmoid", "clamp"])
 @pytest.mark.parametrize("std", [0.0, 0.05])
-def test_read_gives_back_what_was_attached(mapping: str, std: float) -> None:
+def test_read_returns_the_attached_value(mapping: str, std: float) -> None:
     model = small()
     scores = pp.scores.magnitude(model)
     slab = pp.score_monotone(model, scores, sparsity=0.6, std=std)
     again = pp.read(pp.attach(model, slab, mapping=mapping))
     for name in slab.keep_prob:
-        wanted = slab.keep_prob[name].clamp(1e-5, 1 - 1e-5) if mapping == "clamp" else slab.keep_prob[name]
-        torch.testing.assert_close(again.keep_prob[name], wanted, atol=2e-7, rtol=1e-5)
+        expected = slab.keep_prob[name].clamp(1e-5, 1 - 1e-5) if mapping == "clamp" else slab.keep_prob[name]
+        torch.testing.assert_close(again.keep_prob[name], expected, atol=2e-7, rtol=1e-5)
         assert torch.equal(again.mean[name], slab.mean[name])
         assert torch.equal(again.std[name], slab.std[name])
     assert again.rest.keys() == slab.rest.keys()
@@ -180,7 +180,7 @@ def test_coupled_gates_follow_the_weight() -> None:
     assert (pp.read(model).keep_prob["0.weight"] > before).all()
 
 
-def test_harden_is_plain_again(everything: nn.Module, tokens: torch.Tensor) -> None:
+def test_harden_leaves_a_plain_model(everything: nn.Module, tokens: torch.Tensor) -> None:
     plain = copy.deepcopy(everything)
     mask = pp.top_k(pp.scores.magnitude(everything), sparsity=0.8)
     model = pp.attach(everything, pp.block_isotropic(everything, mask, eps=1e-3))
@@ -212,12 +212,12 @@ def test_harden_without_a_mask_keeps_the_expected_number() -> None:
     assert pp.sparsity(model) == pytest.approx(0.75)
 
 
-def test_state_dict_round_trips_into_an_equally_attached_model_also_after_deepcopy(
+def test_a_state_dict_loads_into_an_equally_attached_model_even_after_deepcopy(
     everything: nn.Module, tokens: torch.Tensor
 ) -> None:
     other = copy.deepcopy(everything)
     model = pp.attach(everything, pp.isotropic(everything, sparsity=0.3, std=0.01), train_std=True)
-    model(tokens).sum().backward()  # a model in use: an LSTM must not keep what it sampled
+    model(tokens).sum().backward()  # afterwards an LSTM must not hold on to its sample
     with torch.no_grad():
         for site in attachment.sites(model):
             site.gate.add_(torch.randn(site.gate.shape))
@@ -259,7 +259,7 @@ def test_tied_weights_stay_tied_and_count_once(everything: nn.Module, tokens: to
     assert pp.read(model).total == sum(p.numel() for p in pp.read(model).keep_prob.values())
 
 
-def test_functional_call_and_grad_transforms() -> None:
+def test_functional_call_and_grad_agree_with_the_model() -> None:
     model = small().eval()
     pp.attach(model, pp.isotropic(model, sparsity=0.3)).eval()
     for site in attachment.sites(model):
@@ -313,16 +313,16 @@ def test_pickling_is_refused() -> None:
         pickle.dumps(model)
 
 
-@pytest.mark.parametrize("how", ["no_grad", "frozen"])
-def test_a_slab_without_gradients_knows_what_was_seen(how: str) -> None:
-    """By its gradient a penalty is told from a prior, which must not forget."""
+@pytest.mark.parametrize("case", ["no_grad", "frozen"])
+def test_a_slab_without_gradients_carries_the_seen_examples(case: str) -> None:
+    """A slab with gradients serves as a penalty, one without as a prior, which must know the examples."""
     model, x = nn.Linear(4, 3, bias=False), torch.randn(8, 4)
     pp.fit(model, (x, torch.zeros(8, dtype=torch.int64)), pp.Config(epochs=1))
     pp.attach(model, pp.isotropic(model, sparsity=0.5))
     assert len(pp.read(model, detach=False).seen) == 0
-    if how == "frozen":
+    if case == "frozen":
         for site in attachment.sites(model):
             site.gate.requires_grad_(False)
-    with torch.set_grad_enabled(how == "frozen"):
+    with torch.set_grad_enabled(case == "frozen"):
         assert torch.equal(pp.read(model, detach=False).seen, pp.read(model).seen)
     assert len(pp.read(model).seen) == 8

@@ -72,14 +72,15 @@ def recurrent() -> Case:
     return Case(Recurrent(), (torch.randn(20, 6, 4), torch.randint(0, 3, (20,))))
 
 
-def made(case: Callable[[], Case]) -> Case:
+def make(case: Callable[[], Case]) -> Case:
+    """The case, with the same random numbers every time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return case()
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """All that a criterion must leave alone."""
+    """Everything that a criterion must not change."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return (
         {n: (id(t), t._version, t.requires_grad) for n, t in tensors.items()},
@@ -99,17 +100,17 @@ def first_two(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("case", [mlp, conv2d, conv1d, attention, recurrent], ids=lambda f: f.__name__)
 class TestContract:
     def test_one_finite_number_per_prunable_weight(self, case, criterion):
-        model, data = made(case)
-        found = score(criterion, model, data)
-        assert {n: s.shape for n, s in found.items()} == {n: w.shape for n, w in weights.prunable(model).items()}
-        for name, s in found.items():
+        model, data = make(case)
+        scores = score(criterion, model, data)
+        assert {n: s.shape for n, s in scores.items()} == {n: w.shape for n, w in weights.prunable(model).items()}
+        for name, s in scores.items():
             assert torch.isfinite(s).all(), name
             assert s.is_floating_point(), name
             assert not s.requires_grad, name
             assert (s != 0).any(), name
 
-    def test_the_model_and_the_random_numbers_are_left_alone(self, case, criterion):
-        model, data = made(case)
+    def test_the_model_and_the_random_state_do_not_change(self, case, criterion):
+        model, data = make(case)
         next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
         next(model.parameters()).requires_grad_(False)
         before = fingerprint(model)
@@ -117,23 +118,23 @@ class TestContract:
         assert fingerprint(model) == before
 
     def test_the_same_call_gives_the_same_scores_with_gradients_off_too(self, case, criterion):
-        model, data = made(case)
-        one = score(criterion, model, data)
+        model, data = make(case)
+        first = score(criterion, model, data)
         torch.rand(3)
         with torch.no_grad():
-            two = score(criterion, model, data)
-        assert all(torch.equal(one[n], two[n]) for n in one)
+            second = score(criterion, model, data)
+        assert all(torch.equal(first[n], second[n]) for n in first)
 
-    def test_a_users_own_prunable_restricts_it(self, case, criterion):
-        model, data = made(case)
-        found = score(criterion, model, data, prunable=first_two)
-        assert list(found) == list(first_two(model))
-        if criterion not in ("grasp", "random"):  # those two look at all chosen weights together
+    def test_prunable_restricts_the_scores(self, case, criterion):
+        model, data = make(case)
+        scores = score(criterion, model, data, prunable=first_two)
+        assert list(scores) == list(first_two(model))
+        if criterion not in ("grasp", "random"):  # their scores depend on all chosen weights together
             whole = score(criterion, model, data)
-            assert all(torch.allclose(found[n], whole[n], rtol=1e-5, atol=1e-9) for n in found)
+            assert all(torch.allclose(scores[n], whole[n], rtol=1e-5, atol=1e-9) for n in scores)
 
     def test_bad_models_are_refused(self, case, criterion):
-        model, data = made(case)
+        model, data = make(case)
         with pytest.raises(ValueError, match="nothing to prune"):
             score(criterion, nn.PReLU(), data)
         with torch.no_grad():
@@ -143,7 +144,7 @@ class TestContract:
 
 
 def test_an_unknown_criterion_is_refused():
-    model, data = made(mlp)
+    model, data = make(mlp)
     with pytest.raises(
         ValueError,
         match="criterion 'magnitud' is unknown; use one of magnitude, snip, grasp, synflow, random, or a function",
@@ -152,57 +153,57 @@ def test_an_unknown_criterion_is_refused():
 
 
 def test_magnitude_is_the_absolute_value():
-    model, _ = made(attention)
-    found = magnitude(model)
-    assert list(found) == ["emb.weight", "block.att.in_proj_weight", "block.att.out_proj.weight"]
-    assert torch.equal(found["emb.weight"], model.emb.weight.abs())
+    model, _ = make(attention)
+    scores = magnitude(model)
+    assert list(scores) == ["emb.weight", "block.att.in_proj_weight", "block.att.out_proj.weight"]
+    assert torch.equal(scores["emb.weight"], model.emb.weight.abs())
 
 
 def test_random_is_uniform_and_a_function_of_the_seed_alone():
-    model, _ = made(mlp)
+    model, _ = make(mlp)
     wide, other = nn.Linear(300, 100), nn.Linear(300, 100)
     assert torch.equal(random(wide, seed=1)["weight"], random(other, seed=1)["weight"])
     assert not torch.equal(random(wide, seed=1)["weight"], random(wide, seed=2)["weight"])
     assert stats.kstest(random(wide, seed=1)["weight"].reshape(-1).numpy(), "uniform").pvalue > 1e-3
     both = torch.cat([s.reshape(-1) for s in random(model, seed=1).values()])
-    assert len(both.unique()) == len(both)  # no number serves two tensors
+    assert len(both.unique()) == len(both)  # no two weights share a number
 
 
 @pytest.mark.parametrize("case", [mlp, attention, recurrent], ids=lambda f: f.__name__)
 def test_snip_is_weight_times_gradient_of_the_mean_loss(case):
-    model, (x, y) = made(case)
+    model, (x, y) = make(case)
     model.eval()
     chosen = weights.prunable(model)
     gradient = torch.autograd.grad(F.cross_entropy(model(x), y), list(chosen.values()))
-    found = snip(model, (x, y))
+    scores = snip(model, (x, y))
     for (name, w), g in zip(chosen.items(), gradient, strict=True):
-        assert torch.allclose(found[name], (w * g).abs(), rtol=1e-4, atol=1e-8), name
+        assert torch.allclose(scores[name], (w * g).abs(), rtol=1e-4, atol=1e-8), name
 
 
 def test_snip_takes_any_loss_and_a_number_of_examples():
-    model, (x, _) = made(mlp)
+    model, (x, _) = make(mlp)
     target = torch.randn(300, 3, generator=torch.Generator().manual_seed(1))
-    found = snip(model, (x, target), loss=F.mse_loss, examples=64)
+    scores = snip(model, (x, target), loss=F.mse_loss, examples=64)
     gradient = torch.autograd.grad(F.mse_loss(model(x[:64]), target[:64]), model[0].weight)[0]
-    assert torch.allclose(found["0.weight"], (model[0].weight * gradient).abs(), rtol=1e-4, atol=1e-8)
+    assert torch.allclose(scores["0.weight"], (model[0].weight * gradient).abs(), rtol=1e-4, atol=1e-8)
 
 
 def test_datasets_and_loaders_give_the_same_scores_as_tensors():
-    model, (x, y) = made(mlp)
+    model, (x, y) = make(mlp)
     tensors = snip(model, (x, y))
     for data in (TensorDataset(x, y), DataLoader(TensorDataset(x, y), batch_size=50)):
         assert torch.allclose(snip(model, data)["0.weight"], tensors["0.weight"], rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
+@pytest.mark.parametrize("has_generator", [True, False], ids=["own generator", "global generator"])
 @pytest.mark.parametrize("criterion", ["snip", "grasp", "synflow"])
-def test_a_shuffling_loader_gives_the_same_scores_every_time(criterion, own):
-    model, (x, y) = made(mlp)
+def test_a_shuffling_loader_gives_the_same_scores_every_time(criterion, has_generator):
+    model, (x, y) = make(mlp)
     g = torch.Generator().manual_seed(3)
-    loader = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True, generator=g if own else None)
+    loader = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True, generator=g if has_generator else None)
     before = torch.get_rng_state()
-    one, two = (score(criterion, model, loader)["0.weight"] for _ in range(2))
-    assert torch.equal(one, two)
+    first, second = (score(criterion, model, loader)["0.weight"] for _ in range(2))
+    assert torch.equal(first, second)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(g.get_state(), torch.Generator().manual_seed(3).get_state())
 
@@ -219,11 +220,11 @@ def test_grasp_is_weight_times_hessian_times_gradient():
     gradient = torch.autograd.functional.jacobian(loss, flat)
     # Two batches of 256 and 44 examples: the Hessian of the mean loss times the gradient of the mean loss.
     expected = flat * (torch.autograd.functional.hessian(loss, flat) @ gradient)
-    found = torch.cat([s.reshape(-1) for s in grasp(model, (x, y)).values()])
-    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+    scores = torch.cat([s.reshape(-1) for s in grasp(model, (x, y)).values()])
+    assert torch.allclose(scores, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_grasp_keeps_what_carries_the_gradient():
+def test_grasp_is_the_change_of_the_squared_gradient_norm():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
     x, y = torch.randn(200, 3, dtype=torch.float64), torch.randint(0, 2, (200,))
@@ -249,30 +250,30 @@ def test_synflow_is_conserved_from_layer_to_layer():
         nn.Conv2d(2, 3, 3, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(12, 7, bias=False), nn.ReLU(),
         nn.Linear(7, 4, bias=False),
     )  # fmt: skip
-    found = synflow(model, (torch.randn(5, 2, 4, 4), torch.zeros(5)))
-    sums = [float(s.sum()) for s in found.values()]
+    scores = synflow(model, (torch.randn(5, 2, 4, 4), torch.zeros(5)))
+    sums = [float(s.sum()) for s in scores.values()]
     with torch.no_grad():
         for w in model.parameters():
             w.abs_()
         flow = float(model.double()(torch.ones(1, 2, 4, 4, dtype=torch.float64)).sum())
     assert sums == pytest.approx([flow] * 3, rel=1e-6)
-    last = found["5.weight"]
+    last = scores["5.weight"]
     hidden = model[:5](torch.ones(1, 2, 4, 4, dtype=torch.float64))
     assert torch.allclose(last, model[5].weight.abs() * hidden, rtol=1e-5)
 
 
-def test_synflow_sees_no_values_and_stays_finite_in_deep_networks():
+def test_synflow_ignores_the_values_of_the_data_and_stays_finite_in_deep_networks():
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(100, 100) for _ in range(80)])
-    one, two = (synflow(model, (torch.randn(3, 100), torch.zeros(3))) for _ in range(2))
-    assert all(torch.equal(one[n], two[n]) for n in one)
-    assert max(float(s.max()) for s in one.values()) > 1e40  # beyond float32
-    assert all(torch.isfinite(s).all() for s in one.values())
+    first, second = (synflow(model, (torch.randn(3, 100), torch.zeros(3))) for _ in range(2))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert max(float(s.max()) for s in first.values()) > 1e40  # beyond float32
+    assert all(torch.isfinite(s).all() for s in first.values())
 
 
 @pytest.mark.parametrize("criterion", ["snip", "grasp"])
 def test_a_loss_that_is_not_a_number_is_refused(criterion):
-    model, (x, y) = made(mlp)
+    model, (x, y) = make(mlp)
     x[3, 2] = float("nan")
     with pytest.raises(ValueError, match="the loss is nan on the scoring data"):
         score(criterion, model, (x, y))
@@ -280,16 +281,16 @@ def test_a_loss_that_is_not_a_number_is_refused(criterion):
 
 @pytest.mark.parametrize("case", [mlp, attention], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("criterion", CRITERIA)
-def test_what_a_criterion_looks_at_is_noted_as_seen(case, criterion):
-    model, data = made(case)
+def test_examples_that_a_criterion_reads_are_noted_as_seen(case, criterion):
+    model, data = make(case)
     score(criterion, model, data)
-    looks = criterion in ("snip", "grasp") or (criterion == "synflow" and case is attention)
-    expected = torch.unique(batches.example_hashes(data)) if looks else torch.empty(0, dtype=torch.int64)
+    reads_data = criterion in ("snip", "grasp") or (criterion == "synflow" and case is attention)
+    expected = torch.unique(batches.example_hashes(data)) if reads_data else torch.empty(0, dtype=torch.int64)
     assert torch.equal(weights.seen(model), expected)
 
 
 def test_a_users_function_is_a_criterion():
-    model, data = made(mlp)
+    model, data = make(mlp)
     options = []
 
     def mine(model, data, *, seed, prunable):
@@ -323,7 +324,7 @@ def test_a_users_function_is_a_criterion():
     ],
 )
 def test_scores_that_do_not_fit_are_refused(scores, message):
-    model, data = made(mlp)
+    model, data = make(mlp)
 
     def mine(model, data):
         return scores

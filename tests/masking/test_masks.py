@@ -62,7 +62,7 @@ def test_exactly_k_are_kept_and_agree_with_a_naive_ranking(scope, levels):
             assert np.array_equal(keep, naive(score.astype(float), tie, int(keep.sum())))
 
 
-def test_equals_are_kept_by_position_when_nothing_else_tells_them_apart():
+def test_equal_scores_are_kept_by_position():
     mask = top_k({"b": torch.ones(2, 2), "a": torch.ones(3, 2)}, sparsity=0.5)
     assert mask["b"].all()
     assert mask["a"].reshape(-1).tolist() == [True, False, False, False, False, False]
@@ -71,8 +71,10 @@ def test_equals_are_kept_by_position_when_nothing_else_tells_them_apart():
 def test_infinite_scores_rank_at_the_ends():
     inf = float("inf")
     scores = {"a": torch.tensor([-inf, 0.0, inf, -inf]), "b": torch.tensor([inf, -1.0, -inf, inf])}
-    kept = [torch.cat(list(top_k(scores, sparsity=1 - k / 8).values())).nonzero().flatten().tolist() for k in (2, 4, 6)]
-    assert kept == [[2, 4], [1, 2, 4, 7], [0, 1, 2, 4, 5, 7]]
+    indices = [
+        torch.cat(list(top_k(scores, sparsity=1 - k / 8).values())).nonzero().flatten().tolist() for k in (2, 4, 6)
+    ]
+    assert indices == [[2, 4], [1, 2, 4, 7], [0, 1, 2, 4, 5, 7]]
 
 
 @pytest.mark.parametrize("scope", ["global", "layer", "erk"])
@@ -132,9 +134,9 @@ def test_layer_and_erk_budgets_are_proportional_within_their_ranges():
 
 def test_erk_gives_small_layers_a_higher_density():
     scores = {"wide": torch.rand(100, 100), "conv": torch.rand(8, 4, 3, 3), "tiny": torch.rand(5, 2)}
-    kept = counts(top_k(scores, sparsity=0.9, scope="erk"))
-    assert kept[2] == 10  # would get more than it has: full
-    assert kept[0] / kept[1] == pytest.approx(200 / 18, abs=0.05)
+    counts_per_layer = counts(top_k(scores, sparsity=0.9, scope="erk"))
+    assert counts_per_layer[2] == 10  # would get more than it has: full
+    assert counts_per_layer[0] / counts_per_layer[1] == pytest.approx(200 / 18, abs=0.05)
 
 
 def test_total_counts_the_weights_that_are_never_pruned():
@@ -305,51 +307,51 @@ def test_projection_equals_a_quadratic_programme():
         assert np.abs(projected - solved.x).max() < 1e-5
 
 
-def test_projection_leaves_alone_what_meets_the_budget():
+def test_projection_does_not_change_a_point_that_meets_the_budget():
     p = torch.tensor([0.25, 0.5, 0.75, 0.5])
     assert torch.equal(masks.project([p], 0.5, eta=ETA)[0], p)
 
 
-def test_members_are_projected_as_if_each_were_alone():
+def test_members_are_projected_independently():
     x = members_of(PROBABILITIES, 500)
     density = torch.linspace(0.02, 0.9, len(x)).double()
     parts = [x[:, :20].reshape(-1, 4, 5), x[:, 20:]]
     for wait in (True, False):
-        found = masks.project(parts, density, eta=ETA, members=True, wait=wait)
-        assert [f.shape for f in found] == [p.shape for p in parts]
+        projected = masks.project(parts, density, eta=ETA, members=True, wait=wait)
+        assert [f.shape for f in projected] == [p.shape for p in parts]
         for k, target in enumerate(density.tolist()):
             alone = torch.cat([p.reshape(-1) for p in masks.project([p[k] for p in parts], target, eta=ETA)])
-            row = torch.cat([f[k].reshape(-1) for f in found])
-            # Bisected 40 times where it does not wait, which the values of 1e6 leave at 1e-5.
+            row = torch.cat([f[k].reshape(-1) for f in projected])
+            # Without waiting there are 40 bisections, which leave values of 1e6 accurate to 1e-5.
             assert torch.allclose(row, alone, rtol=0, atol=1e-6 if wait else 1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_shift_and_project_that_do_not_wait_are_captured():
+def test_shift_and_project_without_waiting_can_be_captured_in_a_cuda_graph():
     x = torch.randn(3, 40, 50, device="cuda")
     density, sharpness = torch.tensor([0.1, 0.5, 0.9], device="cuda"), torch.ones(3, device="cuda")
-    seen = masks.logit_shift([x], density, sharpness=sharpness, members=True)
-    start = seen + 0.05
+    expected = masks.logit_shift([x], density, sharpness=sharpness, members=True)
+    start = expected + 0.05
 
-    def both() -> tuple[torch.Tensor, torch.Tensor]:
+    def shift_and_project() -> tuple[torch.Tensor, torch.Tensor]:
         tau = masks.logit_shift([x], density, sharpness=sharpness, start=start, members=True, wait=False)
         return tau, masks.project([torch.sigmoid(x)], density, eta=ETA, members=True, wait=False)[0]
 
-    both()
+    shift_and_project()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        both()
+        shift_and_project()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tau, projected = both()
+        tau, projected = shift_and_project()
     graph.replay()
-    assert torch.allclose(tau, seen, atol=1e-5)
+    assert torch.allclose(tau, expected, atol=1e-5)
     assert torch.allclose(projected.double().mean((1, 2)), density.double(), atol=1e-6)
 
 
-def test_density_of_a_part_makes_up_for_what_is_never_pruned():
+def test_density_of_a_part_accounts_for_the_weights_that_are_never_pruned():
     assert masks.density(0.5, size=80, total=100) == pytest.approx(30 / 80)
     with pytest.raises(ValueError, match=r"sparsity 0\.9 of 100 weights cannot be met by pruning 80 of them"):
         masks.density(0.9, size=80, total=100)
@@ -361,15 +363,15 @@ def test_overlap_comes_with_its_chance_level():
     assert overlap(a, b) == (2 / 4, 4 / 8)
     assert overlap(a, a) == (1.0, 0.5)
     generator = torch.Generator().manual_seed(0)
-    one, two = ({"w": torch.rand(200_000, generator=generator) < 0.1} for _ in range(2))
-    found = overlap(one, two)
-    assert found.shared == pytest.approx(found.chance, abs=0.01)
-    assert found.chance == pytest.approx(0.1, abs=0.01)
+    first, second = ({"w": torch.rand(200_000, generator=generator) < 0.1} for _ in range(2))
+    result = overlap(first, second)
+    assert result.shared == pytest.approx(result.chance, abs=0.01)
+    assert result.chance == pytest.approx(0.1, abs=0.01)
     with pytest.raises(ValueError, match="different tensors: only one of them has v; make both"):
         overlap(a, {"w": b["w"]})
 
 
-def test_entropy_and_sparsity():
+def test_entropy_is_the_mean_over_all_weights_and_sparsity_the_share_of_zeros():
     assert entropy({"w": torch.tensor([0.0, 1.0]), "v": torch.tensor([1.0])}) == 0
     assert entropy({"w": torch.full((3, 2), 0.5)}) == pytest.approx(math.log(2))
     p = 0.1

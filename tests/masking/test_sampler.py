@@ -27,47 +27,47 @@ def build(seed: int = 0, *, std: float = 0.05, sparsity: float = 0.4, **options:
     return model.train()
 
 
-def drawn(model: nn.Module) -> list[torch.Tensor]:
+def draws(model: nn.Module) -> list[torch.Tensor]:
     return [site.where().detach() for site in attachment.sites(model)]
 
 
-def right(model: nn.Module) -> bool:
-    """Whether every weight is what its parameters, read now, give."""
-    wanted = []
+def is_fresh(model: nn.Module) -> bool:
+    """Whether every weight equals a new draw from the current parameters."""
+    expected = []
     for site in attachment.sites(model):
         part = site.sampler.inputs()
         assert part is not None
-        wanted.append(kernels.draw([part], site.sampler.law(part))[0].detach())
-    return all(torch.equal(a, b) for a, b in zip(drawn(model), wanted, strict=True))
+        expected.append(kernels.draw([part], site.sampler.law(part))[0].detach())
+    return all(torch.equal(a, b) for a, b in zip(draws(model), expected, strict=True))
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many weights each launch drew."""
-    found: list[int] = []
+    sizes: list[int] = []
     plain = kernels.draw_fast
 
-    def counted(parts: list[kernels.SampleInputs], law: kernels.Law) -> list[torch.Tensor | None]:
-        found.append(len(parts))
+    def count_and_draw(parts: list[kernels.SampleInputs], law: kernels.Law) -> list[torch.Tensor | None]:
+        sizes.append(len(parts))
         return plain(parts, law)
 
-    monkeypatch.setattr(kernels, "draw_fast", counted)
-    return found
+    monkeypatch.setattr(kernels, "draw_fast", count_and_draw)
+    return sizes
 
 
 def test_one_launch_draws_a_models_weights(launches: list[int]) -> None:
     model = build()
-    drawn(model)  # the samplers join as they are read
+    draws(model)  # the samplers join as they are read
     launches.clear()
     pp.resample_(model)
-    first, second = drawn(model), drawn(model)
+    first, second = draws(model), draws(model)
     assert launches == [3]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert len({w.untyped_storage().data_ptr() for w in first}) == 1
     with torch.no_grad():
         attachment.sites(model)[1].gate.add_(1)
-    drawn(model)
-    assert launches == [3, 1]  # what has not changed is not drawn again
+    draws(model)
+    assert launches == [3, 1]  # only the changed weight is drawn again
 
 
 def sgd(model: nn.Module, kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, **options: bool) -> None:
@@ -79,12 +79,12 @@ def sgd(model: nn.Module, kind: Callable[..., torch.optim.Optimizer] = torch.opt
 def set_data(model: nn.Module) -> None:
     for p in model.parameters():
         p.data = p.data * 2
-        p.data = p.data * 2  # which may lie where the first one lay
+        p.data = p.data * 2  # may reuse the memory of the first
 
 
 def half_and_back(model: nn.Module) -> None:
     model.to(torch.float64)
-    drawn(model)
+    draws(model)
     model.to(torch.float32)
     for p in model.parameters():
         p.data = p.data + 1e-3
@@ -121,71 +121,71 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_change_leaves_a_stale_weight(change: str) -> None:
     model = build()
-    drawn(model)
-    before = [w.clone() for w in drawn(model)]
+    draws(model)
+    before = [w.clone() for w in draws(model)]
     CHANGES[change](model)
-    assert right(model)
+    assert is_fresh(model)
     if change not in ("the draw itself", "harden"):
-        assert not all(torch.equal(a, b) for a, b in zip(before, drawn(model), strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(before, draws(model), strict=True))
 
 
-def test_functional_call_reads_the_tensors_it_is_given() -> None:
+def test_functional_call_reads_its_tensors() -> None:
     model = build(std=0.0).eval()
     x, params = torch.randn(4, 6), dict(model.named_parameters())
     body = nn.Sequential(model[0], model[1], model[2])
     inner = {n: p for n, p in params.items() if not n.startswith("3")}
     plain = body(x)
-    for factor in (2.0, 3.0, 2.0):  # temporaries that may lie where the last ones lay
+    for factor in (2.0, 3.0, 2.0):  # temporaries that may reuse the memory of the last ones
         scaled = {n: p * factor if n.endswith("original0") else p for n, p in inner.items()}
-        wanted = F.linear(F.relu(F.linear(x, factor * model[0].weight, model[0].bias)), factor * model[2].weight)
-        torch.testing.assert_close(functional_call(body, scaled, (x,)), wanted)
+        expected = F.linear(F.relu(F.linear(x, factor * model[0].weight, model[0].bias)), factor * model[2].weight)
+        torch.testing.assert_close(functional_call(body, scaled, (x,)), expected)
         del scaled
     assert torch.equal(body(x), plain)
 
 
-def test_a_deepcopy_draws_its_own_weights_together(launches: list[int]) -> None:
+def test_a_deepcopy_draws_its_weights_in_one_launch(launches: list[int]) -> None:
     model = build()
-    drawn(model)
+    draws(model)
     other = copy.deepcopy(model)
     assert attachment.sites(other)[0].sampler.pool is attachment.sites(other)[2].sampler.pool
     assert attachment.sites(other)[0].sampler.pool is not attachment.sites(model)[0].sampler.pool
-    assert all(torch.equal(a, b) for a, b in zip(drawn(model), drawn(other), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(draws(model), draws(other), strict=True))
     with torch.no_grad():
         for site in attachment.sites(other):
             site.mean.add_(1)
     launches.clear()
-    assert not any(torch.equal(a, b) for a, b in zip(drawn(model), drawn(other), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(draws(model), draws(other), strict=True))
     assert launches == [3]  # the copy's alone, and all of them
-    assert right(model)
-    assert right(other)
-    part = copy.deepcopy(model[2])  # a layer alone has nothing of the others
+    assert is_fresh(model)
+    assert is_fresh(other)
+    part = copy.deepcopy(model[2])  # a single layer draws alone
     assert torch.equal(part.weight, model[2].weight)
 
 
-def test_inference_mode_leaves_nothing_behind() -> None:
+def test_inference_mode_leaves_no_cached_weight_behind() -> None:
     model = build()
     with torch.inference_mode():
-        first = drawn(model)
+        first = draws(model)
     attachment.sites(model)[0].where().sum().backward()  # a tensor of inference mode could not be saved for this
-    assert all(torch.equal(a, b) for a, b in zip(first, drawn(model), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, draws(model), strict=True))
     with torch.inference_mode():
         model = build()
-        before = [w.clone() for w in drawn(model)]
+        before = [w.clone() for w in draws(model)]
         for p in model.parameters():
             p.mul_(2)
-        assert not any(torch.equal(a, b) for a, b in zip(before, drawn(model), strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(before, draws(model), strict=True))
 
 
-def test_the_old_draw_is_given_back_before_the_new_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_draw_is_freed_before_the_new_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
-    drawn(model)
-    drawn(model)
+    draws(model)
+    draws(model)
     pp.resample_(model)
     old = weakref.ref(attachment.sites(model)[0].sampler.pool._cached[attachment.sites(model)[0].sampler].value)  # type: ignore[union-attr]
     plain = kernels.draw_fast
     alive = []
     monkeypatch.setattr(kernels, "draw_fast", lambda parts, law: alive.append(old()) or plain(parts, law))
-    drawn(model)
+    draws(model)
     assert alive == [None]
 
 
@@ -221,19 +221,19 @@ def stack(models: list[nn.Module]) -> nn.Module:
     [{}, {"coupling": 2.0}, {"mapping": "clamp"}, {"train_std": True}, {"estimator": "straight-through"}],
     ids=str,
 )
-def test_stacked_models_draw_and_learn_what_each_does_alone(options: dict[str, object], mode: bool) -> None:
+def test_stacked_models_have_the_draws_and_gradients_of_single_ones(options: dict[str, object], mode: bool) -> None:
     models = [model_in_state(k, **options).train(mode) for k in range(3)]
     together = stack(models)
     pp.resample_(together)
     for model in models:
         pp.resample_(model)
     for i, site in enumerate(attachment.sites(together)):
-        drawn, out = site.where(), torch.randn(site.where().shape)
-        drawn.backward(out)
+        weight, out = site.where(), torch.randn(site.where().shape)
+        weight.backward(out)
         logit = site.logit()
         for k, model in enumerate(models):
             alone = attachment.sites(model)[i]
-            assert torch.equal(alone.where(), drawn[k])
+            assert torch.equal(alone.where(), weight[k])
             alone.where().backward(out[k])
             assert torch.equal(alone.mean.grad, site.mean.grad[k])
             assert torch.equal(alone.gate.grad, site.gate.grad[k])
@@ -244,7 +244,7 @@ def test_stacked_models_draw_and_learn_what_each_does_alone(options: dict[str, o
 
 def test_under_autocast_a_linear_weight_is_drawn_in_bfloat16_and_others_are_not() -> None:
     model = build()
-    full = drawn(model)
+    full = draws(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         linear, other, embedding = (site.where() for site in attachment.sites(model))
         assert linear.dtype == other.dtype == torch.bfloat16
@@ -256,15 +256,17 @@ def test_under_autocast_a_linear_weight_is_drawn_in_bfloat16_and_others_are_not(
     assert torch.equal(attachment.sites(model)[0].where(), full[0])
 
 
-def test_a_step_saves_nothing_of_a_weights_size_but_its_inputs_and_the_draw() -> None:
+def test_a_step_saves_only_the_samplers_inputs_and_the_draw() -> None:
     model = build()
     x = torch.randn(2, 6)
-    kept: set[int] = set()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.untyped_storage().data_ptr()) or t, lambda t: t):
+    saved: set[int] = set()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.add(t.untyped_storage().data_ptr()) or t, lambda t: t
+    ):
         model[2](model[1](model[0](x))).sum()
     allowed = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     allowed |= {attachment.sites(model)[i].where().untyped_storage().data_ptr() for i in (0, 1)}
-    extra = kept - allowed - {x.untyped_storage().data_ptr()}
+    extra = saved - allowed - {x.untyped_storage().data_ptr()}
     assert len(extra) <= 1  # the activation between the layers
 
 
@@ -279,7 +281,7 @@ def test_the_reference_draws_the_same_up_to_rounding() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_captured_step_learns_what_an_eager_one_does_and_leaves_no_stale_weight() -> None:
+def test_a_captured_step_equals_an_eager_one_and_leaves_no_stale_weight() -> None:
     models = [build().cuda() for _ in range(2)]
     x = torch.randn(16, 6, device="cuda")
 
@@ -304,6 +306,6 @@ def test_a_captured_step_learns_what_an_eager_one_does_and_leaves_no_stale_weigh
     for _ in range(5):
         graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
-    assert right(models[1])
+    assert is_fresh(models[1])
     graph.replay()
-    assert right(attachment.forget(models[1]))
+    assert is_fresh(attachment.forget(models[1]))

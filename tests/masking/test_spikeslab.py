@@ -49,7 +49,7 @@ def everywhere(slab: SpikeSlab) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.5, 0.9, 0.99, 0.999])
-def test_isotropic_is_one_number_with_the_sparsity_asked_for(sparsity):
+def test_isotropic_has_one_keep_prob_and_the_requested_sparsity(sparsity):
     slab = pp.isotropic(net(), sparsity=sparsity, std=0.1)
     assert list(slab.keep_prob) == ["0.weight", "2.weight"]
     assert everywhere(slab).sub(1 - sparsity).abs().max() < 1e-7
@@ -57,7 +57,7 @@ def test_isotropic_is_one_number_with_the_sparsity_asked_for(sparsity):
     assert slab.total == 900
 
 
-def test_the_value_holds_copies_of_everything():
+def test_a_slab_holds_copies_of_all_tensors():
     model = net()
     weights.mark_seen(model, torch.tensor([3, 1]))
     slab = pp.isotropic(model, sparsity=0.5, std=0.1)
@@ -118,7 +118,7 @@ def test_an_eps_too_large_for_the_sparsity_is_refused():
 
 
 @pytest.mark.parametrize("size", [500, 540, 1000, 1010, 1049, 26_661])
-def test_blocks_that_coincide_are_warned_of_whatever_the_rounding_of_k(size):
+def test_equal_blocks_give_a_warning_for_every_size(size):
     model = nn.Linear(size, 1)
     mask = pp.top_k(criteria.magnitude(model), sparsity=0.99)
     with pytest.warns(UserWarning, match="the mask is forgotten"):
@@ -134,18 +134,18 @@ def test_blocks_that_coincide_are_warned_of_whatever_the_rounding_of_k(size):
 def test_score_monotone_keeps_the_order_and_the_budget(criterion, sparsity):
     model = net()
     x, y = torch.randn(40, 20, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 10
-    found = criteria.score(criterion, model, (x, y))
-    slab = pp.score_monotone(model, found, sparsity=sparsity)
+    scores = criteria.score(criterion, model, (x, y))
+    slab = pp.score_monotone(model, scores, sparsity=sparsity)
     assert slab.sparsity == pytest.approx(sparsity, abs=SAMPLED if sparsity == 0 else 1e-6)
     assert slab.sparsity >= sparsity
-    order = torch.cat([s.reshape(-1) for s in found.values()]).argsort()
+    order = torch.cat([s.reshape(-1) for s in scores.values()]).argsort()
     p = everywhere(slab)[order]
     assert (p.diff() >= 0).all()
     assert p.min() > 0
     assert p.max() < 1
     if sparsity == 0.5:
         assert p[-1] > p[0]
-        scaled = pp.score_monotone(model, {n: 1e-12 * s for n, s in found.items()}, sparsity=sparsity)
+        scaled = pp.score_monotone(model, {n: 1e-12 * s for n, s in scores.items()}, sparsity=sparsity)
         assert torch.allclose(everywhere(scaled)[order], p, atol=1e-5)
 
 
@@ -157,7 +157,7 @@ def test_equal_scores_get_equal_probabilities(value):
 
 
 @pytest.mark.parametrize("std", [-1.0, math.inf, math.nan])
-def test_a_std_that_is_none_is_refused(std):
+def test_an_invalid_std_is_refused(std):
     with pytest.raises(ValueError, match=r"std is .*; it must be 0"):
         pp.isotropic(net(), sparsity=0.5, std=std)
 
@@ -273,20 +273,20 @@ def stacked(slabs: list[SpikeSlab]) -> SpikeSlab:
     """The members as one value, every tensor with a leading model dimension."""
     parts = {}
     for part in ("keep_prob", "mean", "std"):
-        every = [getattr(slab, part) for slab in slabs]
-        parts[part] = {n: torch.stack([one[n].expand_as(slabs[0].mean[n]) for one in every]) for n in every[0]}
+        values = [getattr(slab, part) for slab in slabs]
+        parts[part] = {n: torch.stack([value[n].expand_as(slabs[0].mean[n]) for value in values]) for n in values[0]}
     return SpikeSlab(**parts, rest={}, total=slabs[0].total)
 
 
 @pytest.mark.parametrize("std", [0.0, 0.1])
-def test_the_kl_of_members_is_each_ones_own(std):
+def test_the_kl_of_members_is_that_of_each_member(std):
     models = [net(0), net(1), net(2)]
     q = [pp.score_monotone(m, criteria.magnitude(m), sparsity=0.9, std=std) for m in models]
     p = [pp.isotropic(m, sparsity=s, std=2 * std) for m, s in zip(models, (0.9, 0.5, 0.1), strict=True)]
     expected = torch.stack([kl(a, b) for a, b in zip(q, p, strict=True)])
     for check in (True, False):
-        found = kl(stacked(q), stacked(p), members=True, check=check)
-        assert torch.allclose(found, expected, rtol=1e-12)
+        divergences = kl(stacked(q), stacked(p), members=True, check=check)
+        assert torch.allclose(divergences, expected, rtol=1e-12)
         assert float(kl(stacked(q), stacked(p), check=check)) == pytest.approx(float(expected.sum()), rel=1e-12)
 
 
@@ -303,7 +303,7 @@ def test_without_the_check_an_infinite_kl_is_infinite():
 # --- Hash and draws
 
 
-def test_the_hash_changes_with_every_tensor_and_with_nothing_else():
+def test_the_hash_depends_on_every_tensor_but_not_on_their_order():
     slab = pp.isotropic(net(), sparsity=0.5, std=0.1)
     hashes = {slab.hash}
     for part in ("keep_prob", "mean", "std", "rest"):
@@ -343,17 +343,17 @@ def test_a_draw_without_width_is_the_mean_or_exactly_zero():
 
 
 @pytest.mark.parametrize("std", [0.0, 0.1])
-def test_a_draw_is_what_the_attached_model_samples(std):
+def test_a_draw_equals_the_weights_of_the_attached_model(std):
     model = net()
     pp.attach(model, pp.score_monotone(model, criteria.magnitude(model), sparsity=0.7, std=std), seed=11).eval()
     for step in range(1, 4):
         pp.resample_(model)
-        drawn = draw_weights(pp.read(model), seed=11, step=step)
-        assert torch.equal(drawn["0.weight"], model[0].weight)
-        assert torch.equal(drawn["2.weight"], model[2].weight)
+        weights = draw_weights(pp.read(model), seed=11, step=step)
+        assert torch.equal(weights["0.weight"], model[0].weight)
+        assert torch.equal(weights["2.weight"], model[2].weight)
 
 
-def test_certain_gates_are_certain():
+def test_gates_of_probability_0_and_1_never_vary():
     slab = slab_of(torch.tensor([0.0, 1.0]).repeat(50_000), mean=1.0)
     assert torch.equal(draw_weights(slab, seed=0, step=0)["w"], slab.keep_prob["w"])
 

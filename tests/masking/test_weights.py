@@ -110,7 +110,7 @@ def test_a_mask_makes_zeros_and_keeps_them():
     assert (model[0].weight == 7).all()
 
 
-def test_zeros_overcome_infinite_weights():
+def test_a_mask_zeroes_infinite_weights():
     model = nn.Linear(2, 1)
     pp.apply_mask(model, {"weight": mask_of([0, 1])})
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_seen_is_a_growing_sorted_set_that_a_copy_takes_along():
     assert set(model.state_dict()) == {"weight", "bias"}
 
 
-def test_modes_come_back_module_by_module_even_after_an_error():
+def test_training_modes_are_restored_module_by_module_even_after_an_error():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].eval()
 
@@ -163,7 +163,7 @@ def test_modes_come_back_module_by_module_even_after_an_error():
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_a_wrapper_forgets_neither_the_mask_nor_what_was_seen() -> None:
+def test_a_wrapper_keeps_the_mask_and_the_seen_examples() -> None:
     x, y = torch.randn(32, 4), torch.zeros(32, dtype=torch.int64)
     for wrap in (lambda m: nn.Sequential(m, nn.ReLU()), lambda m: torch.compile(m, backend="eager")):
         inner = nn.Linear(4, 3)
@@ -173,7 +173,7 @@ def test_a_wrapper_forgets_neither_the_mask_nor_what_was_seen() -> None:
         assert len(weights.seen(inner)) == 32
 
 
-def test_a_noted_mask_is_the_models_own_and_can_be_moved() -> None:
+def test_a_noted_mask_belongs_to_the_model_and_can_be_changed() -> None:
     model = nn.Linear(2, 1)
     mask = {"weight": torch.tensor([[True, False]])}
     pp.apply_mask(model, mask)
@@ -186,7 +186,7 @@ def test_a_noted_mask_is_the_models_own_and_can_be_moved() -> None:
     assert weights.masked(pp.apply_mask(model, None)) == []
 
 
-def test_weights_are_pruned_for_a_while_and_then_what_they_were_even_after_an_error() -> None:
+def test_weights_are_pruned_within_a_block_and_restored_even_after_an_error() -> None:
     model = nn.Linear(2, 1)
     pp.apply_mask(model, {"weight": torch.tensor([[True, False]])})
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_weights_are_pruned_for_a_while_and_then_what_they_were_even_after_an_er
     assert model.weight.tolist() == [[3.0, 4.0]]
 
 
-def test_members_that_have_seen_the_same_share_one_note() -> None:
+def test_members_that_saw_the_same_examples_share_one_tensor() -> None:
     models, rows = [nn.Linear(2, 2) for _ in range(3)], torch.tensor([5, 3, 5, 9])
     weights.mark_seen(models[2], torch.tensor([7]))
     weights.mark_seen(models, rows)

@@ -1,4 +1,4 @@
-"""Any model: pft and pbp on an LSTM, a ViT, BERT and GPT-2, with tied embeddings, and what they leave behind."""
+"""Any model: pft and pbp on an LSTM, a ViT, BERT and GPT-2, with tied embeddings, end in plain models."""
 
 import copy
 from collections.abc import Callable
@@ -32,8 +32,8 @@ class Recurrent(nn.Module):
         self.tied = tied
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.head(self.lstm(self.tokens(x))[0])
-        return found if self.tied else found[:, -1]
+        logits = self.head(self.lstm(self.tokens(x))[0])
+        return logits if self.tied else logits[:, -1]
 
 
 class Vision(nn.Module):
@@ -173,8 +173,8 @@ def per_token(out: Tensor, y: Tensor) -> Tensor:
 
 def check_tied(model: nn.Module, case: Case) -> None:
     if case.tied is not None:
-        one, other = (model.get_parameter(name) for name in case.tied)
-        assert one is other
+        first, second = (model.get_parameter(name) for name in case.tied)
+        assert first is second
         assert case.tied[0] in pp.prunable(model)
         assert case.tied[1] not in pp.prunable(model)
 
@@ -191,8 +191,8 @@ def test_pft_keeps_exactly_k_and_leaves_a_plain_model(name: str, recipe: str) ->
     result = pp.pft(model, data, CONFIG, sparsity=0.9, recipe=recipe, dense=CONFIG, loss=loss)
     assert [row["stage"] for row in result.history] == ["dense", "dense", "masks", "tune"]
     assert all(torch.isfinite(torch.tensor(row["loss"])) for row in result.history)
-    kept = sum(int((w != 0).sum()) for w in pp.prunable(model).values())
-    assert kept == sum(int(keep.sum()) for keep in result.mask.values()) == round(0.1 * total)
+    nonzero = sum(int((w != 0).sum()) for w in pp.prunable(model).values())
+    assert nonzero == sum(int(keep.sum()) for keep in result.mask.values()) == round(0.1 * total)
     check_tied(model, case)
     assert all(not torch.equal(w, before[name]) for name, w in pp.prunable(model).items())
     assert set(model.state_dict()) == set(plain.state_dict())
@@ -209,12 +209,12 @@ def test_pbp_certifies_every_classifier(name: str, tmp_path: Path) -> None:
     plain = copy.deepcopy(model)
     x, y = examples(case, "class", n=96)
     split = pp.data.split(x, y, classes=CLASSES)
-    found = pp.pbp(model, split, CONFIG, sparsity=0.9, dense=CONFIG, draws=50, folder=tmp_path)
-    assert [row["stage"] for row in found.history] == ["dense"] * 2 + ["prior"] * 2 + ["posterior"] * 2
-    assert found.history[-1]["expected_sparsity"] == pytest.approx(0.9, abs=1e-3)
-    assert 0 < found.certificate.bound <= 1
-    assert found.posterior.keep_prob.keys() == pp.prunable(plain).keys()
-    pp.harden(model, pp.top_k(found.posterior.keep_prob, sparsity=0.9))
+    result = pp.pbp(model, split, CONFIG, sparsity=0.9, dense=CONFIG, draws=50, folder=tmp_path)
+    assert [row["stage"] for row in result.history] == ["dense"] * 2 + ["prior"] * 2 + ["posterior"] * 2
+    assert result.history[-1]["expected_sparsity"] == pytest.approx(0.9, abs=1e-3)
+    assert 0 < result.certificate.bound <= 1
+    assert result.posterior.keep_prob.keys() == pp.prunable(plain).keys()
+    pp.harden(model, pp.top_k(result.posterior.keep_prob, sparsity=0.9))
     check_tied(model, case)
     assert pp.sparsity(model) == pytest.approx(1 - round(0.1 * weights.total(model)) / weights.total(model))
     plain.load_state_dict(model.state_dict(), strict=True)
@@ -232,11 +232,11 @@ def test_no_weight_is_read_past_its_gate(name: str) -> None:
             return pp.attach(copy.deepcopy(model), replace(slab, keep_prob=keep)).eval()(x)
 
     whole = outputs(full)
-    for one in slab.keep_prob:
-        assert not torch.equal(outputs(full | {one: torch.zeros_like(full[one])}), whole), one
+    for key in slab.keep_prob:
+        assert not torch.equal(outputs(full | {key: torch.zeros_like(full[key])}), whole), key
 
 
-# --- A pattern in a transformer, and in the file that leaves it
+# --- A pattern in a transformer, and in its exported file
 
 
 def patterned() -> tuple[nn.Module, Any]:
@@ -248,10 +248,10 @@ def patterned() -> tuple[nn.Module, Any]:
 def test_an_exported_file_claims_a_pattern_only_where_it_holds(tmp_path: Path) -> None:
     model, result = patterned()
     assert result.sparsity == 0.5
-    said = export.write(
+    sentence = export.write(
         tmp_path / "packed", model, format="safetensors", example=examples(TAGGERS["gpt"], "token")[0], pattern="2:4"
     )
-    assert said.endswith(", 2:4")
+    assert sentence.endswith(", 2:4")
     assert export.Packed(tmp_path / "packed").metadata["pattern"] == "2:4"
     back = pp.models.gpt(TOKENS, width=16, depth=1, heads=2, context=LENGTH)
     back.load_state_dict(export.load(tmp_path / "packed"))
@@ -268,7 +268,7 @@ def test_an_exported_file_claims_a_pattern_only_where_it_holds(tmp_path: Path) -
     assert not (tmp_path / "other").exists()
 
 
-def test_algorithm_1_says_that_a_pattern_has_no_gate_for_every_weight() -> None:
+def test_algorithm_1_refuses_a_pattern_which_has_no_gate_per_weight() -> None:
     model = pp.models.gpt(TOKENS, width=16, depth=1, heads=2, context=LENGTH)
     pp.attach(model, pp.isotropic(model, sparsity=0.5), mapping="2:4")
     with pytest.raises(ValueError, match=r"one gate for every weight, but those of the pattern 2:4 .* use samples=0"):
