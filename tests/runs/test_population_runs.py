@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_population import CONFIG, NETS, X, Y, assert_alike, both, budgets, built, prepared
+from test_population import CONFIG, NETS, X, Y, assert_alike, budgets, build, fit_both_ways, prepare
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -161,7 +161,7 @@ def test_a_member_that_diverges_is_named() -> None:
 
 def test_rows_name_their_member_and_progress_shows_the_mean() -> None:
     calls: list[tuple] = []
-    models = [prepared(NETS["mlp"][0], "budget", k) for k in range(3)]
+    models = [prepare(NETS["mlp"][0], "budget", k) for k in range(3)]
     rows = pp.fit(
         models, (X, Y), CONFIG, budget=budgets("budget"), stage="masks", progress=lambda *call: calls.append(call)
     )
@@ -175,7 +175,7 @@ def test_rows_name_their_member_and_progress_shows_the_mean() -> None:
     assert "member" not in last
     assert last["loss"] == pytest.approx(sum(row["loss"] for row in rows[-3:]) / 3)
     assert [row["expected_sparsity"] for row in rows[-3:]] == pytest.approx([0.3, 0.5, 0.7], abs=1e-6)
-    alone = pp.fit(built(NETS["mlp"][0], 0), (X, Y), CONFIG)
+    alone = pp.fit(build(NETS["mlp"][0], 0), (X, Y), CONFIG)
     assert all("member" not in row for row in alone)
 
 
@@ -200,7 +200,7 @@ def test_a_killed_population_resumes_to_the_bit(state: str, optimizer: str, tmp_
             if len(steps) == stop:
                 raise Killed
 
-        models = [prepared(make, state, k) for k in range(members)]
+        models = [prepare(make, state, k) for k in range(members)]
         options = {"seed": [5, 6, 7][:members], "budget": budgets(state, members), "every": 2, "progress": progress}
         return models, pp.fit(models, (X, Y), configs[:members], checkpoint=path, **options)
 
@@ -223,7 +223,7 @@ def test_a_killed_population_resumes_to_the_bit(state: str, optimizer: str, tmp_
 
 
 def priors(attach_options: dict[str, Any], count: int = 3) -> tuple[list[nn.Module], list[pp.SpikeSlab]]:
-    models = [built(NETS["mlp"][0], k) for k in range(count)]
+    models = [build(NETS["mlp"][0], k) for k in range(count)]
     pp.fit(models, SPLIT.prior, CONFIG, seed=list(range(count)))
     for k, model in enumerate(models):
         mask = pp.top_k(pp.scores.magnitude(model), sparsity=0.4 + 0.1 * k)
@@ -313,7 +313,7 @@ def test_a_lone_posterior_after_a_population_is_the_same_as_one_before() -> None
     models, slabs = priors({}, count=2)
     lone_model = copy.deepcopy(models[0])
     pp.fit_posterior(lone_model, slabs[0], SPLIT, CONFIG)
-    alone, _ = both(models, SPLIT.prior, CONFIG)
+    alone, _ = fit_both_ways(models, SPLIT.prior, CONFIG)
     for model, expected in zip(models, alone, strict=True):
         assert_alike(model, expected)
         pp.fit_posterior(model, pp.read(model), SPLIT, CONFIG)

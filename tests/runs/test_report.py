@@ -163,7 +163,7 @@ def test_a_browser_shows_the_table_and_the_figures(folder: Path, page: str, tmp_
         ["chromium", *flags, (tmp_path / "report.html").as_uri()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     (widths,) = re.findall(r'data-widths="([\d,]*)"', process.stdout)

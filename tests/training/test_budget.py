@@ -1,4 +1,4 @@
-"""Sparsity controllers: the schedule, and each control against the budget it has to hold."""
+"""Sparsity controllers: the schedules, and each control against its budget."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from pacprune.training.population import Population
 PROGRESS = (0.0, 0.1, 0.4, 0.79, 0.8, 1.0)
 
 
-def attached(seed: int = 0, **how: object) -> nn.Module:
+def attached(seed: int = 0, **options: object) -> nn.Module:
     """A net with magnitudes of many scales and a few exact zeros, its gates far from any budget."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
@@ -25,14 +25,14 @@ def attached(seed: int = 0, **how: object) -> nn.Module:
     with torch.no_grad():
         model[0].weight.mul_(torch.exp(2 * torch.randn(40, 30, generator=generator)))
         model[0].weight[:2] = 0
-    pp.attach(model, pp.score_monotone(model, criteria.magnitude(model), sparsity=0.5), **how)
+    pp.attach(model, pp.score_monotone(model, criteria.magnitude(model), sparsity=0.5), **options)
     disturb_(model, generator)
     return model
 
 
 @torch.no_grad()
 def disturb_(model: nn.Module, generator: torch.Generator, size: float = 3.0) -> None:
-    """What an optimiser might do to the gates."""
+    """Moves the gates at random, as an optimiser might."""
     for site in attachment.sites(model):
         site.gate.add_(size * torch.randn(site.gate.shape, generator=generator))
 
@@ -64,7 +64,7 @@ def test_every_schedule_ends_at_the_sparsity(schedule):
 def test_a_schedule_may_be_a_function():
     plan = Budget(0.9, schedule=lambda share: share, ramp=0.5)
     assert [plan.density(t) for t in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([1, 0.55, 0.1, 0.1])
-    assert plan.record() == Budget(0.9, schedule=lambda r: 1 - (1 - r), ramp=0.5).record()  # known by what it gives
+    assert plan.record() == Budget(0.9, schedule=lambda r: 1 - (1 - r), ramp=0.5).record()  # recorded by its values
     assert plan.record() != Budget(0.9, schedule=lambda share: share**2, ramp=0.5).record()
 
 
@@ -124,7 +124,7 @@ def test_projection_holds_the_budget_under_the_clamp(sparsity):
         assert float(values.max()) < 1 - 0.9e-5
 
 
-def test_a_shift_moves_all_logits_alike_and_no_gate():
+def test_a_shift_moves_all_logits_equally_and_no_gate():
     model = attached(coupling=4.0)
     gates = [site.gate.detach().clone() for site in attachment.sites(model)]
     before = [site.logit().detach() for site in attachment.sites(model)]
@@ -138,7 +138,7 @@ def test_a_shift_moves_all_logits_alike_and_no_gate():
     assert float(moved[~edge].max() - moved[~edge].min()) < 1e-4
 
 
-def test_none_changes_nothing_but_the_sharpness():
+def test_the_control_none_changes_only_the_sharpness():
     model = attached()
     before = [site.logit().detach() for site in attachment.sites(model)]
     budget.enforce_(model, Budget(0.9, control="none", sharpen=2.0), 1.0)
@@ -160,18 +160,18 @@ def test_a_restricted_model_holds_the_budget_of_all_its_weights():
             budget.enforce_(model, Budget(0.7, control=control), 0.0)
 
 
-def test_shift_has_nothing_to_shift_under_the_clamp():
+def test_shift_is_refused_under_the_clamp():
     with pytest.raises(ValueError, match=r"control 'shift' moves logits.*use control='projection'"):
         budget.enforce_(attached(mapping="clamp"), Budget(0.9), 0.0)
 
 
-def test_a_plain_model_has_no_budget():
+def test_a_budget_of_gates_is_refused_on_a_plain_model():
     with pytest.raises(ValueError, match=r"has no stochastic masks; call pp\.attach"):
         budget.enforce_(nn.Linear(3, 2), Budget(0.9), 0.0)
 
 
-def trained(control: str) -> float:
-    """The density after a short training in which every kept weight helps; the budget asks for .2."""
+def density_after_training(control: str) -> float:
+    """The density after a short training in which every kept weight helps; the budget is a density of 0.2."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 20, generator=generator)
     target = x @ torch.randn(20, 10, generator=generator)
@@ -194,12 +194,12 @@ def trained(control: str) -> float:
     return density(model)
 
 
-def test_only_none_drifts_in_training():
-    found = {control: trained(control) for control in GATE_CONTROLS}
-    assert found["none"] > 0.5
-    assert found["shift"] == pytest.approx(0.2, abs=1e-6)
-    assert found["projection"] == pytest.approx(0.2, abs=1e-6)
-    assert found["lagrangian"] == pytest.approx(0.2, abs=0.05)
+def test_every_control_except_none_holds_the_density_in_training():
+    densities = {control: density_after_training(control) for control in GATE_CONTROLS}
+    assert densities["none"] > 0.5
+    assert densities["shift"] == pytest.approx(0.2, abs=1e-6)
+    assert densities["projection"] == pytest.approx(0.2, abs=1e-6)
+    assert densities["lagrangian"] == pytest.approx(0.2, abs=0.05)
 
 
 def test_the_penalty_is_the_augmented_lagrangian():
@@ -216,7 +216,7 @@ def test_the_penalty_is_the_augmented_lagrangian():
 
 
 def test_a_patient_multiplier_learns_more_slowly():
-    excess, found = 0.0, {}
+    excess, multipliers = 0.0, {}
     for patience in (10.0, 1000.0):
         model = attached()
         excess = density(model) - 0.1
@@ -225,8 +225,8 @@ def test_a_patient_multiplier_learns_more_slowly():
             Budget(0.9, control="lagrangian", strength=10.0, patience=patience),
             torch.tensor(0.1),
         )
-        found[patience] = float(attachment.sites(model)[0].sampler.multiplier)
-    assert found == pytest.approx({10.0: excess, 1000.0: excess / 100}, rel=1e-5)
+        multipliers[patience] = float(attachment.sites(model)[0].sampler.multiplier)
+    assert multipliers == pytest.approx({10.0: excess, 1000.0: excess / 100}, rel=1e-5)
 
 
 # --- Masks of plain networks
@@ -243,29 +243,29 @@ def move_masks_(model: nn.Module, plan: Budget | list[Budget], step: int, steps:
     budget.move_masks_(weights.masked(model), plan, step, steps, total=1400)
 
 
-def moved(model: nn.Module) -> torch.Tensor:
+def current_mask(model: nn.Module) -> torch.Tensor:
     return torch.cat([keep.reshape(-1) for _, keep in weights.masked(model)])
 
 
 @pytest.mark.parametrize("control", MASK_CONTROLS)
-def test_masks_move_to_the_largest_weights_at_the_density_of_the_moment(control):
+def test_masks_keep_the_largest_weights_at_the_density_of_the_schedule(control):
     model = plain()
     before = {n: w.detach().clone() for n, w in pp.prunable(model).items()}
     plan = Budget(0.9, control=control, schedule="cubic", every=10)
     for step in (0, 5, 10, 50, 80, 95):
-        held = moved(model).clone()
+        previous = current_mask(model).clone()
         move_masks_(model, plan, step, 100)
         if step % 10:
-            assert torch.equal(moved(model), held)
+            assert torch.equal(current_mask(model), previous)
             continue
-        wanted = pp.top_k({n: w.abs() for n, w in before.items()}, sparsity=1 - plan.density(step / 100))
-        assert torch.equal(moved(model), torch.cat([m.reshape(-1) for m in wanted.values()]))
-        assert int(moved(model).sum()) == round(plan.density(step / 100) * 1400)
+        expected = pp.top_k({n: w.abs() for n, w in before.items()}, sparsity=1 - plan.density(step / 100))
+        assert torch.equal(current_mask(model), torch.cat([m.reshape(-1) for m in expected.values()]))
+        assert int(current_mask(model).sum()) == round(plan.density(step / 100) * 1400)
         for name, w in pp.prunable(model).items():
-            assert torch.equal(w, before[name] * wanted[name] if control == "magnitude" else before[name])
+            assert torch.equal(w, before[name] * expected[name] if control == "magnitude" else before[name])
 
 
-def test_members_masks_move_as_if_each_were_alone():
+def test_masks_of_members_move_independently():
     models = [plain(seed) for seed in range(3)]
     plans = [
         Budget(0.5, control="magnitude"),
@@ -278,9 +278,9 @@ def test_members_masks_move_as_if_each_were_alone():
         for model, plan in zip(models, plans, strict=True):
             move_masks_(model, plan, step, 40)
     for k, model in enumerate(models):
-        for (w, keep), (own, alone) in zip(weights.masked(stacked), weights.masked(model), strict=True):
-            assert torch.equal(keep[k], alone)
-            assert torch.equal(w[k], own)
+        for (w, keep), (member_weight, member_keep) in zip(weights.masked(stacked), weights.masked(model), strict=True):
+            assert torch.equal(keep[k], member_keep)
+            assert torch.equal(w[k], member_weight)
     assert int(weights.masked(models[2])[1][1].sum()) >= 15
 
 
@@ -295,33 +295,33 @@ def test_a_step_of_feedback_is_the_dense_gradient_of_the_masked_network():
     F.cross_entropy(pp.apply_mask(twin, mask)(x), y).backward()
     for name, w in model.named_parameters():
         assert torch.allclose(w, dense[name] - 0.1 * twin.get_parameter(name).grad, atol=1e-6)
-    assert torch.equal(moved(model), moved(twin))
+    assert torch.equal(current_mask(model), current_mask(twin))
 
 
-def test_a_population_leaves_its_masks_in_the_members():
+def test_after_training_every_member_of_a_population_has_its_mask():
     models, x = [plain(seed) for seed in range(2)], torch.randn(32, 30)
     plans = [Budget(s, control="magnitude") for s in (0.5, 0.9)]
     pp.fit(models, (x, torch.arange(32) % 5), pp.Config(epochs=2, lr=0.1, batch_size=8), budget=plans)
     for model, plan in zip(models, plans, strict=True):
-        assert int(moved(model).sum()) == round((1 - plan.sparsity) * 1400)
-        assert torch.equal(moved(model), torch.cat([(w != 0).reshape(-1) for w in pp.prunable(model).values()]))
+        assert int(current_mask(model).sum()) == round((1 - plan.sparsity) * 1400)
+        assert torch.equal(current_mask(model), torch.cat([(w != 0).reshape(-1) for w in pp.prunable(model).values()]))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("control", ["magnitude", "feedback"])
-def test_a_captured_step_goes_on_with_masks_that_move(control):
+def test_a_captured_step_follows_masks_that_move(control):
     x, y = torch.randn(64, 30), torch.arange(64) % 5
     plans = [Budget(s, control=control, schedule="cubic", every=3) for s in (0.5, 0.9)]
-    found = {}
+    masks = {}
     for execution in ("eager", "graph"):
         models = [plain(seed).cuda() for seed in range(2)]
         config = pp.Config(epochs=5, lr=0.1, batch_size=8, execution=execution)
         pp.fit(models, (x, y), config, budget=plans)
-        found[execution] = torch.stack([moved(model) for model in models])
-    assert torch.equal(found["eager"], found["graph"])
+        masks[execution] = torch.stack([current_mask(model) for model in models])
+    assert torch.equal(masks["eager"], masks["graph"])
 
 
-def test_a_budget_must_suit_what_the_model_is_made_of():
+def test_a_control_that_does_not_fit_the_model_is_refused():
     bare = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"'magnitude' moves the mask of a plain network, but this one has none"):
         pp.fit(bare, (torch.zeros(4, 3), torch.zeros(4).long()), pp.Config(epochs=1), budget=Budget(0.5, "magnitude"))
@@ -339,14 +339,14 @@ def test_a_budget_must_suit_what_the_model_is_made_of():
 PLANS = [Budget(0.5), Budget(0.9, schedule="cubic", sharpen=4.0, strength=3.0), Budget(0.97, sharpen=2.0)]
 
 
-def crowd(control: str, **how: object) -> tuple[nn.Module, list[nn.Module], list[Budget]]:
-    """Three models stacked as one, the same three alone, and a budget for each."""
-    models = [attached(seed, **how) for seed in range(3)]
+def population(control: str, **options: object) -> tuple[nn.Module, list[nn.Module], list[Budget]]:
+    """Three models stacked as one, the same three separately, and a budget for each."""
+    models = [attached(seed, **options) for seed in range(3)]
     return Population(models).stacked, models, [replace(plan, control=control) for plan in PLANS]
 
 
 @pytest.mark.parametrize(
-    ("control", "how"),
+    ("control", "options"),
     [
         ("none", {}),
         ("shift", {}),
@@ -356,17 +356,17 @@ def crowd(control: str, **how: object) -> tuple[nn.Module, list[nn.Module], list
         ("projection", {"mapping": "clamp"}),
     ],
 )
-def test_members_are_held_as_if_each_were_alone(control, how):
-    stacked, models, plans = crowd(control, **how)
+def test_members_are_held_to_their_budgets_independently(control, options):
+    stacked, models, plans = population(control, **options)
     for progress in PROGRESS:
         budget.enforce_(stacked, plans, progress)
         for model, plan in zip(models, plans, strict=True):
             budget.enforce_(model, plan, progress)
         for k, model in enumerate(models):
-            for one, alone in zip(attachment.sites(stacked), attachment.sites(model), strict=True):
-                assert torch.equal(one.sampler.sharpness[k], alone.sampler.sharpness)
-                ours, theirs = (torch.sigmoid(logit.detach()) for logit in (one.logit()[k], alone.logit()))
-                assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+            for site, member_site in zip(attachment.sites(stacked), attachment.sites(model), strict=True):
+                assert torch.equal(site.sampler.sharpness[k], member_site.sampler.sharpness)
+                actual, expected = (torch.sigmoid(logit.detach()) for logit in (site.logit()[k], member_site.logit()))
+                assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-6)
     assert budget.densities(stacked, plans, 1.0) == [
         budget.densities(m, p, 1.0)[0] for m, p in zip(models, plans, strict=True)
     ]
@@ -375,34 +375,38 @@ def test_members_are_held_as_if_each_were_alone(control, how):
 
 @pytest.mark.parametrize("control", ["shift", "projection"])
 def test_without_waiting_the_budget_is_held_from_step_to_step(control):
-    stacked, _, plans = crowd(control, coupling=1.0)
+    stacked, _, plans = population(control, coupling=1.0)
     generator = torch.Generator().manual_seed(1)
     budget.enforce_(stacked, plans, 0.5)
     for step in range(50, 60):
         disturb_(stacked, generator, size=0.3)
-        wanted = torch.tensor(budget.densities(stacked, plans, step / 100), dtype=torch.float64)
+        densities = torch.tensor(budget.densities(stacked, plans, step / 100), dtype=torch.float64)
         sharpness = torch.tensor([plan.sharpness(step / 100) for plan in plans])
-        budget.hold_(attachment.sites(stacked), control, wanted, sharpness, wait=False, between=None)
+        budget.hold_(attachment.sites(stacked), control, densities, sharpness, wait=False, between=None)
         p = torch.cat([torch.sigmoid(s.logit().detach().double()).flatten(1) for s in attachment.sites(stacked)], dim=1)
-        assert torch.allclose(p.mean(1), wanted, rtol=1e-6, atol=1e-6)
+        assert torch.allclose(p.mean(1), densities, rtol=1e-6, atol=1e-6)
 
 
-def test_members_are_penalised_as_if_each_were_alone():
-    stacked, models, plans = crowd("lagrangian")
+def test_members_are_penalised_independently():
+    stacked, models, plans = population("lagrangian")
     density = torch.tensor(budget.densities(stacked, plans, 1.0))
     for _ in range(2):  # the second time with a multiplier
-        found = budget.penalty(attachment.sites(stacked), plans, density)
-        alone = [budget.penalty(attachment.sites(m), p, d) for m, p, d in zip(models, plans, density, strict=True)]
-        assert all(one.shape == () for one in alone)
-        assert torch.allclose(found, torch.stack(alone), rtol=1e-5)
-    gradients = torch.autograd.grad(found.sum(), [site.gate for site in attachment.sites(stacked)])
-    for k, value in enumerate(alone):
-        own = torch.autograd.grad(value, [site.gate for site in attachment.sites(models[k])])
-        assert all(torch.allclose(g[k], o, rtol=1e-4, atol=1e-9) for g, o in zip(gradients, own, strict=True))
+        penalties = budget.penalty(attachment.sites(stacked), plans, density)
+        member_penalties = [
+            budget.penalty(attachment.sites(m), p, d) for m, p, d in zip(models, plans, density, strict=True)
+        ]
+        assert all(penalty.shape == () for penalty in member_penalties)
+        assert torch.allclose(penalties, torch.stack(member_penalties), rtol=1e-5)
+    gradients = torch.autograd.grad(penalties.sum(), [site.gate for site in attachment.sites(stacked)])
+    for k, value in enumerate(member_penalties):
+        member_gradients = torch.autograd.grad(value, [site.gate for site in attachment.sites(models[k])])
+        assert all(
+            torch.allclose(g[k], o, rtol=1e-4, atol=1e-9) for g, o in zip(gradients, member_gradients, strict=True)
+        )
 
 
 def test_wrong_budgets_of_a_population_are_refused():
-    stacked, models, plans = crowd("shift")
+    stacked, models, plans = population("shift")
     with pytest.raises(ValueError, match="there are 2 budgets for 3 models; give one for each, or one for all"):
         budget.enforce_(stacked, plans[:2], 0.0)
     with pytest.raises(ValueError, match="there are 2 budgets for 1 models"):
@@ -414,7 +418,7 @@ def test_wrong_budgets_of_a_population_are_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("control", ["shift", "projection", "lagrangian"])
 def test_holding_a_population_does_not_wait_for_the_device(control):
-    stacked, _, plans = crowd(control, coupling=1.0)
+    stacked, _, plans = population(control, coupling=1.0)
     stacked.cuda()
     density = torch.tensor(budget.densities(stacked, plans, 1.0), device="cuda")
     sharpness, sites = torch.ones(3, device="cuda"), attachment.sites(stacked)

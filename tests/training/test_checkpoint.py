@@ -1,4 +1,4 @@
-"""A run that is killed at any step and resumed ends as one that was not, bit for bit; nothing else is ever resumed."""
+"""A run that is killed at any step and resumed ends like an uninterrupted one, bit for bit; other runs are refused."""
 
 import dataclasses
 import io
@@ -49,65 +49,67 @@ def net() -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
 
 
-def dense(**how: Any) -> History:
-    return pp.fit(how.pop("model"), how.pop("data", (X, Y)), how.pop("config", CONFIG), **how)
+def dense(**options: Any) -> History:
+    return pp.fit(options.pop("model"), options.pop("data", (X, Y)), options.pop("config", CONFIG), **options)
 
 
-def masked(**how: Any) -> History:
-    pp.apply_mask(how["model"], pp.top_k(pp.scores.magnitude(how["model"]), sparsity=0.5))
-    return dense(config=dataclasses.replace(CONFIG, optimizer="adamw", accumulate=2, clip=1.0), **how)
+def masked(**options: Any) -> History:
+    pp.apply_mask(options["model"], pp.top_k(pp.scores.magnitude(options["model"]), sparsity=0.5))
+    return dense(config=dataclasses.replace(CONFIG, optimizer="adamw", accumulate=2, clip=1.0), **options)
 
 
-def attached(control: str, mapping: str = "sigmoid", **how: Any) -> History:
-    model = how["model"]
+def attached(control: str, mapping: str = "sigmoid", **options: Any) -> History:
+    model = options["model"]
     slab = pp.isotropic(model, sparsity=0.5, std=0.05)
     pp.attach(model, slab, mapping=mapping, coupling=4.0 if mapping == "sigmoid" else 0.0, train_std=True, seed=7)
     target = pp.Budget(0.7, control=control, schedule="cubic", sharpen=1.0 if mapping == "clamp" else 3.0)
-    return dense(budget=target, **how)
+    return dense(budget=target, **options)
 
 
-def algorithm1(**how: Any) -> History:
-    pp.attach(how["model"], pp.isotropic(how["model"], sparsity=0.5))
-    return dense(config=dataclasses.replace(CONFIG, samples=3, accumulate=2), **how)
+def algorithm1(**options: Any) -> History:
+    pp.attach(options["model"], pp.isotropic(options["model"], sparsity=0.5))
+    return dense(config=dataclasses.replace(CONFIG, samples=3, accumulate=2), **options)
 
 
-def posterior(**how: Any) -> History:
-    model, path = how.pop("model"), how["checkpoint"]
+def posterior(**options: Any) -> History:
+    model, path = options.pop("model"), options["checkpoint"]
     pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.05), train_std=True)
     # 35 bound examples: three steps an epoch
     config, out = dataclasses.replace(CONFIG, epochs=5), None if path is None else path.parent
-    return pp.fit_posterior(model, pp.read(model), SPLIT, config, budget=pp.Budget(0.5), out=out, **how)
+    return pp.fit_posterior(model, pp.read(model), SPLIT, config, budget=pp.Budget(0.5), out=out, **options)
 
 
-def shuffled(generator: torch.Generator | None, data: Dataset, **how: Any) -> History:
-    return dense(data=DataLoader(data, 16, shuffle=True, generator=generator), **how)
+def shuffled(generator: torch.Generator | None, data: Dataset, **options: Any) -> History:
+    return dense(data=DataLoader(data, 16, shuffle=True, generator=generator), **options)
 
 
-def early_stop(**how: Any) -> History:
+def early_stop(**options: Any) -> History:
     validation = DataLoader(TensorDataset(X, Y), 16, shuffle=True)
-    how["config"] = dataclasses.replace(CONFIG, lr=3.0, schedule="constant", patience=1)
-    return dense(validation=validation, **how)
+    options["config"] = dataclasses.replace(CONFIG, lr=3.0, schedule="constant", patience=1)
+    return dense(validation=validation, **options)
 
 
 SCENARIOS: dict[str, Callable[..., History]] = {
     "dropout and BatchNorm": dense,
     "masked, adamw, accumulation": masked,
     **{
-        f"attached, {control}": lambda control=control, **how: attached(control, **how)
+        f"attached, {control}": lambda control=control, **options: attached(control, **options)
         for control in budget.GATE_CONTROLS
     },
-    "attached, clamp": lambda **how: attached("projection", "clamp", **how),
+    "attached, clamp": lambda **options: attached("projection", "clamp", **options),
     "algorithm 1": algorithm1,
     "posterior": posterior,
-    "random augmentation": lambda **how: dense(data=Noisy(), **how),
-    "loader": lambda **how: shuffled(None, Noisy(), **how),
-    "loader with a generator": lambda **how: shuffled(torch.Generator().manual_seed(9), TensorDataset(X, Y), **how),
+    "random augmentation": lambda **options: dense(data=Noisy(), **options),
+    "loader": lambda **options: shuffled(None, Noisy(), **options),
+    "loader with a generator": lambda **options: shuffled(
+        torch.Generator().manual_seed(9), TensorDataset(X, Y), **options
+    ),
     "early stop": early_stop,
 }
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Equal to the bit, whatever is nested in what."""
+    """Equal to the bit, in any nesting."""
     if isinstance(a, Tensor):
         return torch.equal(a, b) and a.dtype == b.dtype
     if isinstance(a, dict):
@@ -139,7 +141,7 @@ def test_killed_at_any_step_and_resumed_ends_bit_identical(name: str, tmp_path: 
     assert equal(whole.state_dict(), without.state_dict())
     for step in (1, 4, 8, 10, STEPS):  # first, mid-epoch, the end of an epoch, last
         path = tmp_path / str(step) / "run.pt"
-        torch.randn(step)  # the global random state of the process that resumes is another one
+        torch.randn(step)  # the resuming process has another global random state
         if name == "early stop" and step > 5 * len(history):
             continue
         with pytest.raises(Killed):
@@ -155,7 +157,7 @@ def test_killed_at_any_step_and_resumed_ends_bit_identical(name: str, tmp_path: 
     assert len(history) == (2 if name == "early stop" else 5 if name == "posterior" else 3)
 
 
-def test_killed_more_than_once(tmp_path: Path) -> None:
+def test_a_run_killed_several_times_ends_bit_identical(tmp_path: Path) -> None:
     whole, path = net(), tmp_path / "run.pt"
     attached("shift", model=whole)
     for step in (4, 5, 9, 12, 14, 15):
@@ -168,13 +170,13 @@ def test_killed_more_than_once(tmp_path: Path) -> None:
 
 def test_a_finished_stage_returns_at_once(tmp_path: Path) -> None:
     path, steps = tmp_path / "run.pt", []
-    one, two = net(), net()
-    history = dense(model=one, checkpoint=path)
+    first, second = net(), net()
+    history = dense(model=first, checkpoint=path)
     stamp = path.stat().st_mtime_ns
-    again = dense(model=two, checkpoint=path, progress=lambda *call: steps.append(call))
+    again = dense(model=second, checkpoint=path, progress=lambda *call: steps.append(call))
     assert (again, steps, path.stat().st_mtime_ns) == (history, [], stamp)
-    assert equal(one.state_dict(), two.state_dict())
-    assert not two.training
+    assert equal(first.state_dict(), second.state_dict())
+    assert not second.training
 
 
 SCRIPT = """
@@ -196,10 +198,10 @@ SCRIPT = """
 """
 
 
-def test_a_process_that_is_really_killed_is_resumed_by_another(tmp_path: Path) -> None:
-    def python(folder: str, how: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / folder / "run.pt"), how]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+def test_a_killed_process_is_resumed_by_another(tmp_path: Path) -> None:
+    def python(folder: str, mode: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / folder / "run.pt"), mode]
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
     killed = python("a", "kill")
     assert killed.returncode == -signal.SIGKILL
@@ -209,12 +211,12 @@ def test_a_process_that_is_really_killed_is_resumed_by_another(tmp_path: Path) -
     assert resumed.stdout == whole.stdout
 
 
-def test_a_run_goes_on_by_other_means(tmp_path: Path) -> None:
+def test_a_run_may_resume_with_another_execution(tmp_path: Path) -> None:
     path, whole, model = tmp_path / "run.pt", net(), net()
     history = dense(model=whole)
     with pytest.raises(Killed):
         dense(model=net(), checkpoint=path, every=3, progress=kill_at(8))
-    graph = dataclasses.replace(CONFIG, execution="graph")  # which a CPU does not have
+    graph = dataclasses.replace(CONFIG, execution="graph")  # falls back to eager on a CPU
     assert dense(model=model, checkpoint=path, every=3, config=graph) == history
     assert equal(model.state_dict(), whole.state_dict())
 
@@ -231,27 +233,27 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", [*OTHERS, "weights", "mask", "attached", "estimator", "draws"])
-def test_a_checkpoint_of_another_run_is_refused(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [*OTHERS, "weights", "mask", "attached", "estimator", "draws"])
+def test_a_checkpoint_of_another_run_is_refused(case: str, tmp_path: Path) -> None:
     path, model = tmp_path / "run.pt", net()
-    own = OTHERS.get(what, {})
-    if what in ("estimator", "draws"):
+    changes = OTHERS.get(case, {})
+    if case in ("estimator", "draws"):
         first = net()
         pp.attach(first, pp.isotropic(first, sparsity=0.5))
         dense(model=first, checkpoint=path)
-        estimator = "straight-through" if what == "estimator" else "concrete"
-        pp.attach(model, pp.isotropic(model, sparsity=0.5), estimator=estimator, seed=int(what == "draws"))
+        estimator = "straight-through" if case == "estimator" else "concrete"
+        pp.attach(model, pp.isotropic(model, sparsity=0.5), estimator=estimator, seed=int(case == "draws"))
     else:
         dense(model=net(), checkpoint=path)
-    if what == "weights":
+    if case == "weights":
         torch.nn.init.zeros_(model[0].weight)
-    elif what == "mask":
+    elif case == "mask":
         pp.apply_mask(model, {"0.weight": torch.ones(8, 4, dtype=torch.bool)})
-    elif what == "attached":
+    elif case == "attached":
         pp.attach(model, pp.isotropic(model, sparsity=0.5))
     before = path.read_bytes()
     with pytest.raises(ValueError, match="belongs to another run") as error:
-        dense(model=model, checkpoint=path, **own)
+        dense(model=model, checkpoint=path, **changes)
     assert "\n" not in str(error.value)
     assert path.read_bytes() == before
 
@@ -267,7 +269,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
             dense(model=net(), checkpoint=path)
         assert "\n" not in str(error.value)
         assert path.read_bytes() == bad
-    torch.save({"weight": torch.ones(2)}, path)  # somebody else's file
+    torch.save({"weight": torch.ones(2)}, path)  # no checkpoint of pacprune
     with pytest.raises(ValueError, match="is damaged"):
         dense(model=net(), checkpoint=path)
 
@@ -285,7 +287,7 @@ def test_writing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [(p.name, p.read_bytes()) for p in path.parent.iterdir()] == [("file.bin", b"old")]
 
 
-def test_files_can_be_read_by_others(tmp_path: Path) -> None:
+def test_written_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         write_atomically(tmp_path / "certificate.json", b"{}")
@@ -294,7 +296,7 @@ def test_files_can_be_read_by_others(tmp_path: Path) -> None:
     assert (tmp_path / "certificate.json").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_digest_tells_names_shapes_and_types_apart() -> None:
+def test_a_digest_depends_on_names_shapes_and_types() -> None:
     a = torch.zeros(4)
     variants = [{"a": a}, {"b": a}, {"a": a.reshape(2, 2)}, {"a": a.int()}, {"a": a + 1}, {"a": a[:2], "b": a[2:]}, {}]
     assert len({digest(v) for v in variants}) == len(variants)
@@ -303,7 +305,7 @@ def test_a_digest_tells_names_shapes_and_types_apart() -> None:
 @pytest.mark.parametrize(
     "make", [lambda s: nn.CrossEntropyLoss(label_smoothing=s), lambda s: lambda out, y: (1 + s) * out.square().mean()]
 )
-def test_losses_of_one_name_are_told_apart(make: Callable[[float], Any], tmp_path: Path) -> None:
+def test_losses_of_one_name_but_other_values_are_different_runs(make: Callable[[float], Any], tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     history = dense(model=net(), checkpoint=path, loss=make(0.0))
     assert dense(model=net(), checkpoint=path, loss=make(0.0)) == history
@@ -311,14 +313,14 @@ def test_losses_of_one_name_are_told_apart(make: Callable[[float], Any], tmp_pat
         dense(model=net(), checkpoint=path, loss=make(0.1))
 
 
-@pytest.mark.parametrize("what", ["frozen", "labels of a Dataset"])
-def test_what_is_trained_on_what_is_part_of_a_run(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["frozen", "labels of a Dataset"])
+def test_frozen_parameters_and_labels_identify_a_run(case: str, tmp_path: Path) -> None:
     path, model = tmp_path / "run.pt", net()
     dense(model=net(), data=TensorDataset(X, Y), checkpoint=path)
-    if what == "frozen":
+    if case == "frozen":
         model[0].requires_grad_(False)
     with pytest.raises(ValueError, match="belongs to another run"):
-        dense(model=model, data=TensorDataset(X, Y if what == "frozen" else 2 - Y), checkpoint=path)
+        dense(model=model, data=TensorDataset(X, Y if case == "frozen" else 2 - Y), checkpoint=path)
 
 
 def test_masks_from_scores_that_do_not_repeat_to_the_bit_are_resumed(
@@ -326,13 +328,18 @@ def test_masks_from_scores_that_do_not_repeat_to_the_bit_are_resumed(
 ) -> None:
     real, calls = pft_module.score, []
 
-    def score(*given: Any, **how: Any) -> dict[str, Tensor]:  # as on a GPU
+    def score(*arguments: Any, **options: Any) -> dict[str, Tensor]:  # as on a GPU
         calls.append(1)
-        return {name: s * (1 + 1e-7 * len(calls)) for name, s in real(*given, **how).items()}
+        return {name: s * (1 + 1e-7 * len(calls)) for name, s in real(*arguments, **options).items()}
 
-    def run(model: nn.Module, criterion: str = "snip", **how: Any) -> pp.Pruned:
+    def run(model: nn.Module, criterion: str = "snip", **options: Any) -> pp.Pruned:
         return pp.pft(
-            model, (X, Y), pp.Config(epochs=4, batch_size=CONFIG.batch_size), sparsity=0.5, criterion=criterion, **how
+            model,
+            (X, Y),
+            pp.Config(epochs=4, batch_size=CONFIG.batch_size),
+            sparsity=0.5,
+            criterion=criterion,
+            **options,
         )
 
     monkeypatch.setattr(pft_module, "score", score)

@@ -1,4 +1,4 @@
-"""A population that does not fit into memory is trained in halves; one model that does not fit says what to do."""
+"""A population that does not fit into memory is trained in halves; for a single model, the error says what to do."""
 
 import copy
 
@@ -35,25 +35,26 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_members_that_do_not_fit_are_trained_in_halves_with_the_same_outcome(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models, stacks, stack = nets(5), [], Population.__init__
+    models, populations, make_population = nets(5), [], Population.__init__
 
-    def made(self: Population, given: list[nn.Module]) -> None:
-        assert all(p.numel() == 0 for one in stacks if len(one) > 2 for p in one.stacked.parameters())  # given back
-        stack(self, given)
-        stacks.append(self)
+    def record_population(self: Population, members: list[nn.Module]) -> None:
+        too_large = [population for population in populations if len(population) > 2]
+        assert all(p.numel() == 0 for population in too_large for p in population.stacked.parameters())  # freed
+        make_population(self, members)
+        populations.append(self)
 
-    monkeypatch.setattr(Population, "__init__", made)
+    monkeypatch.setattr(Population, "__init__", record_population)
     alone = copy.deepcopy(models)
     with pytest.warns(UserWarning, match=r"do not fit into the memory of cpu; they are trained \d at a time"):
         rows = pp.fit(models, (X, Y), CONFIG, seed=list(range(5)), checkpoint=tmp_path / "fit.pt")
-    assert [len(one) for one in stacks] == [5, 2, 3, 1, 2]
+    assert [len(population) for population in populations] == [5, 2, 3, 1, 2]
     assert sorted(row["member"] for row in rows) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    for seed, (model, other) in enumerate(zip(models, alone, strict=True)):
-        last = pp.fit(other, (X, Y), CONFIG, seed=seed)[-1]
-        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
-        own = [row for row in rows if row["member"] == seed]
-        assert own[-1]["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    for seed, (model, lone_model) in enumerate(zip(models, alone, strict=True)):
+        last = pp.fit(lone_model, (X, Y), CONFIG, seed=seed)[-1]
+        for actual, expected in zip(model.parameters(), lone_model.parameters(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+        member_rows = [row for row in rows if row["member"] == seed]
+        assert member_rows[-1]["loss"] == pytest.approx(last["loss"], rel=1e-5)
 
 
 @pytest.mark.usefixtures("small_memory")
@@ -69,7 +70,7 @@ def test_posteriors_that_do_not_fit_are_trained_in_halves(tmp_path) -> None:
     assert all((folder / "prior.safetensors").exists() for folder in folders)
 
 
-def test_one_model_that_does_not_fit_says_what_to_do() -> None:
+def test_for_a_model_that_does_not_fit_the_error_says_what_to_do() -> None:
     class Greedy(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             if len(input) > 2:
@@ -91,7 +92,7 @@ def test_errors_of_a_population_are_those_of_its_members() -> None:
     assert pp.error(models[:2], (X, Y)) == pytest.approx([pp.error(model, (X, Y)) for model in models[:2]])
 
 
-def test_memory_that_runs_out_after_a_validation_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_after_a_validation_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     losses, calls = Population.losses, []
 
     def limited(self: Population, *args, **options) -> torch.Tensor:
@@ -111,7 +112,7 @@ def test_memory_that_runs_out_after_a_validation_changes_nothing(monkeypatch: py
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_members_that_compute_something_else_are_refused() -> None:
+def test_members_with_different_attributes_are_refused() -> None:
     class Scaled(nn.Linear):
         def __init__(self, scale: float) -> None:
             super().__init__(20, 2)
@@ -130,7 +131,7 @@ def test_the_compiled_network_serves_accumulated_batches(count: int, monkeypatch
 
     def counted(function, *, dynamic, **options):
         compiled = real(function, dynamic=dynamic, backend="eager")
-        return lambda *given: calls.append(1) or compiled(*given)
+        return lambda *arguments: calls.append(1) or compiled(*arguments)
 
     monkeypatch.setattr(torch, "compile", counted)
     config = pp.Config(epochs=1, batch_size=32, accumulate=2, execution="compiled")

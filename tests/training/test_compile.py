@@ -39,9 +39,9 @@ def test_compiled_equals_eager_in_value_and_gradient(case: str) -> None:
         expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         model.zero_grad()
         compiled(x).square().sum().backward()
-        found = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(found) == len(expected) == len(list(model.parameters()))
-    for a, b in zip(found, expected, strict=True):
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == len(expected) == len(list(model.parameters()))
+    for a, b in zip(gradients, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
 
 

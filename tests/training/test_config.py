@@ -1,4 +1,4 @@
-"""The Config: what it refuses, what its learning rates follow, and the tables that its words come from."""
+"""The Config: its refusals, its learning rates, and the tables of its options."""
 
 import dataclasses
 import json
@@ -30,14 +30,14 @@ def net() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
-def test_gates_learn_a_hundred_times_faster_unless_told_otherwise() -> None:
+def test_gate_lr_is_a_hundred_times_lr_by_default() -> None:
     assert pp.Config(lr=0.02).gate_lr == pytest.approx(2.0)
     assert pp.Config(lr=0.02, gate_lr=0.5).gate_lr == 0.5
     assert pp.Config(lr=0.02, gate_lr=None).gate_lr is None
     for steps, rate in ((1, 2.0), (GATE_STEPS, 2.0), (4 * GATE_STEPS, 0.5)):
         assert pp.Config(lr=0.02).paced(steps).gate_lr == pytest.approx(rate)
-    for given in (2.0, None):  # 100 lr, too, when it was asked for
-        assert pp.Config(lr=0.02, gate_lr=given).paced(10 * GATE_STEPS).gate_lr == given
+    for gate_lr in (2.0, None):  # an explicit gate_lr is never paced
+        assert pp.Config(lr=0.02, gate_lr=gate_lr).paced(10 * GATE_STEPS).gate_lr == gate_lr
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_gates_learn_a_hundred_times_faster_unless_told_otherwise() -> None:
         ({"schedule": lambda share: None}, r"the schedule gives None at the share 0\.0"),
     ],
 )
-def test_a_config_says_what_is_wrong_with_it(wrong: dict, message: str) -> None:
+def test_bad_settings_are_refused(wrong: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pp.Config(**wrong)
 
 
 @pytest.mark.parametrize(
-    ("how", "values"),
+    ("options", "values"),
     [
         ({}, (1, 1, 1, 1)),
         ({"schedule": "cosine"}, (1, 0.5, (1 - math.sqrt(0.5)) / 2, 0)),
@@ -86,8 +86,8 @@ def test_a_config_says_what_is_wrong_with_it(wrong: dict, message: str) -> None:
         ({"schedule": lambda share: 1 - share, "span": (0.5, 1.0)}, (0.5, 0.25, 0.125, 0)),
     ],
 )
-def test_schedules(how: dict, values: tuple[float, ...]) -> None:
-    config = pp.Config(**how)
+def test_schedules_have_the_documented_factors(options: dict, values: tuple[float, ...]) -> None:
+    config = pp.Config(**options)
     assert [config.factor(t) for t in (0, 0.5, 0.75, 1)] == pytest.approx(values, abs=1e-6)
 
 
@@ -104,13 +104,13 @@ def test_two_stages_can_share_one_cosine() -> None:
 
 @pytest.mark.parametrize(("field", "name"), [(field, name) for field, table in TABLES.items() for name in table])
 @pytest.mark.filterwarnings("ignore")  # warnings of the compiler itself
-def test_every_word_of_a_table_trains(field: str, name: str) -> None:
+def test_every_row_of_a_table_trains(field: str, name: str) -> None:
     rows = pp.fit(net(), (X, Y), pp.Config(epochs=8, lr=0.02, batch_size=16, **{field: name}))
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 @pytest.mark.parametrize("field", TABLES)
-def test_a_word_that_no_table_has_is_refused_with_those_that_it_has(field: str) -> None:
+def test_an_unknown_name_is_refused_with_the_names_of_the_table(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} 'none' is unknown; use one of {', '.join(TABLES[field])}"):
         pp.Config(**{field: "none"})
     with pytest.raises(ValueError, match=r"\['sgd'\] is unknown"):
@@ -125,7 +125,7 @@ def test_every_schedule_begins_with_the_whole_rate_and_never_rises(name: str) ->
     assert factors[-1] >= 0.0
 
 
-def test_a_row_is_all_that_a_new_schedule_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_schedule_needs_only_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEDULES, "linear", lambda share: 1 - share)
     rows = pp.fit(net(), (X, Y), pp.Config(epochs=4, lr=1.0, batch_size=70, schedule="linear"))
     assert [row["lr"] for row in rows] == [1.0, 0.75, 0.5, 0.25]
@@ -148,7 +148,7 @@ class Signs:
         return rate
 
 
-def test_a_row_is_all_that_a_new_optimiser_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_optimiser_needs_only_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIMIZERS, "signs", Signs())
     config = pp.Config(epochs=1, lr=0.125, batch_size=70, optimizer="signs")
     model, members, start = net(), [net(), net()], net()
@@ -160,7 +160,7 @@ def test_a_row_is_all_that_a_new_optimiser_takes(monkeypatch: pytest.MonkeyPatch
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), start.parameters(), strict=True))
 
 
-def test_schedules_of_ones_own_are_told_apart_by_what_they_give(tmp_path: Path) -> None:
+def test_runs_with_different_schedule_functions_are_different(tmp_path: Path) -> None:
     def run(power: int) -> None:
         config = pp.Config(epochs=1, schedule=lambda share: (1 - share) ** power)
         json.dumps(config.identity())

@@ -73,7 +73,7 @@ def test_gradients_of_the_enumeration_agree_with_finite_differences():
     assert min(ends) <= risk(p, mean) <= max(ends)
 
 
-def test_enumeration_refuses_what_it_cannot_do():
+def test_enumeration_refuses_many_weights_and_random_slabs():
     with pytest.raises(ValueError, match="takes D <= 16, not 17"):
         enumerate_gibbs(SpikeSlab({"w": torch.rand(17)}, {}, {}, {}, 17), lambda w: torch.ones(()))
     q = SpikeSlab({"w": torch.rand(2)}, {"w": torch.rand(2)}, {"w": torch.tensor(0.1)}, {}, 2)
@@ -87,49 +87,49 @@ def test_enumeration_refuses_what_it_cannot_do():
 def expectation(
     model: nn.Module, samples: int, monkeypatch: pytest.MonkeyPatch, **extra: object
 ) -> dict[str, torch.Tensor]:
-    """E of what Algorithm 1 returns and leaves in .grad, by running it on every possible sequence of masks."""
+    """The expected loss and gradients of Algorithm 1, by running it on every possible sequence of masks."""
     (site,) = attachment.sites(model)
     p = pp.read(model).keep_prob["weight"].double().reshape(-1)
-    found = {"loss": torch.zeros(()), "gate": torch.zeros(p.shape), "mean": torch.zeros(p.shape)}
+    expected = {"loss": torch.zeros(()), "gate": torch.zeros(p.shape), "mean": torch.zeros(p.shape)}
     for bits in itertools.product((0, 1), repeat=samples * len(p)):
         draws = torch.tensor(bits).reshape(samples, -1)
         start = int(site.sampler.step)
-        monkeypatch.setenv("PACPRUNE_KERNELS", "reference")  # the words are put into plain torch's hands
+        monkeypatch.setenv("PACPRUNE_KERNELS", "reference")  # whose words can be replaced
         monkeypatch.setattr(
             philox, "words", lambda n, *, step, draws=draws, start=start, **_: draws[int(step) - start] * (2**32 - 1)
         )
         model.zero_grad()
         loss = algorithm1_(model, lambda: squared(model.weight), samples=samples)
         chance = float(torch.where(draws > 0, p, 1 - p).prod())
-        found["loss"] += chance * loss
-        found["gate"] += chance * site.gate.grad.reshape(-1)
-        found["mean"] += chance * site.mean.grad.reshape(-1)
+        expected["loss"] += chance * loss
+        expected["gate"] += chance * site.gate.grad.reshape(-1)
+        expected["mean"] += chance * site.mean.grad.reshape(-1)
     monkeypatch.undo()
-    return found
+    return expected
 
 
 @pytest.mark.parametrize(("size", "samples"), [(1, 2), (2, 2), (3, 2), (2, 3), (1, 5)])
 def test_algorithm1_is_the_true_derivative_shrunk_by_a_known_factor(size, samples, monkeypatch):
     p = [0.3, 0.8, 0.05][:size]
     model = regression(size, p)
-    found = expectation(model, samples, monkeypatch)
+    mean = expectation(model, samples, monkeypatch)
     risk, to_p, to_mean = exact(model)
     lam = torch.tensor(p).double()
     shrunk = to_p.reshape(-1) * (1 - lam**samples - (1 - lam) ** samples)
-    assert found["loss"].item() == pytest.approx(risk.item(), rel=1e-5)
-    assert torch.allclose(found["gate"].double(), shrunk * lam * (1 - lam), rtol=1e-4, atol=1e-7)
-    assert torch.allclose(found["mean"].double(), to_mean.reshape(-1), rtol=1e-4, atol=1e-6)
+    assert mean["loss"].item() == pytest.approx(risk.item(), rel=1e-5)
+    assert torch.allclose(mean["gate"].double(), shrunk * lam * (1 - lam), rtol=1e-4, atol=1e-7)
+    assert torch.allclose(mean["mean"].double(), to_mean.reshape(-1), rtol=1e-4, atol=1e-6)
 
 
 def test_algorithm1_under_the_clamp_gives_the_derivative_in_keep_prob_itself(monkeypatch):
     model = regression(2, [0.3, 0.8], mapping="clamp")
-    found = expectation(model, 2, monkeypatch)
+    mean = expectation(model, 2, monkeypatch)
     lam = torch.tensor([0.3, 0.8]).double()
     shrunk = exact(model)[1].reshape(-1) * (1 - lam**2 - (1 - lam) ** 2)
-    assert torch.allclose(found["gate"].double(), shrunk, rtol=1e-4, atol=1e-7)
+    assert torch.allclose(mean["gate"].double(), shrunk, rtol=1e-4, atol=1e-7)
 
 
-def test_the_indicator_of_algorithm1_leaves_a_kl_term_alone(monkeypatch):
+def test_the_indicator_of_algorithm1_does_not_change_a_kl_term(monkeypatch):
     model = regression(3, [0.3, 0.8, 0.5])
     prior = pp.isotropic(regression_plain(model), sparsity=0.5)
     (site,) = attachment.sites(model)
@@ -153,7 +153,7 @@ def regression_plain(model: nn.Module) -> nn.Module:
     return plain
 
 
-def test_algorithm1_puts_modes_back_adds_to_gradients_and_draws_afresh():
+def test_algorithm1_restores_modes_adds_to_gradients_and_draws_new_masks():
     model = regression(4, [0.5] * 4)
     model.train()
     (site,) = attachment.sites(model)
@@ -197,7 +197,7 @@ def test_algorithm1_with_frozen_gates_trains_the_weights_alone():
 
 
 @pytest.mark.parametrize("estimator", kernels.ESTIMATORS)
-def test_relaxed_gradients_point_the_way_of_the_exact_one(estimator):
+def test_relaxed_gradients_have_the_direction_of_the_exact_one(estimator):
     model = regression(4, [0.3, 0.8, 0.5, 0.6])
     (site,) = attachment.sites(model)
     site.sampler.estimator = estimator

@@ -46,7 +46,7 @@ def test_error_and_mean_loss_weight_a_short_last_batch_by_its_size(
     )
 
 
-def test_what_a_loader_leaves_out_is_not_counted_as_right(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_examples_that_a_loader_drops_are_not_counted(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     model, everything = net().eval(), TensorDataset(*pair)
     first = (pair[0][:40], pair[1][:40])
     for loader in (
@@ -68,7 +68,7 @@ def test_ties_go_to_the_lowest_class() -> None:
     assert evaluate.mistakes(torch.zeros(3, 4), torch.tensor([0, 1, 3])).tolist() == [False, True, True]
 
 
-def test_modes_gradients_and_random_state_are_put_back(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_modes_gradients_and_random_state_are_restored(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     model = net().train()
     model[1].eval()  # a user's own frozen BatchNorm
     before, state, moved = [m.training for m in model.modules()], torch.get_rng_state(), buffers(model)
@@ -87,11 +87,11 @@ def test_gibbs_error_is_the_mean_over_fresh_hard_draws(pair: tuple[torch.Tensor,
     model = net().train()
     slab = pp.isotropic(model, sparsity=0.5)
     pp.attach(model, slab, seed=3)
-    found = pp.gibbs_error(model, pair, draws=6)
+    gibbs_error = pp.gibbs_error(model, pair, draws=6)
     other = pp.attach(net(), slab, seed=3)
-    each = [pp.error(pp.resample_(other), pair) for _ in range(6)]
-    assert found == sum(each) / 6
-    assert len(set(each)) > 1
+    errors = [pp.error(pp.resample_(other), pair) for _ in range(6)]
+    assert gibbs_error == sum(errors) / 6
+    assert len(set(errors)) > 1
     assert model.training
     with pytest.raises(ValueError, match="draws is 0"):
         pp.gibbs_error(model, pair, draws=0)
@@ -115,7 +115,7 @@ def test_reestimated_batchnorm_equals_direct_statistics(pair: tuple[torch.Tensor
     assert torch.allclose(model[1].running_mean, h[:49].mean(0), atol=1e-6)
 
 
-def test_reestimation_changes_batchnorm_statistics_alone(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_reestimation_changes_only_batchnorm_statistics(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     model = net().train()
     model[3].eval()
     before = {n: t.clone() for n, t in model.state_dict().items()}
@@ -142,7 +142,7 @@ def test_reestimation_under_random_masks_takes_a_draw_for_every_batch(pair: tupl
     assert torch.allclose(again[1].running_mean, (means[0] + means[1]) / 2, atol=1e-6)
 
 
-def test_a_model_without_batchnorm_sees_nothing(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_reestimating_a_model_without_batchnorm_reads_no_example(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     model = nn.Linear(5, 3)
     assert pp.reestimate_batchnorm(model, pair) is model
     assert len(weights.seen(model)) == 0
@@ -158,8 +158,8 @@ def test_a_model_without_batchnorm_sees_nothing(pair: tuple[torch.Tensor, torch.
         ("pass", "none"),
     ],
 )
-def test_precision_is_float32_inside_and_put_back_whatever_set_it(start: str, precision: str) -> None:
-    # In a process of its own, since torch cannot be brought back from mixing its two ways to set it.
+def test_precision_is_float32_during_evaluation_and_restored(start: str, precision: str) -> None:
+    # In a separate process: torch cannot be reset after its two ways to set the precision were mixed.
     script = f"""
 import torch
 from pacprune.training import evaluate
@@ -169,7 +169,7 @@ with evaluate.evaluating(torch.nn.Linear(2, 2)):
     assert [kind.fp32_precision for kind in kinds] == ["ieee"] * 3
 assert [kind.fp32_precision for kind in kinds] == ["{precision}", "tf32", "tf32"]
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
 
 
 @pytest.mark.parametrize("shape", [(50, 1), (50, 3), (25,)])

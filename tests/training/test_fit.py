@@ -47,7 +47,7 @@ def net() -> nn.Sequential:
         ((X * math.nan, Y), r"the loss became nan in epoch 1 of stage 'fit' \(lr 0.1, gate_lr 10.0\)"),
     ],
 )
-def test_bad_data_is_one_sentence(data: object, message: str) -> None:
+def test_bad_data_is_refused_in_one_sentence(data: object, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         pp.fit(net(), data, CONFIG)
     assert "\n" not in str(error.value)
@@ -64,7 +64,7 @@ def test_nothing_changes_when_the_input_is_refused(tmp_path: Path) -> None:
     assert model.training
 
 
-def test_nan_weights_and_losses_are_named() -> None:
+def test_errors_name_nan_weights_and_losses() -> None:
     model = net()
     with torch.no_grad():
         model[4].weight[0, 0] = math.nan
@@ -87,7 +87,7 @@ def test_models_that_cannot_be_trained_are_refused(model: nn.Module, message: st
         pp.fit(model, (X, Y), CONFIG)
 
 
-def test_a_loss_that_gives_no_number_is_refused() -> None:
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
     for loss in (nn.CrossEntropyLoss(reduction="none"), lambda out, y: out[0].no_such_thing):
         with pytest.raises(ValueError, match=r"the loss gave no number for outputs of shape \(2, 3\)"):
             pp.fit(net(), (X, Y), CONFIG, loss=loss)
@@ -131,7 +131,7 @@ def next_token(out: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", [Recurrent, Transformer])
 @pytest.mark.parametrize("form", ["tensors", "loader"])
-def test_language_models(kind: type[nn.Module], form: str) -> None:
+def test_language_models_learn_the_next_token(kind: type[nn.Module], form: str) -> None:
     text = torch.arange(400) % 8  # the next token follows from the last
     x, y = text[:-1].unfold(0, 6, 3).contiguous(), text[1:].unfold(0, 6, 3).contiguous()
     data = (x, y) if form == "tensors" else DataLoader(TensorDataset(x, y), 32, shuffle=True)
@@ -150,16 +150,18 @@ def test_language_models(kind: type[nn.Module], form: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "attached"])
-def test_regression(kind: str) -> None:
+def test_a_regression_learns_dense_and_with_gates(kind: str) -> None:
     y = X @ torch.tensor([[1.0], [-2.0], [0.0], [0.5]])
-    model = nn.Linear(4, 1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
     if kind == "attached":
         pp.attach(model, pp.isotropic(model, sparsity=0.1))
     rows = pp.fit(model, (X, y), pp.Config(epochs=20, lr=0.05, gate_lr=1.0, batch_size=16), loss=F.mse_loss)
     assert rows[-1]["loss"] < 0.1 * rows[0]["loss"]
 
 
-def test_class_probabilities_are_labels_too() -> None:
+def test_class_probabilities_serve_as_labels() -> None:
     soft = F.one_hot(Y, 3).float()
     losses = [pp.fit(net(), (X, y), CONFIG)[-1]["loss"] for y in (soft, Y)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -24,9 +24,9 @@ def net(*, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
 
 
-def attached(std: float = 0.0, seed: int = 0, **how) -> nn.Module:
+def attached(std: float = 0.0, seed: int = 0, **options) -> nn.Module:
     model = net(seed=seed)
-    return pp.attach(model, pp.isotropic(model, sparsity=0.5, std=std), **how)
+    return pp.attach(model, pp.isotropic(model, sparsity=0.5, std=std), **options)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 # --- Parameter groups.
 
 
-def test_gates_have_a_group_of_their_own_without_weight_decay() -> None:
+def test_gates_have_a_separate_group_without_weight_decay() -> None:
     config = pp.Config(lr=0.1, gate_lr=3.0, std_lr=0.01, weight_decay=0.5)
     groups = loop.groups(attached(std=0.1, train_std=True), [config], rest=True)
     assert [(g.base, g.weight_decay, g.scheduled) for g in groups] == [
@@ -61,21 +61,21 @@ def test_gates_have_a_group_of_their_own_without_weight_decay() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_weight_decay_leaves_gates_alone(optimizer: str, pair: Pair) -> None:
+def test_weight_decay_does_not_change_gates(optimizer: str, pair: Pair) -> None:
     config = pp.Config(epochs=2, lr=0.01, gate_lr=1.0, weight_decay=0.9, optimizer=optimizer)
     model = attached()
     before = state(model)
-    pp.fit(model, pair, config, loss=lambda out, y: 0.0 * out.sum())  # no gradient: decay is all that moves
+    pp.fit(model, pair, config, loss=lambda out, y: 0.0 * out.sum())  # no gradient, only decay
     for site in attachment.sites(model):
         assert torch.equal(site.gate, before[f"{site.name[0]}.parametrizations.weight.original1"])
         assert not torch.equal(site.mean, before[f"{site.name[0]}.parametrizations.weight.original0"])
 
 
 def test_gate_lr_none_freezes_gates_and_lr_zero_everything_else(pair: Pair) -> None:
-    for how, moved in (({"gate_lr": None}, "0"), ({"lr": 0.0, "gate_lr": 1.0}, "1")):
+    for options, moved in (({"gate_lr": None}, "0"), ({"lr": 0.0, "gate_lr": 1.0}, "1")):
         model = attached()
         before = state(model)
-        pp.fit(model, pair, pp.Config(epochs=2, **how))
+        pp.fit(model, pair, pp.Config(epochs=2, **options))
         changed = {n for n, t in model.state_dict().items() if not torch.equal(t, before[n])}
         expected = {f"{i}.parametrizations.weight.original{moved}" for i in (0, 3)}
         assert changed == expected | ({"0.bias", "3.bias"} if moved == "0" else set())
@@ -101,20 +101,22 @@ def test_a_parameter_that_the_user_froze_stays_frozen(pair: Pair) -> None:
 
 
 def test_accumulation_equals_the_full_batch(pair: Pair) -> None:
-    one, many = net(), net()
-    pp.fit(one, pair, pp.Config(epochs=3, lr=0.1, batch_size=32))
-    rows = pp.fit(many, pair, pp.Config(epochs=3, lr=0.1, batch_size=32, accumulate=5))  # the last batch has 6 examples
-    for p, q in zip(one.parameters(), many.parameters(), strict=True):
+    full, accumulated = net(), net()
+    pp.fit(full, pair, pp.Config(epochs=3, lr=0.1, batch_size=32))
+    rows = pp.fit(
+        accumulated, pair, pp.Config(epochs=3, lr=0.1, batch_size=32, accumulate=5)
+    )  # the last batch has 6 examples
+    for p, q in zip(full.parameters(), accumulated.parameters(), strict=True):
         assert torch.allclose(p, q, atol=1e-6)
     assert rows[-1]["loss"] == pytest.approx(
         pp.fit(net(), pair, pp.Config(epochs=3, lr=0.1, batch_size=32))[-1]["loss"]
     )
 
 
-@pytest.mark.parametrize(("how", "draws"), [({}, 3), ({"accumulate": 2}, 6), ({"accumulate": 2, "samples": 4}, 24)])
-def test_every_micro_batch_takes_its_own_draw(how: dict, draws: int, pair: Pair) -> None:
+@pytest.mark.parametrize(("options", "draws"), [({}, 3), ({"accumulate": 2}, 6), ({"accumulate": 2, "samples": 4}, 24)])
+def test_every_micro_batch_takes_a_new_draw(options: dict, draws: int, pair: Pair) -> None:
     model = attached()
-    pp.fit(model, pair, pp.Config(epochs=1, batch_size=32, **how))
+    pp.fit(model, pair, pp.Config(epochs=1, batch_size=32, **options))
     assert [int(site.sampler.step) for site in attachment.sites(model)] == [draws, draws]
 
 
@@ -142,8 +144,10 @@ def test_a_last_batch_of_one_joins_the_one_before(pair: Pair) -> None:
     sizes, steps = [], []
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])) if module.training else None)
-    for how in ({}, {"accumulate": 31}):  # micro-batches of two; 33 examples end in one of three
-        pp.fit(model, (x, y), pp.Config(epochs=1, batch_size=32, **how), progress=lambda *call: steps.append(call[1:3]))
+    for options in ({}, {"accumulate": 31}):  # micro-batches of two; 33 examples end in one of three
+        pp.fit(
+            model, (x, y), pp.Config(epochs=1, batch_size=32, **options), progress=lambda *call: steps.append(call[1:3])
+        )
     assert sizes == [32, 33] + [2] * 16 + [2] * 15 + [3]
     assert steps == [(1, 2), (2, 2), (2, 2)] * 2
     with pytest.raises(ValueError, match=r"a batch holds 1 example, .* drop_last=True"):
@@ -174,10 +178,10 @@ def test_augmentation_follows_from_the_seed() -> None:
     assert run(True) == run(True) != run(False)
 
 
-# --- What a run tells.
+# --- Rows and progress.
 
 
-def test_rows_and_progress(pair: Pair) -> None:
+def test_a_run_returns_a_row_per_epoch_and_calls_progress_per_step(pair: Pair) -> None:
     calls = []
     rows = pp.fit(
         net(),
@@ -189,17 +193,17 @@ def test_rows_and_progress(pair: Pair) -> None:
     )
     assert [sorted(row) for row in rows] == [["epoch", "loss", "lr", "stage", "validation_loss"]] * 2
     assert [(row["stage"], row["epoch"], row["lr"]) for row in rows] == [("dense", 1, 0.1), ("dense", 2, 0.1)]
-    assert [call[:3] for call in calls] == [("dense", done, 6) for done in (1, 2, 3, 3, 4, 5, 6, 6)]
+    assert [call[:3] for call in calls] == [("dense", steps, 6) for steps in (1, 2, 3, 3, 4, 5, 6, 6)]
     assert [call[3] for call in calls] == [{}] * 3 + [rows[0]] * 4 + [rows[1]]
 
 
 def test_the_loss_of_an_epoch_is_the_mean_over_the_examples_it_saw(pair: Pair) -> None:
-    still = pp.Config(epochs=1, lr=0.0, batch_size=32)  # the last batch has 6 examples
+    no_lr = pp.Config(epochs=1, lr=0.0, batch_size=32)  # the last batch has 6 examples
     model = net()
     everything = F.cross_entropy(model(pair[0]), pair[1]).item()
     first = F.cross_entropy(model(pair[0][:60]), pair[1][:60]).item()
-    assert pp.fit(net(), pair, still)[0]["loss"] == pytest.approx(everything, rel=1e-5)
-    assert pp.fit(net(), DataLoader(TensorDataset(*pair), 60, drop_last=True), still)[0]["loss"] == pytest.approx(
+    assert pp.fit(net(), pair, no_lr)[0]["loss"] == pytest.approx(everything, rel=1e-5)
+    assert pp.fit(net(), DataLoader(TensorDataset(*pair), 60, drop_last=True), no_lr)[0]["loss"] == pytest.approx(
         first, rel=1e-5
     )
 
@@ -209,11 +213,15 @@ def test_expected_sparsity_is_in_every_row_and_meets_the_budget(control: str, pa
     model, budget = attached(), pp.Budget(0.8, control=control)
     rows = pp.fit(model, pair, pp.Config(epochs=20, lr=0.05, gate_lr=5.0, batch_size=16), budget=budget)
     assert rows[-1]["expected_sparsity"] == pp.read(model).sparsity
-    found = [row["expected_sparsity"] for row in rows]
+    sparsities = [row["expected_sparsity"] for row in rows]
     if control in ("shift", "projection"):  # exact after every epoch, although the last step moved the gates
-        assert found == pytest.approx([0.8] * 20, abs=1e-6)
+        assert sparsities == pytest.approx([0.8] * 20, abs=1e-6)
     else:
-        assert found[-1] == pytest.approx(0.8, abs=0.05) if control == "lagrangian" else found[-1] != pytest.approx(0.8)
+        assert (
+            sparsities[-1] == pytest.approx(0.8, abs=0.05)
+            if control == "lagrangian"
+            else sparsities[-1] != pytest.approx(0.8)
+        )
 
 
 def test_a_cubic_budget_falls_from_dense_and_sharpens(pair: Pair) -> None:
@@ -268,21 +276,21 @@ def test_a_run_follows_from_its_arguments_and_takes_no_randomness(form: str, kin
         return model, pp.fit(model, data, pp.Config(epochs=2, lr=0.1, batch_size=16), seed=seed)
 
     before = torch.get_rng_state()
-    (one, rows), (two, again), (other, _) = run(0), run(0), run(1)
+    (first, rows), (second, again), (other, _) = run(0), run(0), run(1)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(g.get_state(), torch.Generator().manual_seed(4).get_state())
-    assert same(one, two)
+    assert same(first, second)
     assert rows == again
-    # A loader with a generator of its own keeps its order, and the draws of an attached model are its own seed's.
-    assert same(one, other) == (form == "own generator" and kind == "attached")
-    assert not one.training
+    # A loader with a generator keeps its order, and the draws of an attached model follow from the model's seed.
+    assert same(first, other) == (form == "own generator" and kind == "attached")
+    assert not first.training
 
 
 def test_tensors_and_a_dataset_give_the_same_run(pair: Pair) -> None:
-    one, two = net(), net()
-    pp.fit(one, pair, pp.Config(epochs=2, lr=0.1, batch_size=16))
-    pp.fit(two, TensorDataset(*pair), pp.Config(epochs=2, lr=0.1, batch_size=16))
-    assert same(one, two)
+    from_tensors, from_dataset = net(), net()
+    pp.fit(from_tensors, pair, pp.Config(epochs=2, lr=0.1, batch_size=16))
+    pp.fit(from_dataset, TensorDataset(*pair), pp.Config(epochs=2, lr=0.1, batch_size=16))
+    assert same(from_tensors, from_dataset)
 
 
 # --- Zeros stay zero.
@@ -312,7 +320,7 @@ def test_zeros_stay_exactly_zero(optimizer: str, start: str, pair: Pair) -> None
     assert pp.sparsity(model) == 0.75
 
 
-def test_letting_the_mask_go_lets_weights_come_back(pair: Pair) -> None:
+def test_without_its_mask_a_network_trains_all_weights(pair: Pair) -> None:
     model = net()
     pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.5))
     pp.apply_mask(model, None)

@@ -1,4 +1,4 @@
-"""The optimiser with rates on the device: torch.optim's formulas, a rate for every member, and what it stores."""
+"""The optimiser with rates on the device: torch.optim's formulas, a rate for every member, and its stored state."""
 
 import copy
 
@@ -13,7 +13,7 @@ STEPS = 6
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-7}  # rates are float32
 
 
-def made(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
+def make_parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
     g = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)) for shape in SHAPES]
 
@@ -24,7 +24,7 @@ def gradients(step: int, like: list[nn.Parameter], member: int = 0) -> list[Tens
 
 
 def reference(kind: str, groups: list[dict]) -> torch.optim.Optimizer:
-    """torch.optim's own, whose Adam calls momentum beta1."""
+    """The optimiser of torch.optim, whose Adam calls momentum beta1."""
     if kind == "sgd":
         return torch.optim.SGD(groups)
     renamed = [{**g, "betas": (g["momentum"], 0.999)} for g in groups]
@@ -33,27 +33,29 @@ def reference(kind: str, groups: list[dict]) -> torch.optim.Optimizer:
     return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind](renamed)
 
 
-def one(params: list[nn.Parameter], lr: float, momentum: float, decay: float) -> Group:
+def single_rate_group(params: list[nn.Parameter], lr: float, momentum: float, decay: float) -> Group:
     return Group(params, [lr], [momentum], [decay], True, torch.tensor(lr))
 
 
-def several(params: list[nn.Parameter], lr: list[float], momentum: list[float], decay: list[float]) -> Group:
+def group_with_rates(params: list[nn.Parameter], lr: list[float], momentum: list[float], decay: list[float]) -> Group:
     return Group(params, lr, momentum, decay, True, torch.tensor(lr))
 
 
-def assert_equal(found: Tensor, expected: Tensor) -> None:
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
     close = TOLERANCE[expected.dtype]
-    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    torch.testing.assert_close(actual, expected, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_one_rate_is_torchs_own_step(kind: str, momentum: float, decay: float, dtype: torch.dtype) -> None:
-    mine, theirs = made(dtype), made(dtype)
+def test_a_step_with_one_rate_equals_torchs(kind: str, momentum: float, decay: float, dtype: torch.dtype) -> None:
+    mine, theirs = make_parameters(dtype), make_parameters(dtype)
     # Two groups, and a parameter that never has a gradient.
-    own = Optimizer(kind, [one(mine[:2], 0.05, momentum, decay), one(mine[2:], 0.5, momentum, 0.0)])
+    optimizer = Optimizer(
+        kind, [single_rate_group(mine[:2], 0.05, momentum, decay), single_rate_group(mine[2:], 0.5, momentum, 0.0)]
+    )
     other = reference(
         kind,
         [
@@ -68,20 +70,20 @@ def test_one_rate_is_torchs_own_step(kind: str, momentum: float, decay: float, d
             params[1].grad = None
             if step < 2:
                 params[2].grad = None  # its running means begin when it first has a gradient
-        own.step()
+        optimizer.step()
         other.step()
     for a, b in zip(mine, theirs, strict=True):
         assert_equal(a, b)
-    assert torch.equal(mine[1], made(dtype)[1])
+    assert torch.equal(mine[1], make_parameters(dtype)[1])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_every_member_is_its_own_run_of_torch(kind: str, dtype: torch.dtype) -> None:
+def test_every_members_steps_equal_torchs(kind: str, dtype: torch.dtype) -> None:
     rates, momenta, decays = [0.3, 0.01, 0.0], [0.9, 0.0, 0.5], [0.0, 0.1, 0.2]
-    alone = [made(dtype, seed=k) for k in range(3)]
+    alone = [make_parameters(dtype, seed=k) for k in range(3)]
     whole = [nn.Parameter(torch.stack([a.detach() for a in same])) for same in zip(*alone, strict=True)]
-    own = Optimizer(kind, [several(whole, rates, momenta, decays)])
+    population_optimizer = Optimizer(kind, [group_with_rates(whole, rates, momenta, decays)])
     others = [
         reference(kind, [{"params": params, "lr": lr, "momentum": m, "weight_decay": d}])
         for params, lr, m, d in zip(alone, rates, momenta, decays, strict=True)
@@ -92,7 +94,7 @@ def test_every_member_is_its_own_run_of_torch(kind: str, dtype: torch.dtype) -> 
                 p.grad = grad
         for p, same in zip(whole, zip(*alone, strict=True), strict=True):
             p.grad = torch.stack([a.grad for a in same if a.grad is not None])
-        for optimizer in (own, *others):
+        for optimizer in (population_optimizer, *others):
             optimizer.step()
     for p, same in zip(whole, zip(*alone, strict=True), strict=True):
         for k, a in enumerate(same):
@@ -101,11 +103,11 @@ def test_every_member_is_its_own_run_of_torch(kind: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_one_rate_for_all_and_equal_rates_for_each_agree(kind: str) -> None:
-    fused, apart = [[nn.Parameter(torch.stack([p.detach()] * 2)) for p in made()] for _ in range(2)]
+    fused, apart = [[nn.Parameter(torch.stack([p.detach()] * 2)) for p in make_parameters()] for _ in range(2)]
     two = [0.9] * 2
     pair = (
         Optimizer(kind, [Group(fused, [0.1] * 2, two, [0.01] * 2, True, torch.tensor(0.1))]),
-        Optimizer(kind, [several(apart, [0.1] * 2, two, [0.01] * 2)]),
+        Optimizer(kind, [group_with_rates(apart, [0.1] * 2, two, [0.01] * 2)]),
     )
     for step in range(STEPS):
         for params in (fused, apart):
@@ -120,18 +122,18 @@ def test_one_rate_for_all_and_equal_rates_for_each_agree(kind: str) -> None:
 @pytest.mark.parametrize("several_rates", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_new_rate_is_read_from_its_tensor(kind: str, several_rates: bool) -> None:
-    mine, theirs = made(), made()
+    mine, theirs = make_parameters(), make_parameters()
     if several_rates:
         mine = [nn.Parameter(p.detach()[None].clone()) for p in mine]
     rate = torch.zeros(1 if several_rates else ())
-    own = Optimizer(kind, [Group(mine, [0.1], [0.9], [0.01], True, rate)])
+    optimizer = Optimizer(kind, [Group(mine, [0.1], [0.9], [0.01], True, rate)])
     other = reference(kind, [{"params": theirs, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}])
     for step in range(STEPS):
         rate.fill_(0.1 / (1 + step))
         other.param_groups[0]["lr"] = 0.1 / (1 + step)
         for p, q, grad in zip(mine, theirs, gradients(step, theirs), strict=True):
             p.grad, q.grad = grad.reshape(p.shape).clone(), grad
-        own.step()
+        optimizer.step()
         other.step()
     for p, q in zip(mine, theirs, strict=True):
         assert_equal(p.reshape(q.shape), q)
@@ -140,84 +142,86 @@ def test_a_new_rate_is_read_from_its_tensor(kind: str, several_rates: bool) -> N
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_reach_is_how_far_a_lasting_unit_of_gradient_moves_a_parameter(kind: str, momentum: float) -> None:
-    params = made()
-    own, before = Optimizer(kind, [one(params, 0.01, momentum, 0.0)]), []
+    params = make_parameters()
+    optimizer, before = Optimizer(kind, [single_rate_group(params, 0.01, momentum, 0.0)]), []
     for _ in range(400):  # .9^400 of the start is left
         for p in params:
             p.grad = torch.ones_like(p)
         before = [p.detach().clone() for p in params]
-        own.step()
+        optimizer.step()
     for p, start in zip(params, before, strict=True):
         expected = 0.01 / (1 - momentum) if kind == "sgd" else 0.01
-        assert torch.broadcast_to(own.reach(p), p.shape) == pytest.approx(expected, rel=1e-4)
+        assert torch.broadcast_to(optimizer.reach(p), p.shape) == pytest.approx(expected, rel=1e-4)
         assert start - p.detach() == pytest.approx(expected, rel=1e-3)
 
 
-def test_reach_of_members_is_their_own() -> None:
+def test_reach_is_computed_per_member() -> None:
     params = [nn.Parameter(torch.zeros(2, 3, 4)), nn.Parameter(torch.zeros(2))]
-    own = Optimizer("sgd", [several(params, [0.1, 0.02], [0.9, 0.5], [0.0, 0.0])])
-    assert own.reach(params[0]).shape == (2, 1, 1)
-    assert own.reach(params[1]) == pytest.approx(torch.tensor([1.0, 0.04]))
-    adam = Optimizer("adam", [several(params, [0.1, 0.02], [0.9, 0.5], [0.0, 0.0])])
+    optimizer = Optimizer("sgd", [group_with_rates(params, [0.1, 0.02], [0.9, 0.5], [0.0, 0.0])])
+    assert optimizer.reach(params[0]).shape == (2, 1, 1)
+    assert optimizer.reach(params[1]) == pytest.approx(torch.tensor([1.0, 0.04]))
+    adam = Optimizer("adam", [group_with_rates(params, [0.1, 0.02], [0.9, 0.5], [0.0, 0.0])])
     for p in params:
-        p.grad = 4 * torch.ones_like(p)  # Adam divides by the size of what it is used to
+        p.grad = 4 * torch.ones_like(p)  # Adam divides by the usual size of the gradient
     adam.step()
     assert adam.reach(params[0])[:, 0, 0] == pytest.approx(torch.tensor([0.025, 0.005]), rel=1e-4)
 
 
 @pytest.mark.parametrize("several_rates", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_stored_state_goes_on_to_the_bit(kind: str, several_rates: bool) -> None:
+def test_a_stored_state_resumes_to_the_bit(kind: str, several_rates: bool) -> None:
     params = [nn.Parameter(torch.randn(2, 3, generator=torch.Generator().manual_seed(0))) for _ in range(3)]
     rate = torch.tensor([0.1, 0.2]) if several_rates else torch.tensor(0.1)
 
-    def optimiser(params: list[nn.Parameter]) -> Optimizer:
+    def make_optimizer(params: list[nn.Parameter]) -> Optimizer:
         return Optimizer(kind, [Group(params, [0.1, 0.2], [0.9, 0.8], [0.0, 0.0], True, rate)])
 
-    def step(own: Optimizer, number: int) -> None:
-        for p, grad in zip(own.groups[0].params, gradients(number, params), strict=True):
+    def step(optimizer: Optimizer, number: int) -> None:
+        for p, grad in zip(optimizer.groups[0].params, gradients(number, params), strict=True):
             p.grad = grad
-        own.groups[0].params[2].grad = None
-        own.step()
+        optimizer.groups[0].params[2].grad = None
+        optimizer.step()
 
-    own = optimiser(params)
+    optimizer = make_optimizer(params)
     for number in range(3):
-        step(own, number)
-    stored, copied = own.state_dict(), copy.deepcopy(params)
+        step(optimizer, number)
+    stored, copied = optimizer.state_dict(), copy.deepcopy(params)
     content = copy.deepcopy(stored)
     for number in range(3, 6):
-        step(own, number)
-    for i, kept in content.items():  # what was stored does not move with the run
-        assert all(torch.equal(stored[i][key], t) for key, t in kept.items())
+        step(optimizer, number)
+    for i, state in content.items():  # the stored state does not change with the run
+        assert all(torch.equal(stored[i][key], t) for key, t in state.items())
     assert set(stored) == {"0", "1"}
-    again = optimiser(copied)
+    again = make_optimizer(copied)
     again.load_state_dict(stored)
     for number in range(3, 6):
         step(again, number)
     assert all(torch.equal(p, q) for p, q in zip(params, copied, strict=True))
 
 
-def test_gradients_are_forgotten() -> None:
-    params = made()
-    own = Optimizer("sgd", [one(params[:2], 0.1, 0.9, 0.0), one(params[2:], 0.1, 0.9, 0.0)])
+def test_zero_grad_removes_all_gradients() -> None:
+    params = make_parameters()
+    optimizer = Optimizer(
+        "sgd", [single_rate_group(params[:2], 0.1, 0.9, 0.0), single_rate_group(params[2:], 0.1, 0.9, 0.0)]
+    )
     for p, grad in zip(params, gradients(0, params), strict=True):
         p.grad = grad
-    own.zero_grad()
+    optimizer.zero_grad()
     assert all(p.grad is None for p in params)
-    own.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, made(), strict=True))
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, make_parameters(), strict=True))
 
 
 @pytest.mark.parametrize("several_rates", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_half_precision_weights_with_their_float32_gates(kind: str, several_rates: bool) -> None:
+def test_bfloat16_weights_and_float32_gates_share_a_group(kind: str, several_rates: bool) -> None:
     weight = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
     gate = nn.Parameter(torch.ones(2, 3))
     rate = torch.tensor([0.25, 0.25]) if several_rates else torch.tensor(0.25)
-    own = Optimizer(kind, [Group([weight, gate], [0.25] * 2, [0.5] * 2, [0.0] * 2, True, rate)])
+    optimizer = Optimizer(kind, [Group([weight, gate], [0.25] * 2, [0.5] * 2, [0.0] * 2, True, rate)])
     for p in (weight, gate):
         p.grad = torch.ones_like(p)
-    own.step()
+    optimizer.step()
     assert weight.dtype == torch.bfloat16
     for p in (weight, gate):
         assert p.detach().float() == pytest.approx(torch.full((2, 3), 0.75), abs=1e-6)

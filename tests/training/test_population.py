@@ -1,4 +1,4 @@
-"""A population: every member ends as it would alone, in every state a model can be in; and what it leaves behind."""
+"""A population: every member equals its single run, in every state of a model, and is as usable afterwards."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ class TiedPlain(nn.Module):
         return self.head(torch.tanh(self.embed(x)).cumsum(1))
 
 
-class Looks(nn.Module):
+class Branching(nn.Module):
     """BatchNorm, then a branch on the numbers themselves, which vmap refuses when BatchNorm has already counted."""
 
     def __init__(self) -> None:
@@ -110,31 +110,31 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, Any]]] = {
 STATES = ("dense", "masked", "budget", "clamp", "straight-through", "std", "train_std")
 
 
-def built(make: Callable[[], nn.Module], k: int) -> nn.Module:
+def build(make: Callable[[], nn.Module], k: int) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(k)
         model = make()
-        with torch.no_grad():  # nets that seed themselves begin apart too
+        with torch.no_grad():  # so that networks with a fixed seed differ too
             for p in model.parameters():
                 p.add_(0.02 * torch.randn(p.shape))
     return model
 
 
-def prepared(make: Callable[[], nn.Module], state: str, k: int) -> nn.Module:
+def prepare(make: Callable[[], nn.Module], state: str, k: int) -> nn.Module:
     """Member k, with its own weights, mask, sparsity, std and seed of the draws."""
-    model = built(make, k)
+    model = build(make, k)
     sparsity = 0.3 + 0.2 * k
     if state == "masked":
         pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=sparsity))
     elif state != "dense":
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "budget": {"coupling": 2.0},
             "clamp": {"mapping": "clamp"},
             "straight-through": {"estimator": "straight-through"},
             "train_std": {"train_std": True},
         }.get(state, {})
         std = 0.02 * (k + 1) if state in ("std", "train_std") else 0.0
-        pp.attach(model, pp.isotropic(model, sparsity=sparsity, std=std), seed=k, **how)
+        pp.attach(model, pp.isotropic(model, sparsity=sparsity, std=std), seed=k, **options)
     return model
 
 
@@ -144,56 +144,59 @@ def budgets(state: str, count: int = 3) -> list[pp.Budget] | None:
     return [pp.Budget(0.3 + 0.2 * k, schedule="cubic", sharpen=1.0 + k) for k in range(count)]
 
 
-def assert_alike(found: nn.Module, alone: nn.Module, most: float = 1e-5, floor: float = 0.0) -> None:
-    """Every parameter and buffer, also those outside the state dict, within `most` of its norm."""
-    theirs = dict((*alone.named_parameters(), *alone.named_buffers()))
-    mine = dict((*found.named_parameters(), *found.named_buffers()))
-    assert list(mine) == list(theirs)
-    for name, expected in theirs.items():
-        assert mine[name].shape == expected.shape
-        apart = float((mine[name] - expected).detach().double().norm())
-        # Shift and multiplier are on the scale of logits, and solved for or a difference of numbers near to each other.
+def assert_alike(actual: nn.Module, expected: nn.Module, most: float = 1e-5, floor: float = 0.0) -> None:
+    """Every parameter and buffer, even outside the state dict, is within `most` of its norm."""
+    expected_tensors = dict((*expected.named_parameters(), *expected.named_buffers()))
+    actual_tensors = dict((*actual.named_parameters(), *actual.named_buffers()))
+    assert list(actual_tensors) == list(expected_tensors)
+    for name, value in expected_tensors.items():
+        assert actual_tensors[name].shape == value.shape
+        apart = float((actual_tensors[name] - value).detach().double().norm())
+        # Shift and multiplier are on the scale of logits; one is solved for, the other a difference of close numbers.
         size = (
-            1.0 + 10 * abs(float(expected))
+            1.0 + 10 * abs(float(value))
             if name.endswith((".shift", ".multiplier"))
-            else float(expected.detach().double().norm())
+            else float(value.detach().double().norm())
         )
         assert apart <= most * size + floor, (name, apart, size)
 
 
-def both(
-    models: Sequence[nn.Module], data: Any, configs: pp.Config | list[pp.Config], *, seed: Any = 0, **how: Any
+def fit_both_ways(
+    models: Sequence[nn.Module], data: Any, configs: pp.Config | list[pp.Config], *, seed: Any = 0, **options: Any
 ) -> tuple[list[nn.Module], list[list[dict]]]:
-    """Trains the models as a population and copies of them alone; the copies, and their histories."""
+    """Trains the models as a population and copies of them one by one; returns the copies and their histories."""
     count = len(models)
-    plans = per_member("budget", how.pop("budget", None), count)
+    plans = per_member("budget", options.pop("budget", None), count)
     alone = [copy.deepcopy(model) for model in models]
-    rows = pp.fit(models, data, configs, seed=seed, budget=None if plans[0] is None else plans, **how)
-    seeds, each = per_member("seed", seed, count), per_member("config", configs, count)
-    histories = [pp.fit(model, data, each[k], seed=seeds[k], budget=plans[k], **how) for k, model in enumerate(alone)]
+    rows = pp.fit(models, data, configs, seed=seed, budget=None if plans[0] is None else plans, **options)
+    seeds, member_configs = per_member("seed", seed, count), per_member("config", configs, count)
+    histories = [
+        pp.fit(model, data, member_configs[k], seed=seeds[k], budget=plans[k], **options)
+        for k, model in enumerate(alone)
+    ]
     for k, history in enumerate(histories):
-        own = [row for row in rows if row["member"] == k]
-        assert [set(row) - {"member"} for row in own] == [set(row) for row in history]
-        for mine, theirs in zip(own, history, strict=True):
-            assert mine["stage"] == theirs["stage"]
-            for key in set(theirs) - {"stage"}:
-                assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+        member_rows = [row for row in rows if row["member"] == k]
+        assert [set(row) - {"member"} for row in member_rows] == [set(row) for row in history]
+        for actual, expected in zip(member_rows, history, strict=True):
+            assert actual["stage"] == expected["stage"]
+            for key in set(expected) - {"stage"}:
+                assert actual[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
     return alone, histories
 
 
-# --- Every member equals its lone run.
+# --- Every member equals its single run.
 
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("name", NETS)
-def test_a_member_ends_as_it_would_alone(name: str, state: str) -> None:
+def test_a_member_equals_its_single_run(name: str, state: str) -> None:
     make, (data, loss) = NETS[name]
-    models = [prepared(make, state, k) for k in range(3)]
+    models = [prepare(make, state, k) for k in range(3)]
     config = pp.Config(epochs=10, lr=0.02, gate_lr=0.02 if state == "clamp" else 0.5, batch_size=20)  # 50 steps
-    alone, _ = both(models, data, config, seed=[4, 4, 9], loss=loss, budget=budgets(state))
+    alone, _ = fit_both_ways(models, data, config, seed=[4, 4, 9], loss=loss, budget=budgets(state))
     ties = 1 if name == "lenet5" else 0
     for k, (model, expected) in enumerate(zip(models, alone, strict=True)):
-        # Rounding decides a maximum or a ReLU that stands at a tie: one member may meet one, and then goes its own way.
+        # At a tie, rounding decides a maximum or a ReLU: one member may meet a tie, and then diverges a little.
         try:
             assert_alike(model, expected)
         except AssertionError:
@@ -210,10 +213,10 @@ def test_a_member_ends_as_it_would_alone(name: str, state: str) -> None:
 
 @pytest.mark.parametrize("state", ["dense", "masked"])
 @pytest.mark.parametrize("name", ["mlp", "residual", "lenet5"])
-def test_a_member_in_float64_is_its_lone_run_to_a_billionth(name: str, state: str) -> None:
+def test_a_member_in_float64_equals_its_single_run_to_a_billionth(name: str, state: str) -> None:
     make, ((x, y), _) = NETS[name]
-    models = [prepared(make, state, k).double() for k in range(3)]
-    alone, _ = both(models, (x.double(), y), pp.Config(epochs=10, lr=0.02, batch_size=20), seed=[4, 4, 9])
+    models = [prepare(make, state, k).double() for k in range(3)]
+    alone, _ = fit_both_ways(models, (x.double(), y), pp.Config(epochs=10, lr=0.02, batch_size=20), seed=[4, 4, 9])
     for model, expected in zip(models, alone, strict=True):
         assert_alike(model, expected, 1e-9)
 
@@ -236,27 +239,29 @@ SETTINGS: dict[str, dict[str, list[Any] | Any]] = {
 
 @pytest.mark.parametrize("state", ["dense", "budget", "train_std"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_members_have_their_own_settings(setting: str, state: str) -> None:
-    given = {"epochs": 5, "batch_size": 20, "gate_lr": 0.5, "lr": 0.05, **SETTINGS[setting]}
-    configs = [pp.Config(**{n: v[k] if isinstance(v, list) else v for n, v in given.items()}) for k in range(3)]
-    models = [prepared(NETS["mlp"][0], state, k) for k in range(3)]
-    alone, _ = both(models, (X, Y), configs, seed=[0, 1, 2], budget=budgets(state))
+def test_members_may_differ_in_their_settings(setting: str, state: str) -> None:
+    settings = {"epochs": 5, "batch_size": 20, "gate_lr": 0.5, "lr": 0.05, **SETTINGS[setting]}
+    configs = [pp.Config(**{n: v[k] if isinstance(v, list) else v for n, v in settings.items()}) for k in range(3)]
+    models = [prepare(NETS["mlp"][0], state, k) for k in range(3)]
+    alone, _ = fit_both_ways(models, (X, Y), configs, seed=[0, 1, 2], budget=budgets(state))
     for model, expected in zip(models, alone, strict=True):
         assert_alike(model, expected)
 
 
 @pytest.mark.parametrize("seed", [3, [3, 4, 5]])
-def test_own_seeds_are_own_orders_and_a_shared_one_is_one_batch(seed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_seeds_give_different_batches_and_equal_seeds_share_one(
+    seed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes, plain = [], Population.losses
 
-    def losses(self: Population, loss: Any, x: Tensor, y: Tensor, **how: Any) -> Tensor:
+    def losses(self: Population, loss: Any, x: Tensor, y: Tensor, **options: Any) -> Tensor:
         shapes.append((tuple(x.shape), tuple(y.shape)))
-        return plain(self, loss, x, y, **how)
+        return plain(self, loss, x, y, **options)
 
     monkeypatch.setattr(Population, "losses", losses)
-    models = [prepared(NETS["residual"][0], "dense", k) for k in range(3)]
+    models = [prepare(NETS["residual"][0], "dense", k) for k in range(3)]
     config = pp.Config(epochs=2, lr=0.02, batch_size=19, augment=True)  # 96 = 4 x 19 + 20: the last one joins
-    alone, _ = both(models, (IMAGES, MARKS), config, seed=seed)
+    alone, _ = fit_both_ways(models, (IMAGES, MARKS), config, seed=seed)
     for model, expected in zip(models, alone, strict=True):
         assert_alike(model, expected)
     leading = () if seed == 3 else (3,)
@@ -265,13 +270,13 @@ def test_own_seeds_are_own_orders_and_a_shared_one_is_one_batch(seed: Any, monke
 
 @pytest.mark.parametrize("control", ["projection", "lagrangian", "none"])
 @pytest.mark.parametrize("mapping", ["sigmoid", "clamp"])
-def test_other_controls(control: str, mapping: str) -> None:
-    models = [built(NETS["mlp"][0], k) for k in range(3)]
+def test_members_under_every_control_equal_their_single_runs(control: str, mapping: str) -> None:
+    models = [build(NETS["mlp"][0], k) for k in range(3)]
     for k, model in enumerate(models):
         pp.attach(model, pp.isotropic(model, sparsity=0.5), mapping=mapping, seed=k)
     plans = [pp.Budget(0.4 + 0.1 * k, control=control, strength=5.0 + k) for k in range(3)]
     config = pp.Config(epochs=4, lr=0.05, gate_lr=0.02 if mapping == "clamp" else 0.5, batch_size=20)
-    alone, _ = both(models, (X, Y), config, budget=plans, seed=[0, 1, 2])
+    alone, _ = fit_both_ways(models, (X, Y), config, budget=plans, seed=[0, 1, 2])
     for model, expected in zip(models, alone, strict=True):
         assert_alike(model, expected)
 
@@ -279,28 +284,28 @@ def test_other_controls(control: str, mapping: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        Looks,
+        Branching,
         lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3)),
         Scaled,
         lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3)),
         lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3)),
         lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).double(),
     ],
-    ids=["looks at its numbers", "cumulative BatchNorm", "0-dimensional", "no statistics", "LayerNorm", "float64"],
+    ids=["branches on its numbers", "cumulative BatchNorm", "0-dimensional", "no statistics", "LayerNorm", "float64"],
 )
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_networks_of_other_kinds(make: Callable[[], nn.Module], clip: float | None) -> None:
-    models = [built(make, k) for k in range(2)]
+def test_unusual_networks_equal_their_single_runs(make: Callable[[], nn.Module], clip: float | None) -> None:
+    models = [build(make, k) for k in range(2)]
     x = X.to(next(models[0].parameters()).dtype)
-    alone, _ = both(models, (x, Y), pp.Config(epochs=2, lr=0.05, batch_size=20, clip=clip), seed=[0, 1])
+    alone, _ = fit_both_ways(models, (x, Y), pp.Config(epochs=2, lr=0.05, batch_size=20, clip=clip), seed=[0, 1])
     for model, expected in zip(models, alone, strict=True):
         assert_alike(model, expected)
 
 
 @pytest.mark.parametrize("name", ["mlp", "residual", "transformer"])
-def test_a_population_in_bfloat16(name: str) -> None:
+def test_a_population_in_bfloat16_is_close_to_its_single_runs(name: str) -> None:
     make, (data, loss) = NETS[name]
-    models = [prepared(make, "budget", k) for k in range(2)]
+    models = [prepare(make, "budget", k) for k in range(2)]
     config = pp.Config(epochs=1, lr=0.02, gate_lr=0.5, batch_size=20, amp=True)
     alone = copy.deepcopy(models)
     pp.fit(models, data, config, loss=loss, budget=budgets("budget", 2), seed=[0, 1])
@@ -309,26 +314,26 @@ def test_a_population_in_bfloat16(name: str) -> None:
             model, data, config, loss=loss, budget=pp.Budget(0.3 + 0.2 * k, schedule="cubic", sharpen=1.0 + k), seed=k
         )
         for p, q in zip(models[k].parameters(), model.parameters(), strict=True):
-            assert (p - q).norm() <= 0.02 * (1 + q.norm())  # 8 bits, in which sums differ by their order
+            assert (p - q).norm() <= 0.02 * (1 + q.norm())  # with 8 bits, the order of a sum matters
 
 
-def test_masks_may_cover_other_tensors_in_every_member() -> None:
-    models = [built(NETS["mlp"][0], k) for k in range(3)]
+def test_masks_of_members_may_cover_different_tensors() -> None:
+    models = [build(NETS["mlp"][0], k) for k in range(3)]
     first = pp.top_k(pp.scores.magnitude(models[0]), sparsity=0.5)
     pp.apply_mask(models[0], first)
     pp.apply_mask(models[1], {"0.weight": first["0.weight"]})
-    alone, _ = both(models, (X, Y), CONFIG)
+    alone, _ = fit_both_ways(models, (X, Y), CONFIG)
     for model, expected in zip(models, alone, strict=True):
         assert_alike(model, expected)
     assert [float((m[0].weight == 0).float().mean()) > 0.3 for m in models] == [True, True, False]
 
 
-def test_frozen_parameters_stay_and_validation_is_each_members_own() -> None:
-    models = [built(NETS["mlp"][0], k) for k in range(2)]
+def test_frozen_parameters_stay_and_every_member_has_its_validation_loss() -> None:
+    models = [build(NETS["mlp"][0], k) for k in range(2)]
     for model in models:
         model[0].weight.requires_grad_(False)
     before = [model[0].weight.clone() for model in models]
-    alone, histories = both(models, (X[:64], Y[:64]), CONFIG, validation=(X[64:], Y[64:]))
+    alone, histories = fit_both_ways(models, (X[:64], Y[:64]), CONFIG, validation=(X[64:], Y[64:]))
     for k in range(2):
         assert torch.equal(models[k][0].weight, before[k])
         assert_alike(models[k], alone[k])
@@ -336,9 +341,9 @@ def test_frozen_parameters_stay_and_validation_is_each_members_own() -> None:
     assert len(weights.seen(models[1])) == 96
 
 
-def test_a_population_of_one_and_one_with_dropout() -> None:
-    models = [built(NETS["mlp"][0], 0)]
-    alone, _ = both(models, (X, Y), CONFIG)
+def test_a_population_of_one_model_and_a_population_with_dropout() -> None:
+    models = [build(NETS["mlp"][0], 0)]
+    alone, _ = fit_both_ways(models, (X, Y), CONFIG)
     assert_alike(models[0], alone[0])
     random = [nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 3)) for _ in range(2)]
     random[1].load_state_dict(random[0].state_dict())
@@ -349,14 +354,14 @@ def test_a_population_of_one_and_one_with_dropout() -> None:
     assert history[-1]["loss"] < history[0]["loss"]
 
 
-# --- What is left behind.
+# --- Afterwards.
 
 
 @pytest.mark.parametrize("state", ["dense", "masked", "budget", "train_std"])
 @pytest.mark.parametrize("name", ["mlp", "lstm", "tied"])
 def test_members_are_as_usable_as_before(name: str, state: str) -> None:
     make, (data, loss) = NETS[name]
-    models = [prepared(make, state, k) for k in range(2)]
+    models = [prepare(make, state, k) for k in range(2)]
     keys, parameters = list(models[1].state_dict()), list(models[1].parameters())
     pp.fit(models, data, CONFIG, loss=loss, budget=budgets(state, 2), seed=[0, 1])
     for k, model in enumerate(models):
@@ -372,23 +377,24 @@ def test_members_are_as_usable_as_before(name: str, state: str) -> None:
             again = pp.harden(again)
         pp.fit(again, data, CONFIG, loss=loss)
         pp.fit(model, data, CONFIG, loss=loss)
-        assert list(again.state_dict()) == list(built(make, 0).state_dict())
+        assert list(again.state_dict()) == list(build(make, 0).state_dict())
         if name != "mlp":
             assert again.head.weight is again.embed.weight
-    assert all(a is b for a, b in zip(models[1].parameters(), parameters, strict=True))  # a user's optimiser holds
+    # A user's optimiser may hold these parameters.
+    assert all(a is b for a, b in zip(models[1].parameters(), parameters, strict=True))
 
 
-def test_the_first_member_is_no_part_of_the_others() -> None:
-    models = [built(NETS["mlp"][0], k) for k in range(2)]
-    crew = Population(models)
-    assert len(crew) == 2
+def test_members_change_only_when_they_are_written_back() -> None:
+    models = [build(NETS["mlp"][0], k) for k in range(2)]
+    population = Population(models)
+    assert len(population) == 2
     before = [m[0].weight.clone() for m in models]
     with torch.no_grad():
-        crew.stacked[0].weight.add_(1)
+        population.stacked[0].weight.add_(1)
     assert all(torch.equal(m[0].weight, b) for m, b in zip(models, before, strict=True))
-    crew.write_back()
+    population.write_back()
     assert all(torch.equal(m[0].weight, b + 1) for m, b in zip(models, before, strict=True))
-    crew.stacked.eval()
-    out = crew.outputs(X, separate=False)
+    population.stacked.eval()
+    out = population.outputs(X, separate=False)
     torch.testing.assert_close(out, torch.stack([m(X) for m in models]))
-    torch.testing.assert_close(crew.outputs(torch.stack([X, X.flip(0)]), separate=True)[1], models[1](X.flip(0)))
+    torch.testing.assert_close(population.outputs(torch.stack([X, X.flip(0)]), separate=True)[1], models[1](X.flip(0)))
