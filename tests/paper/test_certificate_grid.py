@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +20,9 @@ from pacprune import data
 from pacprune.certification import certificate, decode
 from pacprune.certification.verify import verify as arithmetic
 from pacprune.paper import certificate_grid, frame
-from pacprune.paper.certificate_grid import Cell, Grid, Motion, Setting, moved, read_grid
-from pacprune.paper.error_vs_sparsity import DECLARED
-from pacprune.paper.frame import Job
+from pacprune.paper.certificate_grid import Cell, Grid, Motion, cells_of, moved, read_grid
+from pacprune.paper.error_vs_sparsity import GRID_FILE
+from pacprune.paper.frame import Job, on_device
 
 TINY = """
 delta = 0.05
@@ -56,9 +57,7 @@ lr = 1.0
 """
 
 
-def job(out: Path, **other: Any) -> Job:
-    given = {"scale": "smoke", "seed": 0, "device": torch.device("cpu"), "data_dir": None, "progress": lambda *_: None}
-    return Job(**(given | {"out": out} | other))
+NAME = "digits-mlp"
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +66,12 @@ def grid() -> Grid:
 
 
 @pytest.fixture(scope="module")
-def filled(grid: Grid, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    folder = tmp_path_factory.mktemp("table")
-    return certificate_grid.run(grid, grid.settings[0], job(folder)), folder
+def table(
+    grid: Grid, make_job: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], Job]:
+    """The rows of the grid, and the job that made them."""
+    job = make_job(tmp_path_factory.mktemp("table"))
+    return certificate_grid.run(grid, NAME, job), job
 
 
 # --- The protocol: one permutation, and a grid that is declared
@@ -86,19 +88,21 @@ def test_splits_of_one_seed_are_nested() -> None:
 
 
 def test_the_declared_grid_has_every_row_that_is_published() -> None:
-    grid = read_grid(DECLARED.read_text())
+    grid = read_grid(GRID_FILE.read_text())
     names = [setting.name for setting in grid.settings]
     assert sorted(names) == ["cifar10-resnet20", "fashion-mnist-lenet5", "mnist-lenet5", "mnist-mlp"]
-    assert len({(setting.data, setting.split_seed) for setting in grid.settings}) == 3  # one permutation per data set
+    assert (
+        len({(setting.data, setting.options.split_seed) for setting in grid.settings}) == 3
+    )  # one permutation per data set
     for setting in grid.settings:
-        cells = {(cell.sparsity, cell.alpha) for cell in setting.cells()}
+        cells = {(cell.sparsity, cell.alpha) for cell in cells_of(setting, range(setting.seeds))}
         assert {(0.9, 0.4), (0.9, 0.8), (0.975, 0.4), (0.975, 0.8)} <= cells
-        assert len(setting.seeds) >= 3
+        assert setting.seeds >= 3
         assert setting.prior.gate_lr is None
         assert setting.posterior.gate_lr is None
-    rows = [(setting.name, cell) for setting in grid.settings for cell in setting.cells()]
+    rows = [(setting.name, cell) for setting in grid.settings for cell in cells_of(setting, range(setting.seeds))]
     assert len(set(rows)) == len(rows) == grid.size - grid.tried
-    others = sum(len(frame.read(path)) for path in DECLARED.parent.glob("data-scarce-*.csv"))
+    others = sum(len(frame.read(path)) for path in GRID_FILE.parent.glob("data-scarce-*.csv"))
     assert grid.tried >= others  # on examples of the same bound sets
     assert grid.size == 3 * (len(rows) + 85)  # under three families, with the 85 priors looked at before
     assert math.log(grid.size) < 6.5  # what the whole table costs every row, in nats
@@ -106,30 +110,29 @@ def test_the_declared_grid_has_every_row_that_is_published() -> None:
 
 def test_k_counts_cells_times_seeds(grid: Grid) -> None:
     assert grid.size == 2 * 1 * 2
-    assert grid.settings[0].cells()[1] == Cell(0.4, 0.9, 1)
+    assert cells_of(grid[NAME], [0, 1])[1] == Cell(0.4, 0.9, 1)
     assert replace(grid, settings=grid.settings * 2).size == 8
     assert read_grid(TINY.replace("delta = 0.05", "delta = 0.05\ntried = 3")).size == 7
 
 
-def test_what_was_not_declared_is_not_certified(grid: Grid, tmp_path: Path) -> None:
-    (setting,) = grid.settings
-    with pytest.raises(ValueError, match=r"eps of digits-mlp is 0\.001, but the grid declares 1e-05"):
-        certificate_grid.run(grid, replace(setting, eps=1e-3), job(tmp_path))
+def test_what_was_not_declared_is_not_certified(grid: Grid, job: Job) -> None:
     with pytest.raises(ValueError, match="digits-lenet5 is not in the grid, which has digits-mlp"):
-        certificate_grid.run(grid, replace(setting, model="lenet5"), job(tmp_path))
+        certificate_grid.run(grid, "digits-lenet5", job)
     with pytest.raises(ValueError, match="'width' in a setting"):
         read_grid(TINY.replace("margin =", "width = 3\nmargin ="))
     with pytest.raises(ValueError, match="give one std for every alpha"):
         read_grid(TINY.replace("std = [0.01, 0.003]", "std = [0.01]"))
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"seeds \[0, 2\]; they must be 0, 1, 2"):
+        read_grid(TINY.replace("seeds = [0, 1]", "seeds = [0, 2]"))
+    assert not list(job.out.iterdir())
 
 
-def test_rows_of_another_grid_are_not_mixed_in(grid: Grid, filled: Any, tmp_path: Path) -> None:
-    name = "digits-mlp.jsonl"
-    (tmp_path / name).write_text((filled[1] / name).read_text())
-    other = replace(grid, delta=0.1)
-    with pytest.raises(ValueError, match="was filled under the grid"):
-        certificate_grid.run(other, other.settings[0], job(tmp_path))
+@pytest.mark.parametrize("change", [("delta = 0.05", "delta = 0.1"), ("eps = 1e-5", "eps = 1e-3")])
+def test_rows_of_another_grid_are_not_mixed_in(change: tuple[str, str], table: Any, job: Job) -> None:
+    file = f"{NAME}.jsonl"
+    (job.out / file).write_text((table[1].out / file).read_text())
+    with pytest.raises(ValueError, match=r"was filled on the terms .* begin in another --out"):
+        certificate_grid.run(read_grid(TINY.replace(*change)), NAME, job)
 
 
 # --- Moved images
@@ -169,10 +172,9 @@ def test_an_image_moves_as_asked() -> None:
 # --- Rows
 
 
-def test_every_row_is_certified_at_its_share_of_delta(grid: Grid, filled: Any) -> None:
-    rows, _ = filled
-    (setting,) = grid.settings
-    assert [Cell(row["alpha"], row["sparsity"], row["seed"]) for row in rows] == setting.cells()
+def test_every_row_is_certified_at_its_share_of_delta(grid: Grid, table: Any) -> None:
+    rows, _ = table
+    assert [Cell(row["alpha"], row["sparsity"], row["seed"]) for row in rows] == cells_of(grid[NAME], [0, 1])
     for row in rows:
         assert set(certificate_grid.COLUMNS) <= set(row)
         assert row["rows_declared"] == grid.size == 4
@@ -184,78 +186,81 @@ def test_every_row_is_certified_at_its_share_of_delta(grid: Grid, filled: Any) -
         delta = pp.bounds.Ledger.split(0.05, grid=4).pac_bayes_each
         common = {"n": row["n"], "delta": delta}
         assert row["seeger_certificate"] == pytest.approx(pp.bounds.seeger(row["risk_upper"], kl=row["kl"], **common))
-        c = pp.bounds.catoni_constant(setting.expected_risk, kl=0.0, **common)
+        c = pp.bounds.catoni_constant(grid[NAME].options.expected_risk, kl=0.0, **common)
         unmoved = pp.bounds.catoni(row["prior_risk_upper"], kl=0.0, c=c, **common)
         assert row["q_equals_p_certificate"] == pytest.approx(unmoved)
         bound = pp.bounds.catoni(row["risk_upper"], kl=row["kl"], c=c, **common)
         assert row["gibbs_certificate"] == pytest.approx(bound, rel=1e-6)
 
 
-def test_first_seeds_leave_a_folder_that_verifies_and_the_others_a_digest(filled: Any) -> None:
-    rows, folder = filled
-    left = sorted(path.name for path in (folder / "certificates").iterdir())
-    assert left == ["digits-mlp-0.9-0.4-0", "digits-mlp-0.9-0.8-0"]
-    for name, row in zip(left, (rows[0], rows[2]), strict=True):
-        report = pp.verify(folder / "certificates" / name, recount=True)
+def test_first_seeds_leave_a_folder_that_verifies_and_the_others_a_digest(table: Any) -> None:
+    rows, job = table
+    folders = sorted((job.out / "certificates").iterdir())
+    assert [folder.name for folder in folders] == ["digits-mlp-0.9-0.4-0", "digits-mlp-0.9-0.8-0"]
+    for folder, row in zip(folders, (rows[0], rows[2]), strict=True):
+        report = pp.verify(folder, recount=True)
         assert report.valid, report.failure
-        assert json.loads((folder / "certificates" / name / "certificate.json").read_text())["digest"] == row["digest"]
+        assert json.loads((folder / "certificate.json").read_text())["digest"] == row["digest"]
     assert len({row["digest"] for row in rows}) == len(rows)
 
 
-def test_finished_portions_are_not_done_again(grid: Grid, filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, folder = filled
-    path = folder / "digits-mlp.jsonl"
-    lines = path.read_text().splitlines()
-    done = []
+def test_finished_portions_are_not_done_again(
+    grid: Grid, table: Any, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, first = table
+    lines = (first.out / f"{NAME}.jsonl").read_text().splitlines()
+    (job.out / f"{NAME}.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    alphas = []
     monkeypatch.setattr(
-        certificate_grid, "_certified", lambda _g, _s, alpha, cells, _j: done.append(alpha) or [rows[2] for _ in cells]
+        certificate_grid, "_certificates", lambda _g, _s, cells, _j: [alphas.append(c.alpha) or rows[2] for c in cells]
     )
-    path.write_text("\n".join(lines[:2]) + "\n")
-    assert certificate_grid.run(grid, grid.settings[0], job(folder))[:2] == rows[:2]
-    assert done == [0.8]
-    path.write_text("\n".join(lines) + "\n")
+    assert certificate_grid.run(grid, NAME, job)[:2] == rows[:2]
+    assert alphas == [0.8, 0.8]
 
 
 def test_a_run_that_was_broken_off_goes_on_with_the_same_priors(
-    grid: Grid, filled: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    grid: Grid, table: Any, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, folder = filled
-    shutil.copytree(folder / "networks", tmp_path / "networks")
+    rows, first = table
+    shutil.copytree(first.out / "networks", job.out / "networks")
     monkeypatch.setattr(certificate_grid, "_dense", lambda *_: pytest.fail("the networks were trained again"))
-    again = certificate_grid.run(grid, grid.settings[0], job(tmp_path))
+    again = certificate_grid.run(grid, NAME, job)
     assert [row["prior_risk"] for row in again] == [row["prior_risk"] for row in rows]
     assert [row["gibbs_certificate"] for row in again] == [row["gibbs_certificate"] for row in rows]
 
 
-def test_the_tables_have_the_columns_of_the_results(filled: Any, tmp_path: Path) -> None:
-    rows, _ = filled
+def test_the_tables_have_the_columns_of_the_results(table: Any, tmp_path: Path) -> None:
+    rows, _ = table
     certificate_grid.write_tables(rows, tmp_path)
     before = (tmp_path / "certificates.csv").stat().st_mtime_ns
     certificate_grid.write_tables(rows, tmp_path)
     assert (tmp_path / "certificates.csv").stat().st_mtime_ns == before
     with (tmp_path / "certificates.csv").open() as file:
-        found = list(csv.DictReader(file))
-    assert [tuple(row) for row in found] == [certificate_grid.COLUMNS] * len(rows)
+        assert [tuple(row) for row in csv.DictReader(file)] == [certificate_grid.COLUMNS] * len(rows)
     with (tmp_path / "certificates-details.csv").open() as file:
         assert [row["digest"] for row in csv.DictReader(file)] == [row["digest"] for row in rows]
 
 
 # --- What is published
 
-RESULTS = DECLARED.parent
+RESULTS = GRID_FILE.parent
 FOLDERS = sorted((RESULTS / "certificates").iterdir())
 
 
 def test_every_published_row_was_declared() -> None:
-    grid = read_grid(DECLARED.read_text())
-    cells = {(one.data, one.model, *cell) for one in grid.settings for cell in one.cells()}
+    grid = read_grid(GRID_FILE.read_text())
+    declared = {
+        (setting.data, setting.model, *cell)
+        for setting in grid.settings
+        for cell in cells_of(setting, range(setting.seeds))
+    }
     rows = frame.read(RESULTS / "certificates.csv")
-    found = [(row["dataset"], row["model"], row["alpha"], row["sparsity"], row["seed"]) for row in rows]
+    cells = [(row["dataset"], row["model"], row["alpha"], row["sparsity"], row["seed"]) for row in rows]
     assert tuple(rows[0]) == certificate_grid.COLUMNS
-    assert len(set(found)) == len(found)
-    assert set(found) <= cells
+    assert len(set(cells)) == len(cells)
+    assert set(cells) <= declared
     details = frame.read(RESULTS / "certificates-details.csv")
-    assert [(row["dataset"], row["model"], row["alpha"], row["sparsity"], row["seed"]) for row in details] == found
+    assert [(row["dataset"], row["model"], row["alpha"], row["sparsity"], row["seed"]) for row in details] == cells
     assert {row["rows_declared"] for row in details} == {grid.size}
 
 
@@ -267,11 +272,11 @@ def test_the_published_folders_are_small() -> None:
 def test_a_published_certificate_is_valid_and_is_the_one_of_its_row(folder: Path) -> None:
     assert arithmetic(folder).valid
     record = json.loads((folder / "certificate.json").read_text())
-    (own,) = (row for row in frame.read(RESULTS / "certificates-details.csv") if row["digest"] == record["digest"])
+    (details,) = (row for row in frame.read(RESULTS / "certificates-details.csv") if row["digest"] == record["digest"])
     (row,) = (
         row
         for row in frame.read(RESULTS / "certificates.csv")
-        if all(row[key] == own[key] for key in ("dataset", "model", "sparsity", "alpha", "seed"))
+        if all(row[key] == details[key] for key in ("dataset", "model", "sparsity", "alpha", "seed"))
     )
     assert folder.name == "{dataset}-{model}-{sparsity:g}-{alpha:g}-{seed:g}".format(**row)
     assert record["claim"] == {"family": "catoni", "bound": row["gibbs_certificate"]}
@@ -304,14 +309,14 @@ def test_frozen_gates_leave_two_keep_probabilities_and_zeros(proved: pp.Certifie
 
 def test_a_packed_certificate_is_small_and_the_same_to_the_bit(proved: pp.Certified, tmp_path: Path) -> None:
     full, packed = proved.certificate.save(tmp_path / "full"), proved.certificate.save(tmp_path / "packed", packed=True)
-    one, other = decode.load(full), decode.load(packed)
-    assert one.tensors.keys() == other.tensors.keys()
-    for file, tensors in one.tensors.items():
-        assert tensors.keys() == other.tensors[file].keys()
+    before, after = decode.load(full), decode.load(packed)
+    assert before.tensors.keys() == after.tensors.keys()
+    for file, tensors in before.tensors.items():
+        assert tensors.keys() == after.tensors[file].keys()
         for name, tensor in tensors.items():
-            again = other.tensors[file][name]
-            assert (tensor.dtype, tensor.shape) == (again.dtype, again.shape)
-            assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (tensor, again)))
+            unpacked = after.tensors[file][name]
+            assert (tensor.dtype, tensor.shape) == (unpacked.dtype, unpacked.shape)
+            assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (tensor, unpacked)))
     sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in (full, packed)]
     assert sizes[1] < 0.12 * sizes[0]
     split = data.load("digits", prior_fraction=0.5, seed=0)
@@ -323,16 +328,15 @@ def test_a_packed_certificate_is_small_and_the_same_to_the_bit(proved: pp.Certif
 @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor(2.5), torch.arange(300), -torch.zeros(40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool])
 def test_packing_loses_nothing(tensor: torch.Tensor, dtype: torch.dtype, tmp_path: Path) -> None:
-    given = tensor.to(dtype)
-    sparse = torch.zeros(64, 9, dtype=dtype)
+    dense, sparse = tensor.to(dtype), torch.zeros(64, 9, dtype=dtype)
     sparse[3, 1:5] = 1
-    (tmp_path / "x").write_bytes(certificate.pack({"f": {"given": given, "sparse": sparse, "again": sparse.clone()}}))
-    found = decode.unpack(tmp_path / "x")["f"]
-    assert found["given"].shape == given.shape
-    assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (found["given"], given)))
-    assert torch.equal(found["sparse"], sparse)
-    assert torch.equal(found["again"], sparse)
-    assert {t.dtype for t in found.values()} == {dtype}
+    (tmp_path / "x").write_bytes(certificate.pack({"f": {"dense": dense, "sparse": sparse, "again": sparse.clone()}}))
+    unpacked = decode.unpack(tmp_path / "x")["f"]
+    assert unpacked["dense"].shape == dense.shape
+    assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (unpacked["dense"], dense)))
+    assert torch.equal(unpacked["sparse"], sparse)
+    assert torch.equal(unpacked["again"], sparse)
+    assert {t.dtype for t in unpacked.values()} == {dtype}
 
 
 def test_a_changed_or_broken_packed_file_is_refused(proved: pp.Certified, tmp_path: Path) -> None:
@@ -347,7 +351,7 @@ def test_a_changed_or_broken_packed_file_is_refused(proved: pp.Certified, tmp_pa
     _forge(folder, record)
     with pytest.raises(ValueError, match=r"packed.safetensors cannot be read"):
         arithmetic(folder)
-    tensors = {file: dict(own) for file, own in proved.certificate.tensors.items()}
+    tensors = {file: dict(content) for file, content in proved.certificate.tensors.items()}
     name = "posterior/mean/layers.0.weight"
     tensors["distributions.safetensors"][name] = tensors["distributions.safetensors"][name] * 1.5
     path.write_bytes(certificate.pack(tensors))
@@ -362,8 +366,11 @@ def _forge(folder: Path, record: dict[str, Any]) -> None:
 
 
 def test_a_setting_is_run_by_the_fastest_means_of_the_device(grid: Grid) -> None:
-    (setting,) = grid.settings
-    assert setting.on_device(torch.device("cpu")) is setting
-    fast: Setting = setting.on_device(torch.device("cuda"))
-    assert fast.dense.execution == fast.pruning.execution == "graph"
-    assert replace(setting, model="resnet20").on_device(torch.device("cuda")).dense.amp
+    setting, cuda = grid[NAME], torch.device("cuda")
+    assert on_device(setting, torch.device("cpu")) is setting
+    fast = on_device(setting, cuda)
+    assert fast.dense.execution == fast.pruning.execution == fast.posterior.execution == "graph"
+    assert (fast.dense.amp, fast.pruning.amp, fast.posterior.amp) == (True, True, False)
+    assert not on_device(replace(setting, amp=False), cuda).dense.amp
+    resnet = on_device(replace(setting, model="resnet20"), cuda)
+    assert (resnet.dense.execution, resnet.posterior.execution) == ("compiled", "graph")

@@ -1,7 +1,7 @@
 """The data-scarce study: disjoint subsets, ledgers that pay for the grid, a constant that no bound example chose."""
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ import torch
 import pacprune as pp
 from pacprune import bounds, philox
 from pacprune.data.splits import Part
-from pacprune.paper import data_scarce, frame
-from pacprune.paper.frame import Drawn, Job
+from pacprune.paper import data_scarce
+from pacprune.paper.frame import Job
+from pacprune.paper.statistics import interval
 from pacprune.runs import plots
 
-TINY = replace(
-    data_scarce.SETTINGS["smoke"][0],
+TINY = data_scarce.SETTINGS["smoke"][0].changed(
     sizes=(150, 300),
     dense_steps=10,
     prune_steps=20,
@@ -25,26 +25,21 @@ TINY = replace(
 TRAIN = pp.data.digits(seed=0).train
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job("smoke", tmp_path, 0, torch.device("cpu"), None, lambda *_: None)
-
-
 def test_subsets_of_seeds_are_disjoint_and_smaller_ones_lie_in_larger_ones(job: Job) -> None:
-    found = {(n, seed): part.index for n, seed, part in data_scarce.subsets(TRAIN, TINY, job)}
-    assert {len(index) for (n, _), index in found.items() if n == 150} == {150}
-    assert not torch.isin(found[300, 0], found[300, 1]).any()
-    assert torch.isin(found[150, 1], found[300, 1]).all()
-    other = {(n, seed): part.index for n, seed, part in data_scarce.subsets(TRAIN, TINY, replace(job, seed=1))}
-    assert not torch.equal(found[300, 0], other[300, 1000])
+    first = {(n, seed): part.index for n, seed, part in data_scarce.subsets(TRAIN, TINY, job)}
+    assert {len(index) for (n, _), index in first.items() if n == 150} == {150}
+    assert not torch.isin(first[300, 0], first[300, 1]).any()
+    assert torch.isin(first[150, 1], first[300, 1]).all()
+    second = {(n, seed): part.index for n, seed, part in data_scarce.subsets(TRAIN, TINY, replace(job, seed=1))}
+    assert not torch.equal(first[300, 0], second[300, 1000])
 
 
 def test_subsets_do_not_depend_on_how_the_training_part_is_ordered(job: Job) -> None:
-    one, two = (
+    first, second = (
         {(n, seed): part.index for n, seed, part in data_scarce.subsets(pp.data.digits(seed=s).train, TINY, job)}
         for s in (0, 5)
     )
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 def _like_mnist(seed: int) -> Part:
@@ -57,9 +52,10 @@ def _like_mnist(seed: int) -> Part:
 def test_no_subset_holds_what_the_settings_were_chosen_on(scale: str, seed: int, job: Job) -> None:
     tuned = philox.permutation(60_000, seed=77)[30_000:40_000]
     for setting in data_scarce.SETTINGS[scale]:
-        found = [part.index for _, _, part in data_scarce.subsets(_like_mnist(5), setting, replace(job, seed=seed))]
-        assert not torch.isin(torch.cat(found), tuned).any()
-        assert len(torch.cat(found).unique()) == max(setting.sizes) * setting.seeds
+        parts = data_scarce.subsets(_like_mnist(5), setting, replace(job, seed=seed))
+        examples = torch.cat([part.index for _, _, part in parts])
+        assert not torch.isin(examples, tuned).any()
+        assert len(examples.unique()) == max(setting.options.sizes) * setting.seeds
 
 
 def test_published_subsets_are_the_first_30_000_of_one_order(job: Job) -> None:
@@ -70,52 +66,53 @@ def test_published_subsets_are_the_first_30_000_of_one_order(job: Job) -> None:
             assert torch.equal(part.index, order[seed * 10_000 : seed * 10_000 + n])
 
 
-def test_settings_are_named_without_the_recipe_and_files_with_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [setting.name for setting in data_scarce.SETTINGS["reduced"]]
-    assert names == ["mnist-lenet5", "fashion-mnist-lenet5", "mnist-lenet5-weak-prior"]
-    drawn = []
-    monkeypatch.setattr(frame, "draw", lambda job, name, *_: drawn.append(name) or Drawn(name, "", job.out, None, []))
-    data_scarce.reproduce(replace(job, scale="reduced", only="fashion-mnist-lenet5"))
-    assert drawn == ["data-scarce-fashion-mnist-lenet5"]
+def test_settings_are_named_without_the_recipe_and_files_with_it(job: Job) -> None:
+    settings = data_scarce.SETTINGS["reduced"]
+    names = ["mnist-lenet5", "fashion-mnist-lenet5", "mnist-lenet5-weak-prior"]
+    assert [setting.name for setting in settings] == names
+    figures = [figure.name for setting in settings for figure in data_scarce.figures(setting, job)]
+    assert figures == [f"data-scarce-{name}" for name in names]
 
 
 def test_more_seeds_than_examples_are_refused(job: Job) -> None:
     with pytest.raises(ValueError, match="2 seeds of 900 examples each need more than the 1437 of digits that no"):
-        next(data_scarce.subsets(TRAIN, replace(TINY, sizes=(900,)), job))
+        next(data_scarce.subsets(TRAIN, TINY.changed(sizes=(900,)), job))
 
 
 def test_the_rows_are_certificates_that_pay_for_the_grid(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    certify = data_scarce.certify
-    monkeypatch.setattr(data_scarce, "certify", lambda *a, **k: seen.append(certify(*a, **k)) or seen[-1])
-    setting = replace(TINY, sizes=(300,), sparsities=(0.8, 0.95))
+    certificates, certify = [], data_scarce.certify
+    monkeypatch.setattr(
+        data_scarce, "certify", lambda *a, **k: certificates.append(certify(*a, **k)) or certificates[-1]
+    )
+    setting = TINY.changed(sizes=(300,), sparsities=(0.8, 0.95))
     rows = data_scarce.rows(setting, job)
     assert len(rows) == 2 * 2 * 2
-    assert {one.ledger.grid for one in seen} == {setting.grid} == {4}
-    for row, one in zip(rows, seen, strict=True):
+    assert {certificate.ledger.grid for certificate in certificates} == {data_scarce.grid_size(setting)} == {4}
+    for row, certificate in zip(rows, certificates, strict=True):
         assert row["n"] == 300 - round(300 * row["alpha"])
         delta = 0.04 / 4
         errors = round(row["held_out_error"] * row["n"])
         assert row["held_out"] == bounds.clopper_pearson(errors, n=row["n"], delta=0.05 / 4)
         assert row["seeger"] == bounds.seeger(row["risk_upper"], n=row["n"], kl=row["kl"], delta=delta)
         assert row["catoni"] == bounds.catoni(row["risk_upper"], n=row["n"], kl=row["kl"], delta=delta, c=row["c"])
-        assert one.sparsity == pytest.approx(row["sparsity"], abs=2e-3)
+        assert certificate.sparsity == pytest.approx(row["sparsity"], abs=2e-3)
 
 
 def test_a_run_that_was_broken_off_goes_on_where_it_stopped(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = data_scarce.rows(TINY, job)
-    (path,) = job.out.glob("*-part.csv")
-    path.write_bytes(plots.csv_of(whole[:5]))
-    done = []
-    certified = data_scarce.certified
+    rows = data_scarce.rows(TINY, job)
+    path = job.out / "data-scarce-digits-mlp.jsonl"
+    path.write_text("\n".join(path.read_text().splitlines()[:5]) + "\n")
+    calls, certificates = [], data_scarce.certificates
 
-    def counted(*given: object) -> list:
-        done.append(given)
-        return list(certified(*given))
+    def count(*args: Any) -> list[dict[str, float]]:
+        calls.append(args)
+        return certificates(*args)
 
-    monkeypatch.setattr(data_scarce, "certified", counted)
-    assert data_scarce.rows(TINY, job) == whole
-    assert len(done) == len(whole) - 5
+    monkeypatch.setattr(data_scarce, "certificates", count)
+    assert data_scarce.rows(TINY, job) == rows
+    assert len(calls) == len(rows) - 5
+    with pytest.raises(ValueError, match="begin in another --out"):
+        data_scarce.rows(TINY.changed(posterior_steps=6), job)
 
 
 @pytest.mark.parametrize(("risk", "n"), [(0.02, 3_000), (0.1, 500), (0.4, 5_000), (1.0, 100)])
@@ -136,7 +133,7 @@ def test_every_arm_chooses_its_own_alpha_by_its_own_certificate() -> None:
         for seed in (0, 1)
         for alpha in (0.3, 0.6)
     ]
-    (line,) = data_scarce.table(rows)
+    (line,) = data_scarce.best_table(rows)
     assert [line[f"{arm}_alpha"] for arm in arms] == ["0.6/0.6", "0.3/0.3", "0.6/0.6", "0.3/0.3"]
-    assert [line[arm] for arm in arms] == pytest.approx([frame.interval([0.4, 0.41]).mean] * 4)
+    assert [line[arm] for arm in arms] == pytest.approx([interval([0.4, 0.41]).mean] * 4)
     assert plots.png_of(data_scarce.paint, rows)[:4] == b"\x89PNG"

@@ -3,6 +3,7 @@
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,52 +23,52 @@ def attached(seed: int = 0) -> torch.nn.Module:
     return pp.attach(model, pp.block_isotropic(model, mask, eps=0.01, std=0.05), seed=seed)
 
 
-def trained(weight: float | None, **how) -> tuple[float, list[dict]]:
+def kl_and_history(weight: float | None, **options: Any) -> tuple[float, list[dict]]:
     """KL(Q||P) after training with this weight, and the history."""
     model = attached()
     prior = pp.read(model)
-    given = {} if weight is None else {"kl_weight": weight}
-    history = pp.fit_posterior(model, prior, SPLIT, CONFIG, **given, **how)
+    options |= {} if weight is None else {"kl_weight": weight}
+    history = pp.fit_posterior(model, prior, SPLIT, CONFIG, **options)
     return float(pp.kl(pp.read(model), prior)), history
 
 
 def test_a_weight_of_1_is_the_bound_itself() -> None:
-    (one, rows), (plain, same) = trained(1.0), trained(None)
-    assert one == plain
-    assert [row["loss"] for row in rows] == [row["loss"] for row in same]
+    (kl, rows), (plain_kl, plain_rows) = kl_and_history(1.0), kl_and_history(None)
+    assert kl == plain_kl
+    assert [row["loss"] for row in rows] == [row["loss"] for row in plain_rows]
 
 
 @pytest.mark.parametrize("objective", ["seeger", "paper"])
 def test_a_smaller_weight_lets_q_go_further(objective: str) -> None:
-    far, middle, near = (trained(d, objective=objective)[0] for d in (0.0, 0.1, 10.0))
+    far, middle, near = (kl_and_history(d, objective=objective)[0] for d in (0.0, 0.1, 10.0))
     assert far > 2 * middle > 4 * near > 0
 
 
 def test_the_weight_is_in_every_row_of_the_history() -> None:
-    assert {row["kl_weight"] for row in trained(0.3)[1]} == {0.3}
-    assert {row["kl_weight"] for row in trained(None)[1]} == {1.0}
+    assert {row["kl_weight"] for row in kl_and_history(0.3)[1]} == {0.3}
+    assert {row["kl_weight"] for row in kl_and_history(None)[1]} == {1.0}
 
 
 def test_members_of_a_population_have_their_own_weights_and_end_as_they_would_alone() -> None:
-    given = (0.01, 1.0)
-    models = [attached() for _ in given]
+    weights = [0.01, 1.0]
+    models = [attached() for _ in weights]
     prior = pp.read(models[0])
-    rows = pp.fit_posterior(models, prior, SPLIT, CONFIG, kl_weight=list(given))
-    assert {(row["member"], row["kl_weight"]) for row in rows} == set(enumerate(given))
-    for model, weight in zip(models, given, strict=True):
-        assert float(pp.kl(pp.read(model), prior)) == pytest.approx(trained(weight)[0], rel=1e-3)
+    rows = pp.fit_posterior(models, prior, SPLIT, CONFIG, kl_weight=weights)
+    assert {(row["member"], row["kl_weight"]) for row in rows} == set(enumerate(weights))
+    for model, weight in zip(models, weights, strict=True):
+        assert float(pp.kl(pp.read(model), prior)) == pytest.approx(kl_and_history(weight)[0], rel=1e-3)
 
 
 def test_the_certificate_takes_the_whole_kl() -> None:
     model = attached()
     prior = pp.read(model)
     pp.fit_posterior(model, prior, SPLIT, CONFIG, kl_weight=0.001)
-    found = pp.certify(model, prior, SPLIT, draws=100)
+    certificate = pp.certify(model, prior, SPLIT, draws=100)
     whole = float(pp.kl(pp.read(model), prior))
     assert whole > 1
-    assert found.kl == pytest.approx(whole, rel=1e-9)
-    delta = found.ledger.pac_bayes_each
-    assert found.bound == pp.bounds.seeger(found.risk_upper, n=found.n, kl=found.kl, delta=delta)
+    assert certificate.kl == pytest.approx(whole, rel=1e-9)
+    common = {"n": certificate.n, "kl": certificate.kl, "delta": certificate.ledger.pac_bayes_each}
+    assert certificate.bound == pp.bounds.seeger(certificate.risk_upper, **common)
 
 
 def test_another_weight_does_not_go_on_from_a_checkpoint(tmp_path: Path) -> None:
@@ -86,25 +87,20 @@ def test_a_weight_that_is_none_is_refused_before_anything_is_written(weight: flo
     assert not (tmp_path / "run").exists()
 
 
-def test_the_rows_of_the_figure_pay_for_every_prior_and_every_weight(tmp_path: Path, monkeypatch) -> None:
-    tiny = kl_weight.Setting(
-        data="digits",
-        model="mlp",
-        weights=(0.001, 1.0),
+def test_the_rows_of_the_figure_pay_for_every_prior_and_every_weight(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = kl_weight.SETTINGS["smoke"][0].changed(
+        kl_weights=(0.001, 1.0),
         seeds=2,
         dense=pp.Config(epochs=2, lr=0.1),
         prior=pp.Config(epochs=2, lr=0.1),
         posterior=pp.Config(epochs=2, lr=0.3),
         draws=50,
-        std=0.05,
     )
-    seen = []
-    certify = kl_weight.certify
-    monkeypatch.setattr(kl_weight, "certify", lambda *a, **k: seen.append(certify(*a, **k)) or seen[-1])
-    job = Job("smoke", tmp_path, 0, torch.device("cpu"), None, lambda *_: None)
+    certificates, certify = [], kl_weight.certify
+    monkeypatch.setattr(kl_weight, "certify", lambda *a, **k: certificates.append(certify(*a, **k)) or certificates[-1])
     rows = kl_weight.rows(tiny, job)
     assert {(row["kl_weight"], row["seed"]) for row in rows} == {(d, s) for d in (0.001, 1.0) for s in (0, 1)}
-    assert {(one.ledger.grid, one.ledger.certified) for one in seen} == {(2, 2)}
+    assert {(c.ledger.grid, c.ledger.certified) for c in certificates} == {(2, 2)}
     for seed in (0, 1):  # one prior for every weight, and more KL where it costs less
         far, near = sorted((row for row in rows if row["seed"] == seed), key=lambda row: row["kl_weight"])
         assert far["kl"] > near["kl"]

@@ -2,9 +2,10 @@
 
 import json
 import sys
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from sklearn.linear_model import Lasso
 from typer.testing import CliRunner, Result
 
 from pacprune.cli import app
-from pacprune.paper import frame, linear_model, recipes, weight_noise, wide_masks
-from pacprune.paper.frame import Job
+from pacprune.methods.table import METHODS
+from pacprune.paper import frame, linear_model, painting, recipes, weight_noise, wide_masks
+from pacprune.paper.frame import Figure, Job, Recipe, Setting
+from pacprune.paper.statistics import agreement, interval
 from pacprune.theory import linear
 
 NAMES = list(recipes.RECIPES)
@@ -25,76 +28,69 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(app.build(), ["reproduce", *words], prog_name="pacprune")
 
 
-def job(folder: Path, **changes: Any) -> Job:
-    given = {"scale": "smoke", "out": folder, "seed": 0, "device": torch.device("cpu"), "data_dir": None}
-    return Job(**{**given, "progress": lambda *_: None, **changes})
-
-
 @pytest.fixture(scope="module", params=NAMES)
-def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a recipe prints at the scale smoke."""
     folder = tmp_path_factory.mktemp("recipe") / "out"
-    done = call(request.param, "--scale", "smoke", "--out", str(folder), "--json")
-    assert done.exit_code == 0, done.stderr
-    return json.loads(done.stdout)
+    process = call(request.param, "--scale", "smoke", "--out", str(folder), "--json")
+    assert process.exit_code == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 # --- Every recipe
 
 
-def test_every_figure_has_its_csv_its_picture_and_a_caption(left: dict[str, Any]) -> None:
-    folder = Path(left["folder"])
-    assert left["figures"]
-    for figure in left["figures"]:
+def test_every_figure_has_its_csv_its_picture_and_a_caption(result: dict[str, Any]) -> None:
+    folder = Path(result["folder"])
+    assert result["figures"]
+    for figure in result["figures"]:
         rows = frame.read(folder / figure["csv"])
         assert rows
         assert all(row.keys() == rows[0].keys() for row in rows)
         assert (folder / figure["png"]).read_bytes()[:4] == b"\x89PNG"
         assert figure["caption"].endswith(".")
-    assert all(np.isfinite(value) for value in left["numbers"].values())
-    assert (left["scale"], left["seed"]) == ("smoke", 0)
+    assert all(np.isfinite(value) for value in result["numbers"].values())
+    assert (result["scale"], result["seed"]) == ("smoke", 0)
 
 
-def test_running_again_returns_at_once(left: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: Any) -> Any:
-        raise AssertionError("it was computed again")
-
-    monkeypatch.setitem(recipes.RECIPES, left["recipe"], never)
-    again = call(left["recipe"], "--scale", "smoke", "--out", left["folder"], "--json")
-    assert json.loads(again.stdout) == left
-    shown = call(left["recipe"], "--scale", "smoke", "--out", left["folder"]).stdout
-    assert all(figure["png"] in shown for figure in left["figures"])
+def test_running_again_returns_at_once(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "reproduce", lambda *_: pytest.fail("it was computed again"))
+    again = call(result["recipe"], "--scale", "smoke", "--out", result["folder"], "--json")
+    assert json.loads(again.stdout) == result
+    text = call(result["recipe"], "--scale", "smoke", "--out", result["folder"]).stdout
+    assert all(figure["png"] in text for figure in result["figures"])
 
 
-def test_a_run_that_was_broken_off_keeps_its_rows(left: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, before = Path(left["folder"]), {}
+def test_a_run_that_was_broken_off_keeps_its_rows(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, before = Path(result["folder"]), {}
     for file in folder.glob("*.csv"):
         before[file] = file.stat().st_mtime_ns
     (folder / "result.json").unlink()
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # and where it is not installed, the CSVs do
     for file in folder.glob("*.png"):
         file.unlink()
-    again = call(left["recipe"], "--scale", "smoke", "--out", str(folder))
+    again = call(result["recipe"], "--scale", "smoke", "--out", str(folder))
     assert again.exit_code == 0, again.stderr
     assert "matplotlib is not installed" in again.stdout
     assert {file: file.stat().st_mtime_ns for file in folder.glob("*.csv")} == before
-    assert json.loads((folder / "result.json").read_text())["numbers"] == left["numbers"]
+    assert json.loads((folder / "result.json").read_text())["numbers"] == result["numbers"]
 
 
-def test_another_run_does_not_touch_the_folder(left: dict[str, Any]) -> None:
-    for words, said in ((("--seed", "1"), "seed is 0 there and 1 here"), (("--scale", "paper"), "scale is 'smoke'")):
-        done = call(
-            left["recipe"], *(("--scale", "smoke") if "--scale" not in words else ()), *words, "--out", left["folder"]
-        )
-        assert done.exit_code == 2
-        assert said in done.stderr
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--scale smoke --seed 1", "seed is 0 there and 1 here"), ("--scale paper", "scale is 'smoke'")],
+)
+def test_another_run_does_not_touch_the_folder(result: dict[str, Any], flags: str, message: str) -> None:
+    process = call(result["recipe"], *flags.split(), "--out", result["folder"])
+    assert process.exit_code == 2
+    assert message in process.stderr
 
 
 # --- Bad input
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("best-figure", "unknown recipe 'best-figure'; use one of linear-model"),
         ("linear-model --scale huge", "scale is 'huge'; use one of smoke, reduced, paper"),
@@ -107,59 +103,140 @@ def test_another_run_does_not_touch_the_folder(left: dict[str, Any]) -> None:
         ("pft-vs-osp --only mnist", "the settings of pft-vs-osp at this scale are mnist-mlp, fashion-mnist-mlp,"),
     ],
 )
-def test_bad_input_gets_one_sentence(words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_gets_one_sentence(words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.txt").write_text("keep me")
-    done = call(*words.split())
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("pacprune: error: ")
-    assert said in done.stderr
+    process = call(*words.split())
+    assert (process.exit_code, process.stdout) == (2, "")
+    assert process.stderr.startswith("pacprune: error: ")
+    assert message in process.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_help_says_which_recipes_have_several_settings_and_where_figures_go() -> None:
     text = " ".join(call("--help").stdout.split()).replace("- ", "-")  # a line may break after a hyphen
-    assert f"One setting of {', '.join(recipes.PARTED)}; an unknown name lists them" in text
+    assert f"One setting of {', '.join(recipes.SEVERAL)}; an unknown name lists them" in text
     assert "[runs/NAME-SCALE[-ONLY]]" in text
 
 
 # --- What recipes share
 
 
-@pytest.mark.parametrize("name", recipes.PARTED)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_says_whether_it_has_several_settings(name: str) -> None:
+    recipe = recipes.RECIPES[name]
+    assert recipe.several == any(len(recipe.at(scale)) > 1 for scale in frame.SCALES)
+
+
+@pytest.mark.parametrize("name", recipes.SEVERAL)
 def test_one_of_several_settings_has_a_folder_of_its_own(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     jobs: list[Job] = []
-    monkeypatch.setitem(recipes.RECIPES, name, lambda job: jobs.append(job) or ([], {}))
-    settings = recipes.PARTED[name]("reduced")
-    assert len({one.name for one in settings}) == len(settings) > 1
-    assert not any(one.name.startswith(name) for one in settings), "the recipe is named already"
+    monkeypatch.setattr(recipes, "reproduce", lambda recipe, job: jobs.append(job) or ([], {}))
+    settings = recipes.RECIPES[name].at("reduced")
+    assert len({setting.name for setting in settings}) == len(settings) > 1
+    assert not any(setting.name.startswith(name) for setting in settings), "the recipe is named already"
     assert call(name, "--only", settings[1].name).exit_code == 0
-    assert jobs[0].chosen(settings) == [settings[1]]
+    assert jobs[0].select(settings) == [settings[1]]
     assert jobs[0].out == Path("runs") / f"{name}-reduced-{settings[1].name}"
-    done = call(name, "--out", str(jobs[0].out))
-    assert f"only is {settings[1].name!r} there and None here" in done.stderr
+    process = call(name, "--out", str(jobs[0].out))
+    assert f"only is {settings[1].name!r} there and None here" in process.stderr
     assert call(name).exit_code == 0
-    assert jobs[1].chosen(settings) == list(settings)
+    assert jobs[1].select(settings) == list(settings)
+
+
+@dataclass(frozen=True)
+class Options:
+    factor: float = 1.0
+    values: tuple[float, ...] = frame.in_entries()
+
+
+class Entry(NamedTuple):
+    value: float
+    seed: int
+
+
+def test_a_new_figure_is_a_function_and_a_row(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def figures(setting: Setting[Options], job: Job) -> Any:
+        yield Figure(
+            f"mine-{setting.name}",
+            "What is mine.",
+            lambda: [{"seed": seed, "value": seed * setting.options.factor} for seed in job.seeds(setting.seeds)],
+            lambda canvas, rows: canvas.subplots().plot([row["value"] for row in rows]),
+            lambda rows: {f"{setting.name}: largest": max(row["value"] for row in rows)},
+        )
+
+    setting = Setting(data="digits", model="mlp", seeds=3, options=Options())
+    settings = (setting, setting.changed(label="twice", factor=2.0))
+    monkeypatch.setitem(recipes.RECIPES, "mine", Recipe({"smoke": settings}, figures, several=True))
+    process = call("mine", "--scale", "smoke", "--seed", "1", "--out", str(job.out / "mine"), "--json")
+    result = json.loads(process.stdout)
+    assert result["numbers"] == {"digits-mlp: largest": 1002.0, "digits-mlp-twice: largest": 2004.0}
+    assert [figure["name"] for figure in result["figures"]] == ["mine-digits-mlp", "mine-digits-mlp-twice"]
+
+
+def test_a_setting_changes_its_fields_and_its_options() -> None:
+    setting = Setting(data="digits", seeds=3, options=Options())
+    changed = setting.changed(seeds=5, factor=2.0)
+    assert (changed.seeds, changed.options.factor, changed.data) == (5, 2.0, "digits")
+    with pytest.raises(TypeError, match="width"):
+        setting.changed(width=3)
+
+
+def test_rows_are_kept_as_they_are_made_and_computed_once(job: Job) -> None:
+    entries = [Entry(value, seed) for value in (0.5, 0.25) for seed in range(3)]
+    portions = []
+
+    def compute(portion: list[Entry]) -> list[dict[str, float]]:
+        if portion[0].value == 0.25 and not portions[1:]:
+            portions.append("broken off")
+            raise KeyboardInterrupt
+        portions.append(portion)
+        return [{"double": 2 * entry.value} for entry in portion]
+
+    options: dict[str, Any] = {"path": job.out / "rows.jsonl", "terms": "one", "group": lambda entry: entry.value}
+    with pytest.raises(KeyboardInterrupt):
+        frame.compute_rows(entries, compute, **options)
+    rows = frame.compute_rows(entries, compute, **options)
+    assert portions == [entries[:3], "broken off", entries[3:]]
+    assert rows == [entry._asdict() | {"double": 2 * entry.value} for entry in entries]
+    assert frame.compute_rows(entries[::-1], lambda _: pytest.fail("again"), **options) == rows[::-1]
+    with pytest.raises(ValueError, match=r"was filled on the terms one .* those of now are other"):
+        frame.compute_rows(entries, compute, **options | {"terms": "other"})
+
+
+def test_the_terms_are_what_entries_do_not_say() -> None:
+    setting = Setting(data="digits", model="mlp", options=Options())
+    same = setting.changed(seeds=9, sparsities=(0.5,), alphas=(0.1,), values=(1.0,))
+    assert same.terms == setting.terms
+    assert len({setting.terms, setting.changed(factor=2.0).terms, setting.changed(std=0.1).terms}) == 3
+
+
+def test_methods_have_one_look_in_all_figures() -> None:
+    styles = painting.method_styles()
+    assert {name: tuple(style) for name, style in styles.items()} == {
+        name: (method.label, method.colour, method.marker) for name, method in METHODS.items()
+    }
+    assert linear_model.FITS["pft"] == styles["pft"]
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 10, 50])
 def test_intervals_are_students(count: int) -> None:
     sample = np.random.default_rng(count).normal(size=count)
     low, high = stats.t.interval(0.95, count - 1, loc=sample.mean(), scale=stats.sem(sample))
-    assert frame.interval(list(sample)) == pytest.approx((sample.mean(), low, high), rel=1e-6)
+    assert interval(list(sample)) == pytest.approx((sample.mean(), low, high), rel=1e-6)
 
 
 def test_one_value_has_no_interval() -> None:
-    mean, low, high = frame.interval([0.5])
+    mean, low, high = interval([0.5])
     assert mean == 0.5
     assert np.isnan([low, high]).all()
 
 
-def test_seeds_of_two_jobs_do_not_meet(tmp_path: Path) -> None:
-    first, second = (set(job(tmp_path, seed=seed).seeds(500)) for seed in (0, 1))
+def test_seeds_of_two_jobs_do_not_meet(job: Job) -> None:
+    first, second = (set(replace(job, seed=seed).seeds(500)) for seed in (0, 1))
     assert len(first) == len(second) == 500
     assert not first & second
 
@@ -167,10 +244,10 @@ def test_seeds_of_two_jobs_do_not_meet(tmp_path: Path) -> None:
 def test_agreement_is_0_by_chance_and_1_for_equal_masks_of_kept_and_of_pruned_weights() -> None:
     g = torch.Generator().manual_seed(0)
     a, b = ({"w": torch.rand(100_000, generator=g) < 0.2} for _ in range(2))
-    assert abs(frame.agreement(a, b)) < 0.02
-    assert frame.agreement(a, a) == 1
+    assert abs(agreement(a, b)) < 0.02
+    assert agreement(a, a) == 1
     c, d = (linear_model.top(torch.rand(50, generator=g), 10) for _ in range(2))
-    assert frame.agreement({"w": c}, {"w": d}) == pytest.approx(frame.agreement({"w": ~c}, {"w": ~d}))
+    assert agreement({"w": c}, {"w": d}) == pytest.approx(agreement({"w": ~c}, {"w": ~d}))
 
 
 # --- Noise on the weights
@@ -193,13 +270,13 @@ def test_noise_has_its_width_on_kept_weights_and_leaves_pruned_ones() -> None:
 def test_the_calibration_error_is_that_of_its_definition() -> None:
     g = torch.Generator().manual_seed(0)
     logits, y = 2 * torch.randn(3000, 4, generator=g), torch.randint(4, (3000,), generator=g)
-    confidence, said = (t.numpy() for t in logits.double().softmax(1).max(1))
+    confidence, answers = (t.numpy() for t in logits.double().softmax(1).max(1))
     edges = np.linspace(0, 1, weight_noise.BINS + 1)
     expected = 0.0
     for low, high in pairwise(edges.tolist()):
         inside = (confidence >= low) & ((confidence < high) | (high == 1))
         if inside.any():
-            expected += inside.mean() * abs((said == y.numpy())[inside].mean() - confidence[inside].mean())
+            expected += inside.mean() * abs((answers == y.numpy())[inside].mean() - confidence[inside].mean())
     net = torch.nn.Linear(4, 4, bias=False)
     torch.nn.init.eye_(net.weight)
     assert weight_noise.calibration_error(net, (logits, y)) == pytest.approx(expected, abs=1e-6)
@@ -209,7 +286,7 @@ def test_the_calibration_error_is_that_of_its_definition() -> None:
 
 
 def problems(count: int = 3) -> list[linear.Problem]:
-    return [linear_model.example(seed, 0.7, scales=True)[0] for seed in range(count)]
+    return [linear_model.example(seed, 0.7, scales=True).problem for seed in range(count)]
 
 
 def test_examples_have_the_moments_they_claim(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,18 +310,17 @@ def test_the_lasso_is_scikit_learns(penalty: float) -> None:
 
 def test_the_lasso_keeps_at_most_so_many() -> None:
     for p in problems():
-        sizes = [int((linear_model.lasso_of_size(p, kept) != 0).sum()) for kept in range(15)]
-        assert all(size <= kept for kept, size in enumerate(sizes))
-        assert sum(size == kept for kept, size in enumerate(sizes)) >= 10
+        sizes = [int((linear_model.lasso_of_size(p, k) != 0).sum()) for k in range(15)]
+        assert all(size <= k for k, size in enumerate(sizes))
+        assert sum(size == k for k, size in enumerate(sizes)) >= 10
 
 
 def test_refitting_is_least_squares_on_what_is_kept() -> None:
     batch = linear_model.stacked(problems())
     mask = linear_model.top(torch.rand(3, 14, generator=torch.Generator().manual_seed(0)), 5)
-    for p, kept, found in zip(problems(), mask, linear_model.refit(batch, mask), strict=True):
-        own = torch.linalg.solve(p.covariance[kept][:, kept], p.alignment[kept])
-        torch.testing.assert_close(found[kept], own)
-        assert not found[~kept].any()
+    for p, keep, w in zip(problems(), mask, linear_model.refit(batch, mask), strict=True):
+        torch.testing.assert_close(w[keep], torch.linalg.solve(p.covariance[keep][:, keep], p.alignment[keep]))
+        assert not w[~keep].any()
 
 
 def test_the_best_subset_is_the_best() -> None:
@@ -254,8 +330,8 @@ def test_the_best_subset_is_the_best() -> None:
         mask = torch.zeros(14).bool()
         mask[list(chosen)] = True
         risks[chosen] = float(linear.risk(p, linear_model.refit(p, mask)))
-    found = linear_model.best_subset(p, 3)
-    assert tuple(found.nonzero()[:, 0].tolist()) == min(risks, key=risks.__getitem__)
+    best = linear_model.best_subset(p, 3)
+    assert tuple(best.nonzero()[:, 0].tolist()) == min(risks, key=risks.__getitem__)
 
 
 def test_dropout_weights_minimise_the_gibbs_risk() -> None:
@@ -273,16 +349,16 @@ def test_pft_ends_on_its_budget_and_near_a_mask() -> None:
     assert (torch.minimum(lam, 1 - lam) < 0.1).double().mean() > 0.8
 
 
-def test_the_rows_follow_from_the_seed(tmp_path: Path) -> None:
-    size = linear_model.Sizes(2, 5, 10)
+def test_the_rows_follow_from_the_seed(job: Job) -> None:
+    tiny = linear_model.SETTINGS["smoke"][0].changed(seeds=2, steps=10)
     for rows in (linear_model.kept_rows, linear_model.fit_rows):
-        first, same, other = (rows(job(tmp_path, seed=seed), size) for seed in (0, 0, 1))
-        assert first == same
-        assert first != other
+        first, again, second = (rows(tiny, replace(job, seed=seed)) for seed in (0, 0, 1))
+        assert first == again
+        assert first != second
 
 
-def test_the_best_mask_loses_nothing_and_no_mask_beats_it(tmp_path: Path) -> None:
-    rows = linear_model.kept_rows(job(tmp_path), linear_model.Sizes(3, 5, 100))
+def test_the_best_mask_loses_nothing_and_no_mask_beats_it(job: Job) -> None:
+    rows = linear_model.kept_rows(linear_model.SETTINGS["smoke"][0], job)
     assert all(row["risk_lost"] > -1e-9 for row in rows)
     assert all(row["risk_lost"] < 1e-9 for row in rows if row["agreement"] == 1)
 

@@ -79,9 +79,9 @@ def test_presets_are_the_settings_of_the_published_table() -> None:
     for setting in pft_vs_osp.SETTINGS["reduced"]:
         for kind in (Osp, Pft, opt.Gmp):
             options = opt.resolve(kind, {"data": setting.data, "model": setting.model})
-            after = replace(setting.after, lr=options.lr)
-            assert commands.stage(options) == after
-            assert commands.dense_stage(options) == replace(setting.dense, warmup=after.warmup)
+            pruning = replace(setting.pruning, lr=options.lr)
+            assert commands.stage(options) == pruning
+            assert commands.dense_stage(options) == replace(setting.dense, warmup=pruning.warmup)
 
 
 @pytest.mark.parametrize("kind", [Osp, Pft, opt.Gmp, opt.Pbp])

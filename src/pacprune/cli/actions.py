@@ -162,7 +162,7 @@ def reproduce(
     out: Annotated[Path | None, typer.Option(help="Folder of the figures and CSVs [runs/NAME-SCALE[-ONLY]].")] = None,
     only: Annotated[
         str | None,
-        typer.Option(help=f"One setting of {', '.join(recipes.PARTED)}; an unknown name lists them [all of them]."),
+        typer.Option(help=f"One setting of {', '.join(recipes.SEVERAL)}; an unknown name lists them [all of them]."),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder of the data files [$PACPRUNE_DATA, or a cache].")
@@ -177,7 +177,7 @@ def reproduce(
             figures = recipes.run(
                 name, scale=scale, only=only, out=out, seed=seed, device=device, data_dir=data_dir, progress=progress
             )
-        show(figures, json, *recipes.shown(figures))
+        show(figures, json, *recipes.render(figures))
 
 
 def data(

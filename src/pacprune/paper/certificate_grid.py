@@ -5,13 +5,12 @@ seeds) divides every share of delta by K: with probability 1 - delta all of them
 """
 
 import copy
-import hashlib
 import itertools
 import json
 import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,26 +32,15 @@ from pacprune.methods.one_shot import osp
 from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
 from pacprune.methods.pipeline import Certified, together
-from pacprune.paper.frame import Job
+from pacprune.paper.frame import Job, Setting, compute_rows, dense_networks, digest, on_device
 from pacprune.runs import plots, store
 from pacprune.training.config import GATE_RATIO, Config
 from pacprune.training.evaluate import error
-from pacprune.training.fit import fit
+from pacprune.types import Table
 
 COLUMNS = (
-    "dataset",
-    "model",
-    "sparsity",
-    "alpha",
-    "seed",
-    "gibbs_risk",
-    "kl",
-    "n",
-    "gibbs_certificate",
-    "q_equals_p_certificate",
-    "single_draw_certificate",
-    "held_out_certificate",
-    "test_error",
+    *("dataset", "model", "sparsity", "alpha", "seed", "gibbs_risk", "kl", "n", "gibbs_certificate"),
+    *("q_equals_p_certificate", "single_draw_certificate", "held_out_certificate", "test_error"),
 )
 TEST_DRAWS = 10
 """Networks drawn to estimate the test error of P and of Q."""
@@ -71,6 +59,30 @@ class Motion:
     flip: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What a setting of the grid declares beyond the fields of every setting.
+
+    P is a spike and slab around a network that pft has pruned on S_P to sparsity + `margin`, so that also the single
+    drawn network, whose number of weights is random, is as sparse as stated.
+
+    Args:
+        split_seed: Seed of the permutation that splits are cut from.
+        margin: What is pruned beyond the sparsity.
+        stds: The width of P for every alpha. A wider cloud lets Q move further, which pays where S_P is small.
+        expected_risk: The risk that Catoni's constant is made for, known from the first 40 % like the rest.
+        tolerance: How far Monte Carlo may be from the risk before no more networks are drawn.
+        motion: How images are moved in training.
+    """
+
+    split_seed: int
+    margin: float
+    stds: tuple[float, ...]
+    expected_risk: float
+    tolerance: float
+    motion: Motion = Motion()
+
+
 class Cell(NamedTuple):
     """One row of the table within its setting."""
 
@@ -79,83 +91,52 @@ class Cell(NamedTuple):
     seed: int
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A data set and a network, the cells that are certified on them, and everything that shapes P and Q.
-
-    P is a spike and slab around a network that pft has pruned on S_P to sparsity + `margin`, so that also the single
-    drawn network, whose number of weights is random, is as sparse as stated.
-    """
-
-    data: str
-    model: str
-    split_seed: int
-    alphas: tuple[float, ...]
-    sparsities: tuple[float, ...]
-    seeds: tuple[int, ...]
-    margin: float
-    eps: float
-    std: tuple[float, ...]
-    """One for every alpha: a wider cloud lets Q move further, which pays where S_P is small."""
-    expected_risk: float
-    """What Catoni's constant is made for, from the first 40 % like the rest: the bound of the claim."""
-    draws: int
-    tolerance: float
-    dense: Config
-    pruning: Config
-    prior: Config
-    posterior: Config
-    motion: Motion = Motion()
-
-    @property
-    def name(self) -> str:
-        """How the files of this setting begin."""
-        return f"{self.data}-{self.model}"
-
-    def cells(self) -> list[Cell]:
-        """Every row that is published, alpha by alpha."""
-        return [Cell(*one) for one in itertools.product(self.alphas, self.sparsities, self.seeds)]
-
-    def on_device(self, device: torch.device) -> "Setting":
-        """The same setting by the fastest means of the device: what is asked stays the same."""
-        if device.type != "cuda":
-            return self
-        means: dict[str, Any] = {"execution": "compiled" if self.model == "resnet20" else "graph", "amp": True}
-        return replace(
-            self,
-            dense=replace(self.dense, **means),
-            pruning=replace(self.pruning, **means),
-            posterior=replace(self.posterior, execution="graph"),  # in float32, in which Q is evaluated
-        )
+def cells_of(setting: Setting[Declaration], seeds: Sequence[int]) -> list[Cell]:
+    """Every row that is published, alpha by alpha."""
+    return [Cell(*values) for values in itertools.product(setting.alphas, setting.sparsities, seeds)]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """All rows that are certified, declared beforehand; each one pays delta / K."""
+    """All rows that are certified, declared beforehand; each pays delta / K.
 
-    settings: tuple[Setting, ...]
+    Args:
+        settings: A data set and a network each.
+        delta: Probability with which any certificate may fail.
+        tried: Certificates on the same bound examples that are not published: looking counts across runs.
+    """
+
+    settings: tuple[Setting[Declaration], ...]
     delta: float = 0.05
     tried: int = 0
-    """Certificates on the same bound examples that are not published: looking counts across runs."""
 
     @cached_property
     def size(self) -> int:
         """K: cells times seeds, over all data sets and networks, and what was tried besides."""
-        return sum(len(setting.cells()) for setting in self.settings) + self.tried
+        return sum(len(cells_of(setting, range(setting.seeds))) for setting in self.settings) + self.tried
 
-    def check(self, setting: Setting) -> None:
-        """Refuses a setting that was not declared as it is: its certificates would not be paid for."""
-        own = [one for one in self.settings if one.name == setting.name]
-        if not own:
-            names = ", ".join(one.name for one in self.settings)
-            raise ValueError(f"{setting.name} is not in the grid, which has {names}; declare it before it is certified")
-        for field in fields(Setting):
-            asked, declared = (getattr(one, field.name) for one in (setting, own[0]))
-            if asked != declared:
-                raise ValueError(
-                    f"{field.name} of {setting.name} is {asked}, but the grid declares {declared}; "
-                    "certify what was declared, or declare another grid"
-                )
+    @cached_property
+    def terms(self) -> str:
+        """Stands for the whole declaration."""
+        return digest(self.settings, self.delta, self.tried)
+
+    def __getitem__(self, name: str) -> Setting[Declaration]:
+        """The declared setting of this name; there is no other way to certify one."""
+        settings = {setting.name: setting for setting in self.settings}
+        if name not in settings:
+            raise ValueError(
+                f"{name} is not in the grid, which has {', '.join(settings)}; declare it before it is certified"
+            )
+        return settings[name]
+
+
+# --- The grid as a TOML text.
+
+_STAGES = ("dense", "pruning", "prior", "posterior")
+_KEYS = {
+    *("data", "model", "split_seed", "alphas", "sparsities", "seeds", "margin", "eps", "std", "expected_risk", "draws"),
+    *("tolerance", "motion", *_STAGES),
+}
 
 
 def read_grid(text: str) -> Grid:
@@ -164,18 +145,42 @@ def read_grid(text: str) -> Grid:
     return Grid(tuple(_setting(entry) for entry in content["setting"]), content["delta"], content.get("tried", 0))
 
 
-def _setting(entry: Mapping[str, Any]) -> Setting:
-    known = {field.name for field in fields(Setting)}
-    if unknown := sorted(set(entry) - known):
-        raise ValueError(f"the grid has {unknown[0]!r} in a setting, but there are only {', '.join(sorted(known))}")
-    stages = {name: Config(**entry[name]) for name in ("dense", "pruning")}
-    if "gate_lr" not in entry["pruning"]:  # as the published grid was made, however long the stage
-        stages["pruning"] = replace(stages["pruning"], gate_lr=GATE_RATIO * stages["pruning"].lr)
-    stages |= {name: Config(**entry[name], gate_lr=None) for name in ("prior", "posterior")}
-    lists = {name: tuple(entry[name]) for name in ("alphas", "sparsities", "seeds", "std")}
-    if len(lists["std"]) != len(lists["alphas"]):
+def _setting(entry: Mapping[str, Any]) -> Setting[Declaration]:
+    if unknown := sorted(set(entry) - _KEYS):
+        raise ValueError(f"the grid has {unknown[0]!r} in a setting, but there are only {', '.join(sorted(_KEYS))}")
+    if len(entry["std"]) != len(entry["alphas"]):
         raise ValueError(f"the grid has std {entry['std']} for alphas {entry['alphas']}; give one std for every alpha")
-    return Setting(**{**entry, **stages, **lists, "motion": Motion(**entry.get("motion", {}))})
+    if entry["seeds"] != list(range(len(entry["seeds"]))):
+        raise ValueError(f"the grid has seeds {entry['seeds']}; they must be 0, 1, 2, ... without a gap")
+    return Setting(
+        data=entry["data"],
+        model=entry["model"],
+        seeds=len(entry["seeds"]),
+        sparsities=tuple(entry["sparsities"]),
+        alphas=tuple(entry["alphas"]),
+        eps=entry["eps"],
+        draws=entry["draws"],
+        options=Declaration(
+            split_seed=entry["split_seed"],
+            margin=entry["margin"],
+            stds=tuple(entry["std"]),
+            expected_risk=entry["expected_risk"],
+            tolerance=entry["tolerance"],
+            motion=Motion(**entry.get("motion", {})),
+        ),
+        **_stages(entry),
+    )
+
+
+def _stages(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The stages of a setting; only pruning trains gates."""
+    gates = {"dense": {}, "pruning": {}, "prior": {"gate_lr": None}, "posterior": {"gate_lr": None}}
+    if "gate_lr" not in entry["pruning"]:  # as the published grid was made, however long the stage
+        gates["pruning"] = {"gate_lr": GATE_RATIO * Config(**entry["pruning"]).lr}
+    return {stage: Config(**entry[stage], **gates[stage]) for stage in _STAGES}
+
+
+# --- Moved images.
 
 
 @torch.no_grad()
@@ -196,8 +201,8 @@ def moved(part: Part, motion: Motion, *, seed: int = 0, device: torch.device | s
     matrix = torch.stack([cos * turned, -sin, across, sin * turned, cos, down], dim=1).view(count, 2, 3)
     images = [part.x]
     for k in range(motion.copies - 1):
-        own = matrix[k * len(part) : (k + 1) * len(part)]
-        for x, theta in zip(part.x.split(_IMAGES), own.split(_IMAGES), strict=True):
+        rounds = matrix[k * len(part) : (k + 1) * len(part)]
+        for x, theta in zip(part.x.split(_IMAGES), rounds.split(_IMAGES), strict=True):
             grid = F.affine_grid(theta.to(device), list(x.shape), align_corners=False)
             images.append(F.grid_sample(x.to(device), grid, padding_mode="border", align_corners=False).cpu())
     raw = None if part.raw is None else part.raw.repeat(motion.copies, 1)
@@ -205,105 +210,97 @@ def moved(part: Part, motion: Motion, *, seed: int = 0, device: torch.device | s
     return Part(part.name, torch.cat(images), y, index, part.source, raw)
 
 
-def run(grid: Grid, setting: Setting, job: Job) -> list[dict[str, Any]]:
+# --- The rows.
+
+
+def run(grid: Grid, name: str, job: Job) -> Table:
     """One row per cell of a declared setting: COLUMNS and what explains them. What a broken run has finished is kept.
 
     The certificate of the first seed of every cell is saved in certificates/; of the others the digest is kept.
     """
-    grid.check(setting)
-    path, declared = job.out / f"{setting.name}.jsonl", _digest(grid)
-    known = _known(path, declared)
-    for alpha in setting.alphas:
-        cells = [cell for cell in setting.cells() if cell.alpha == alpha]
-        if all(cell in known for cell in cells):
-            continue
-        known |= zip(cells, _certified(grid, setting, alpha, cells, job), strict=True)
-        lines = [json.dumps({"grid": declared, **known[cell]}) for cell in setting.cells() if cell in known]
-        write_atomically(path, ("\n".join(lines) + "\n").encode())
-    return [known[cell] for cell in setting.cells()]
+    setting = grid[name]
+    table = compute_rows(
+        cells_of(setting, job.seeds(setting.seeds)),
+        lambda portion: _certificates(grid, setting, portion, job),
+        path=job.out / f"{setting.name}.jsonl",
+        terms=grid.terms,
+        group=lambda cell: cell.alpha,
+    )
+    return [{"dataset": setting.data, "model": setting.model} | row for row in table]
 
 
-def _digest(grid: Grid) -> str:
-    return hashlib.sha256(repr(grid).encode()).hexdigest()
-
-
-def _known(path: Path, declared: str) -> dict[Cell, dict[str, Any]]:
-    """The rows of an earlier run under the same declaration."""
-    known = {}
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        row = json.loads(line)
-        if (of := row.pop("grid")) != declared:
-            raise ValueError(
-                f"{path} was filled under the grid {of[:12]}, but the one declared now is {declared[:12]}; "
-                "put the declared grid back, or begin in another --out"
-            )
-        known[Cell(row["alpha"], row["sparsity"], row["seed"])] = row
-    return known
-
-
-def _certified(grid: Grid, setting: Setting, alpha: float, cells: Sequence[Cell], job: Job) -> list[dict[str, Any]]:
+def _certificates(grid: Grid, setting: Setting[Declaration], cells: Sequence[Cell], job: Job) -> Table:
     """Dense networks, their pruning, P, Q and certificates: every stage is one population, on one S_P."""
-    split = data.load(setting.data, prior_fraction=alpha, seed=setting.split_seed, data_dir=job.data_dir)
-    fast = setting.on_device(job.device)
-    part = moved(split.prior, setting.motion, seed=setting.split_seed, device=job.device)
-    each = {
-        "sparsity": [cell.sparsity + setting.margin for cell in cells],
-        "seed": [cell.seed for cell in cells],
-        "progress": job.progress,
-    }
-    # P follows from these files: a run that was broken off goes on with the P that it had begun to certify.
-    folder = job.out / "networks" / _digest(grid)[:12]
+    (alpha,), options = {cell.alpha for cell in cells}, setting.options
+    split = data.load(setting.data, prior_fraction=alpha, seed=options.split_seed, data_dir=job.data_dir)
+    part = moved(split.prior, options.motion, seed=options.split_seed, device=job.device)
+    results = together(
+        pbp,
+        _centres(grid, setting, cells, split, part, job),
+        split,
+        setting.prior,
+        posterior=on_device(setting, job.device).posterior,
+        data=part,
+        sparsity=_sparsities(setting, cells),
+        seed=[cell.seed for cell in cells],
+        eps=setting.eps,
+        std=options.stds[setting.alphas.index(alpha)],
+        delta=grid.delta,
+        family="catoni",
+        expected_risk=options.expected_risk,
+        grid=grid.size,
+        draws=setting.draws,
+        tolerance=options.tolerance,
+        name=setting.model,
+        progress=job.progress,
+    )
+    return [_row(setting, cell, result, split, job) for cell, result in zip(cells, results, strict=True)]
+
+
+def _sparsities(setting: Setting[Declaration], cells: Sequence[Cell]) -> list[float]:
+    return [cell.sparsity + setting.options.margin for cell in cells]
+
+
+def _centres(
+    grid: Grid, setting: Setting[Declaration], cells: Sequence[Cell], split: Split, part: Part, job: Job
+) -> list[nn.Module]:
+    """The pruned networks that priors are made around; they are kept in files.
+
+    P follows from these files: a run that was broken off goes on with the P that it had begun to certify.
+    """
+    folder = job.out / "networks" / grid.terms
     paths = [folder / f"{setting.name}-{cell.alpha:g}-{cell.sparsity:g}-{cell.seed}.safetensors" for cell in cells]
     if not all(path.is_file() for path in paths):
-        nets = _dense(fast, split, part, job)
-        pruned = together(pft, [copy.deepcopy(nets[cell.seed]) for cell in cells], part, fast.pruning, **each)
-        for path, one in zip(paths, pruned, strict=True):
-            store.write_model(path, one.model)
+        nets = _dense(setting, split, part, f"dense-{cells[0].alpha:g}", job)
+        pruned = together(
+            pft,
+            [copy.deepcopy(nets[cell.seed]) for cell in cells],
+            part,
+            on_device(setting, job.device).pruning,
+            sparsity=_sparsities(setting, cells),
+            seed=[cell.seed for cell in cells],
+            progress=job.progress,
+        )
+        for path, result in zip(paths, pruned, strict=True):
+            store.write_model(path, result.model)
     centres = [models.build(setting.model, split, seed=cell.seed).to(job.device) for cell in cells]
     for path, centre in zip(paths, centres, strict=True):
         centre.load_state_dict(load_file(path))
     weights.mark_seen(centres, example_hashes(part))
-    found = together(
-        pbp,
-        centres,
-        split,
-        setting.prior,
-        posterior=fast.posterior,
-        data=part,
-        eps=setting.eps,
-        std=setting.std[setting.alphas.index(alpha)],
-        delta=grid.delta,
-        family="catoni",
-        expected_risk=setting.expected_risk,
-        grid=grid.size,
-        draws=setting.draws,
-        tolerance=setting.tolerance,
-        name=setting.model,
-        **each,
-    )
-    return [_row(setting, cell, one, split, job) for cell, one in zip(cells, found, strict=True)]
+    return centres
 
 
-def _dense(setting: Setting, split: Split, part: Part, job: Job) -> dict[int, nn.Module]:
-    """The dense networks by seed, trained as one population."""
-    nets = {seed: models.build(setting.model, split, seed=seed).to(job.device) for seed in setting.seeds}
-    fit(list(nets.values()), part, setting.dense, seed=list(nets), stage="dense", progress=job.progress)
-    return nets
+def _dense(setting: Setting[Declaration], split: Split, part: Part, name: str, job: Job) -> dict[int, nn.Module]:
+    fast = on_device(setting, job.device)
+    return dense_networks(fast, lambda seed: models.build(setting.model, split, seed=seed), part, job, name=name)
 
 
-def _row(setting: Setting, cell: Cell, found: Certified, split: Split, job: Job) -> dict[str, Any]:
-    certificate, record = found.certificate, found.certificate.pac_bayes
-    plain = attachment.harden(copy.deepcopy(found.model))
-    single = {name: certificate.tensors["single_draw.safetensors"][name] for name in found.prior.mean}
-    folder = job.out / "certificates" / f"{setting.name}-{cell.sparsity:g}-{cell.alpha:g}-{cell.seed}"
-    certificate.save(folder, packed=True)
-    digest = json.loads((folder / RECORD).read_text())["digest"]
-    if cell.seed != setting.seeds[0]:
-        shutil.rmtree(folder)
+def _row(setting: Setting[Declaration], cell: Cell, result: Certified, split: Split, job: Job) -> dict[str, Any]:
+    certificate, record = result.certificate, result.certificate.pac_bayes
+    plain = attachment.harden(copy.deepcopy(result.model))
+    single = {name: certificate.tensors["single_draw.safetensors"][name] for name in result.prior.mean}
+    thresholded = drawn_networks.thresholded(result.prior)
     return {
-        "dataset": setting.data,
-        "model": setting.model,
-        **cell._asdict(),
         "gibbs_risk": certificate.risk,
         "kl": certificate.kl,
         "n": certificate.n,
@@ -311,10 +308,10 @@ def _row(setting: Setting, cell: Cell, found: Certified, split: Split, job: Job)
         "q_equals_p_certificate": _unmoved(certificate),
         "single_draw_certificate": certificate.bounds["single_draw"],
         "held_out_certificate": certificate.bounds["held_out"],
-        "test_error": _gibbs(plain, found.posterior, split.test),
-        "prior_test_error": _gibbs(plain, found.prior, split.test),
+        "test_error": _gibbs(plain, result.posterior, split.test),
+        "prior_test_error": _gibbs(plain, result.prior, split.test),
         "single_test_error": _share(drawn_networks.errors(plain, single, split.test)),
-        "pruned_test_error": _share(drawn_networks.errors(plain, drawn_networks.thresholded(found.prior), split.test)),
+        "pruned_test_error": _share(drawn_networks.errors(plain, thresholded, split.test)),
         "seeger_certificate": certificate.bounds["seeger"],
         "risk_upper": certificate.risk_upper,
         "prior_risk": record["monte_carlo"]["prior"]["risk"],
@@ -323,8 +320,18 @@ def _row(setting: Setting, cell: Cell, found: Certified, split: Split, job: Job)
         "expected_sparsity": certificate.sparsity,
         "single_sparsity": record["single_draw"]["sparsity"],
         "rows_declared": certificate.ledger.grid,
-        "digest": digest,
+        "digest": _save(certificate, setting, cell, job),
     }
+
+
+def _save(certificate: Certificate, setting: Setting[Declaration], cell: Cell, job: Job) -> str:
+    """Keeps the certificate of a first seed; returns the digest of any."""
+    folder = job.out / "certificates" / f"{setting.name}-{cell.sparsity:g}-{cell.alpha:g}-{cell.seed}"
+    certificate.save(folder, packed=True)
+    content = json.loads((folder / RECORD).read_text())["digest"]
+    if cell.seed != job.seeds(1)[0]:
+        shutil.rmtree(folder)
+    return content
 
 
 def _unmoved(certificate: Certificate) -> float:
@@ -344,36 +351,42 @@ def _share(wrong: Tensor) -> float:
     return float(wrong.double().mean())
 
 
-def snip(setting: Setting, job: Job) -> list[dict[str, Any]]:
+# --- The reference, and the published tables.
+
+
+class SnipCell(NamedTuple):
+    """One network that SNIP prunes."""
+
+    sparsity: float
+    seed: int
+
+
+def snip(setting: Setting[Declaration], job: Job) -> Table:
     """Test errors of one-shot pruning by SNIP on all of S with the same epochs: a deterministic net, no certificate."""
-    path = job.out / f"{setting.name}-snip.json"
-    if path.is_file():
-        return json.loads(path.read_text())
-    split = data.load(setting.data, seed=setting.split_seed, data_dir=job.data_dir)
-    fast = setting.on_device(job.device)
-    part = moved(split.train, setting.motion, seed=setting.split_seed, device=job.device)
-    nets = _dense(fast, split, part, job)
-    cells = list(itertools.product(setting.sparsities, setting.seeds))
-    pruned = together(
-        osp,
-        [copy.deepcopy(nets[seed]) for _, seed in cells],
-        part,
-        fast.pruning,
-        sparsity=[sparsity for sparsity, _ in cells],
-        seed=[seed for _, seed in cells],
-        criterion="snip",
-        progress=job.progress,
-    )
-    errors = error([one.model for one in pruned], split.test)
-    rows = [
-        {"sparsity": sparsity, "seed": seed, "test_error": wrong}
-        for (sparsity, seed), wrong in zip(cells, errors, strict=True)
-    ]
-    write_atomically(path, json.dumps(rows).encode())
-    return rows
+    entries = [SnipCell(*values) for values in itertools.product(setting.sparsities, job.seeds(setting.seeds))]
+
+    def compute(portion: list[SnipCell]) -> Table:
+        seed = setting.options.split_seed
+        split = data.load(setting.data, seed=seed, data_dir=job.data_dir)
+        part = moved(split.train, setting.options.motion, seed=seed, device=job.device)
+        nets = _dense(setting, split, part, "dense-snip", job)
+        pruned = together(
+            osp,
+            [copy.deepcopy(nets[entry.seed]) for entry in portion],
+            part,
+            on_device(setting, job.device).pruning,
+            sparsity=[entry.sparsity for entry in portion],
+            seed=[entry.seed for entry in portion],
+            criterion="snip",
+            progress=job.progress,
+        )
+        return [{"test_error": wrong} for wrong in error([result.model for result in pruned], split.test)]
+
+    path = job.out / f"{setting.name}-snip.jsonl"
+    return compute_rows(entries, compute, path=path, terms=setting.terms, group=lambda _: "all")
 
 
-def write_tables(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
+def write_tables(rows: Table, out: Path) -> None:
     """certificates.csv, and what explains its rows, with the digest of every certificate; only what is new."""
     keys = ("dataset", "model", "sparsity", "alpha", "seed")
     details = keys + tuple(name for name in rows[0] if name not in COLUMNS)

@@ -7,24 +7,26 @@ different seeds share no example.
 """
 
 import copy
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from pacprune import bounds, data, models, philox
 from pacprune.certification import drawn_networks
+from pacprune.certification.certificate import Certificate
 from pacprune.certification.certify import certify
 from pacprune.data.splits import Part, Split
-from pacprune.files import write_atomically
 from pacprune.masking.attachment import attach, harden, read
-from pacprune.masking.spikeslab import block_isotropic
+from pacprune.masking.spikeslab import SpikeSlab, block_isotropic
 from pacprune.methods.gradual import gmp
 from pacprune.methods.pipeline import together
-from pacprune.paper import frame
-from pacprune.paper.frame import Drawn, Job, on_device
+from pacprune.paper import painting
+from pacprune.paper.frame import Figure, Job, Setting, compute_rows, in_entries, in_steps
+from pacprune.paper.painting import Style
+from pacprune.paper.statistics import groups, interval
 from pacprune.runs import plots
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error, reestimate_batchnorm
@@ -38,55 +40,54 @@ CHOSEN_ON = slice(30_000, 40_000)
 """The examples of that order on which std and learning rates were chosen: in no subset, whatever the seed."""
 _TEST_DRAWS = 3
 ARMS = {
-    "held_out": ("held-out, thresholded net", "#0072B2", "o"),
-    "q_equals_p": ("Q = P, Seeger", "#999999", "D"),
-    "seeger": ("trained Q, Seeger", "#E69F00", "s"),
-    "catoni": ("trained Q, Catoni", "#D55E00", "^"),
+    "held_out": Style("held-out, thresholded net", plots.BLUE, "o"),
+    "q_equals_p": Style("Q = P, Seeger", "#999999", "D"),
+    "seeger": Style("trained Q, Seeger", plots.ORANGE, "s"),
+    "catoni": Style("trained Q, Catoni", painting.RED, "^"),
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Sizes, alphas and sparsities of a data set; stages are given in steps, the same for all sizes."""
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How many examples there are in all, and the steps of every stage, the same for all sizes.
 
-    data: str
-    model: str
-    sizes: tuple[int, ...]
-    alphas: tuple[float, ...] = (0.01, 0.1, 0.4, 0.7)
-    sparsities: tuple[float, ...] = (0.9,)
-    seeds: int = 3
+    Args:
+        sizes: Numbers of examples.
+        dense_steps: Steps of dense training.
+        prune_steps: Steps of pruning.
+        prior_steps: Steps with noise on the weights, after which P is read.
+        posterior_steps: Steps of Q.
+        delta: Probability with which a certificate may fail.
+        expected_kl: Nats that Q is expected to cost, where Catoni's constant is chosen.
+    """
+
+    sizes: tuple[int, ...] = in_entries()
     dense_steps: int = 150
     prune_steps: int = 250
     prior_steps: int = 150
     posterior_steps: int = 150
-    lr: float = 0.05
-    std: float = 0.02
-    eps: float = 1e-5
-    draws: int = 1_000
     delta: float = 0.05
     expected_kl: float = 1.0
-    """Nats that Q is expected to cost, where Catoni's constant is chosen."""
-    label: str = ""
-
-    @property
-    def name(self) -> str:
-        """What tells this setting from the others."""
-        return "-".join([self.data, self.model, *([self.label] if self.label else [])])
-
-    @property
-    def file(self) -> str:
-        """How its files are called."""
-        return f"data-scarce-{self.name}"
-
-    @property
-    def grid(self) -> int:
-        """How many priors the ledger pays for on one subset: all alphas and sparsities."""
-        return len(self.alphas) * len(self.sparsities)
 
 
-_SMALL = Setting(data="mnist", model="lenet5", sizes=(1_000, 3_000, 10_000))
-_WEAK = replace(
-    _SMALL,
+_EARLY = Config(lr=0.05, schedule="cosine", clip=1.0, warmup=0.1, weight_decay=5e-4)  # ten examples can throw one far
+_SMALL = Setting(
+    data="mnist",
+    model="lenet5",
+    alphas=(0.01, 0.1, 0.4, 0.7),
+    sparsities=(0.9,),
+    seeds=3,
+    dense=_EARLY,
+    pruning=_EARLY,
+    prior=replace(_EARLY, lr=0.025, gate_lr=None, warmup=0.0),
+    posterior=Config(lr=0.1, schedule="cosine", clip=1.0, gate_lr=None),
+    amp=False,
+    eps=1e-5,
+    std=0.02,
+    draws=1_000,
+    options=Sizes(sizes=(1_000, 3_000, 10_000)),
+)
+_WEAK = _SMALL.changed(
     sizes=(10_000,),
     alphas=(0.005, 0.01, 0.02),
     posterior_steps=500,
@@ -95,18 +96,18 @@ _WEAK = replace(
     label="weak-prior",
 )
 """Priors from at most 200 examples, where Q has much to learn and many examples to learn it from."""
-_LARGE = replace(
-    _SMALL,
+_LARGE = _SMALL.changed(
     alphas=(0.005, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8),
     dense_steps=1_000,
     prune_steps=1_500,
     prior_steps=1_000,
     posterior_steps=600,
     draws=6_000,
+    seeds=5,
 )
-SETTINGS: dict[str, tuple[Setting, ...]] = {
+SETTINGS: dict[str, tuple[Setting[Sizes], ...]] = {
     "smoke": (
-        Setting(
+        _SMALL.changed(
             data="digits",
             model="mlp",
             sizes=(300, 600),
@@ -119,59 +120,81 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
             draws=200,
         ),
     ),
-    "reduced": (_SMALL, replace(_SMALL, data="fashion-mnist"), _WEAK),
-    "paper": (replace(_LARGE, seeds=5), replace(_LARGE, data="fashion-mnist", seeds=5)),
+    "reduced": (_SMALL, _SMALL.changed(data="fashion-mnist"), _WEAK),
+    "paper": (_LARGE, _LARGE.changed(data="fashion-mnist")),
 }
 
 
-def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
-    """A figure per data set, and every arm's certificate at its best declared alpha."""
-    drawn, numbers = [], {}
-    for setting in job.chosen(SETTINGS[job.scale]):
-        found = frame.draw(
-            job,
-            setting.file,
-            f"{setting.data}, {setting.model}: certificates at delta = {setting.delta:g}, each paying its part of a "
-            f"grid of {setting.grid} declared in advance, from so many examples in all; mean and 95 % interval over "
-            f"{setting.seeds} seeds (examples, split, weights, data order and draws are random).",
-            lambda setting=setting: rows(setting, job),
-            paint,
-        )
-        drawn.append(found)
-        for one in table(found.rows):
-            for arm in ARMS:
-                numbers[f"{setting.name}, n = {one['examples']:g}: best {arm}"] = one[arm]
-    return drawn, numbers
+class Entry(NamedTuple):
+    """One certified network."""
+
+    examples: int
+    alpha: float
+    seed: int
+    sparsity: float
 
 
-def rows(setting: Setting, job: Job) -> Table:
-    """One row per size, alpha, seed and sparsity; those of a run that was broken off are kept in a file."""
+def figures(setting: Setting[Sizes], job: Job) -> Iterator[Figure]:
+    """Certificates against alpha, and every arm's certificate at its best declared alpha."""
+    yield Figure(
+        f"data-scarce-{setting.name}",
+        f"{setting.data}, {setting.model}: certificates at delta = {setting.options.delta:g}, each paying its part of "
+        f"a grid of {grid_size(setting)} declared in advance, from so many examples in all; mean and 95 % interval "
+        f"over {setting.seeds} seeds (examples, split, weights, data order and draws are random).",
+        lambda: rows(setting, job),
+        paint,
+        lambda rows: {
+            f"{setting.name}, n = {line['examples']:g}: best {arm}": line[arm]
+            for line in best_table(rows)
+            for arm in ARMS
+        },
+    )
+
+
+def grid_size(setting: Setting[Sizes]) -> int:
+    """How many priors the ledger pays for on one subset: all alphas and sparsities."""
+    return len(setting.alphas) * len(setting.sparsities)
+
+
+def rows(setting: Setting[Sizes], job: Job) -> Table:
+    """One row per size, seed, alpha and sparsity; those of a run that was broken off are kept."""
     base = data.load(setting.data, seed=job.seed, data_dir=job.data_dir)
-    path = job.out / f"{setting.file}-part.csv"
-    found = frame.read(path) if path.is_file() else []
-    known = {(row["examples"], row["alpha"], row["seed"]) for row in found}
-    for n, seed, part in subsets(base.train, setting, job):
-        for alpha in setting.alphas:
-            if (n, alpha, seed) in known:
-                continue
-            split = data.split(
-                part.x,
-                part.y,
-                prior_fraction=alpha,
-                seed=seed,
-                test=(base.test.x, base.test.y),
-                dataset=setting.data,
-                classes=base.classes,
-            )
-            own = {"dataset": setting.data, "model": setting.model, "examples": n, "alpha": alpha, "seed": seed}
-            found += [own | row for row in certified(setting, split, seed, job)]
-            write_atomically(path, plots.csv_of(found))
-    return found
+    parts = {(n, seed): part for n, seed, part in subsets(base.train, setting, job)}
+    entries = [
+        Entry(n, alpha, seed, sparsity)
+        for n, seed in parts
+        for alpha in setting.alphas
+        for sparsity in setting.sparsities
+    ]
+
+    def compute(portion: list[Entry]) -> Table:
+        first = portion[0]
+        part = parts[first.examples, first.seed]
+        split = data.split(
+            part.x,
+            part.y,
+            prior_fraction=first.alpha,
+            seed=first.seed,
+            test=(base.test.x, base.test.y),
+            dataset=setting.data,
+            classes=base.classes,
+        )
+        return certificates(setting, [entry.sparsity for entry in portion], split, first.seed, job)
+
+    table = compute_rows(
+        entries,
+        compute,
+        path=job.out / f"data-scarce-{setting.name}.jsonl",
+        terms=setting.terms,
+        group=lambda entry: entry[:3],
+    )
+    return [{"dataset": setting.data, "model": setting.model} | row for row in table]
 
 
-def subsets(train: Part, setting: Setting, job: Job) -> Iterator[tuple[int, int, Part]]:
+def subsets(train: Part, setting: Setting[Sizes], job: Job) -> Iterator[tuple[int, int, Part]]:
     """(size, seed, examples): every seed has a block of its own, and its smaller subsets lie in the larger ones."""
-    largest, first = max(setting.sizes), philox.permutation(len(train), seed=ORDER)
+    sizes = setting.options.sizes
+    largest, first = max(sizes), philox.permutation(len(train), seed=ORDER)
     order = philox.permutation(len(train), seed=ORDER + job.seed)
     order = train.index.argsort()[order[~torch.isin(order, first[CHOSEN_ON])]]
     if largest * setting.seeds > len(order):
@@ -179,116 +202,118 @@ def subsets(train: Part, setting: Setting, job: Job) -> Iterator[tuple[int, int,
             f"{setting.seeds} seeds of {largest} examples each need more than the {len(order)} of {setting.data} that "
             "no setting was chosen on; use fewer seeds or smaller sizes"
         )
-    for n in setting.sizes:
+    for n in sizes:
         for number, seed in enumerate(job.seeds(setting.seeds)):
             yield n, seed, train.subset(order[number * largest : number * largest + n])
 
 
-def certified(setting: Setting, split: Split, seed: int, job: Job) -> Iterator[dict[str, float]]:
+def certificates(setting: Setting[Sizes], sparsities: list[float], split: Split, seed: int, job: Job) -> Table:
     """All certificates of one split, a row per sparsity; the sparsities are trained as one population."""
-
-    def config(steps: int, count: int, **more: Any) -> Config:
-        # Few examples make short epochs, so that every size and alpha takes as many steps.
-        epochs = max(1, round(steps / math.ceil(count / 128)))
-        given = {"lr": setting.lr, "clip": 1.0, **more}  # ten examples can throw a network far
-        return on_device(Config(epochs=epochs, schedule="cosine", **given), job)
-
-    whole, told = len(split.prior), job.progress
-    decay = {"weight_decay": 5e-4}
+    options, size = setting.options, len(split.prior)
+    common: dict[str, Any] = {"seed": seed, "progress": job.progress}
+    nets = [models.build(setting.model, split, seed=seed).to(job.device) for _ in sparsities]
+    members = nets if len(nets) > 1 else nets[0]  # one alone is faster than a population of one
     # The last fifth of the prior part tells beforehand about which risk to expect; then it is trained on, too.
-    first = split.prior.subset(torch.arange(round(0.8 * whole)))
-    last = split.prior.subset(torch.arange(len(first), whole))
-    nets = [models.build(setting.model, split, seed=seed).to(job.device) for _ in setting.sparsities]
-    start = config(setting.dense_steps, len(first), warmup=0.1, **decay)
-    crowd = nets if len(nets) > 1 else nets[0]  # one alone is faster than a population of one
-    fit(crowd, first, start, seed=seed, stage="dense", progress=told)
-    ledger = bounds.Ledger.split(setting.delta, grid=setting.grid)
-    expected = [(error(net, last) * len(last) + 1) / (len(last) + 2) for net in nets]
-    given = {"n": len(split.bound), "kl": setting.expected_kl, "delta": ledger.pac_bayes_each}
-    constants = [bounds.catoni_constant(risk, **given) for risk in expected]
-    pruned = together(
-        gmp,
-        nets,
-        split.prior,
-        config(setting.prune_steps, whole, warmup=0.1, **decay),
-        sparsity=list(setting.sparsities),
-        seed=seed,
-        progress=told,
-    )
+    early, last = _cut(split.prior, 0.8)
+    fit(members, early, in_steps(setting.dense, options.dense_steps, len(early)), stage="dense", **common)
+    constants = [_catoni_constant(setting, error(net, last), len(last), len(split.bound)) for net in nets]
+    pruning = in_steps(setting.pruning, options.prune_steps, size)
+    pruned = together(gmp, nets, split.prior, pruning, sparsity=sparsities, **common)
     for net, result in zip(nets, pruned, strict=True):
         attach(net, block_isotropic(net, result.mask, eps=setting.eps, std=setting.std), seed=seed)
-    frozen = {"gate_lr": None, "lr": setting.lr / 2, **decay}
-    fit(crowd, split.prior, config(setting.prior_steps, whole, **frozen), seed=seed, stage="prior", progress=told)
+    fit(members, split.prior, in_steps(setting.prior, options.prior_steps, size), stage="prior", **common)
     priors = [read(reestimate_batchnorm(net, split.prior)) for net in nets]
-    late = config(setting.posterior_steps, len(split.bound), lr=0.1, gate_lr=None)
-    fit_posterior(crowd, priors, split, late, delta=setting.delta, seed=seed, progress=told)
-    for net, prior, sparsity, c in zip(nets, priors, setting.sparsities, constants, strict=True):
-        found = certify(
-            net, prior, split, delta=setting.delta, grid=setting.grid, draws=setting.draws, tolerance=0.0, progress=told
-        )
-        drawn, n, delta = found.pac_bayes["monte_carlo"], found.n, found.ledger.pac_bayes_each
-        wrong = drawn_networks.errors(harden(copy.deepcopy(net)), drawn_networks.thresholded(prior), split.test)
-        yield {
-            "sparsity": sparsity,
-            "n": n,
-            "held_out_error": found.record["reference"]["errors"] / n,
-            "prior_risk": drawn["prior"]["risk"],
-            "gibbs_risk": found.risk,
-            "risk_upper": found.risk_upper,
-            "kl": found.kl,
-            "c": c,
-            **{arm: found.bounds[arm] for arm in ("held_out", "q_equals_p", "seeger")},
-            "catoni": bounds.catoni(found.risk_upper, n=n, kl=found.kl, delta=delta, c=c),
-            # What endlessly many draws would come to; no certificate.
-            "catoni_exact_risk": bounds.catoni(found.risk, n=n, kl=found.kl, delta=delta, c=c),
-            "q_equals_p_catoni": bounds.catoni(drawn["prior"]["risk_upper"], n=n, kl=0.0, delta=delta, c=c),
-            "held_out_test_error": int(wrong.sum()) / len(wrong),
-            "test_error": gibbs_error(net, split.test, draws=_TEST_DRAWS),
-        }
+    posterior = in_steps(setting.posterior, options.posterior_steps, len(split.bound))
+    fit_posterior(members, priors, split, posterior, delta=options.delta, **common)
+    share = {"delta": options.delta, "grid": grid_size(setting), "draws": setting.draws}
+    table = []
+    for net, prior, c in zip(nets, priors, constants, strict=True):
+        certificate = certify(net, prior, split, tolerance=0.0, progress=job.progress, **share)
+        table.append(_numbers(certificate, c) | _test_errors(net, prior, split))
+    return table
 
 
-def best(found: Table, arm: str) -> dict[float, dict[str, Any]]:
+def _cut(part: Part, share: float) -> tuple[Part, Part]:
+    """The first examples of a part, and the others."""
+    cut = round(share * len(part))
+    return part.subset(torch.arange(cut)), part.subset(torch.arange(cut, len(part)))
+
+
+def _catoni_constant(setting: Setting[Sizes], risk: float, examples: int, n: int) -> float:
+    """Catoni's constant for the risk that so many examples let expect."""
+    options = setting.options
+    delta = bounds.Ledger.split(options.delta, grid=grid_size(setting)).pac_bayes_each
+    expected = (risk * examples + 1) / (examples + 2)
+    return bounds.catoni_constant(expected, n=n, kl=options.expected_kl, delta=delta)
+
+
+def _numbers(certificate: Certificate, c: float) -> dict[str, float]:
+    """What a certificate says, and Catoni's bounds with the constant c."""
+    drawn_risks, n, delta = certificate.pac_bayes["monte_carlo"], certificate.n, certificate.ledger.pac_bayes_each
+    common = {"n": n, "delta": delta, "c": c}
+    return {
+        "n": n,
+        "held_out_error": certificate.record["reference"]["errors"] / n,
+        "prior_risk": drawn_risks["prior"]["risk"],
+        "gibbs_risk": certificate.risk,
+        "risk_upper": certificate.risk_upper,
+        "kl": certificate.kl,
+        "c": c,
+        **{arm: certificate.bounds[arm] for arm in ("held_out", "q_equals_p", "seeger")},
+        "catoni": bounds.catoni(certificate.risk_upper, kl=certificate.kl, **common),
+        # What endlessly many draws would come to; no certificate.
+        "catoni_exact_risk": bounds.catoni(certificate.risk, kl=certificate.kl, **common),
+        "q_equals_p_catoni": bounds.catoni(drawn_risks["prior"]["risk_upper"], kl=0.0, **common),
+    }
+
+
+def _test_errors(net: nn.Module, prior: SpikeSlab, split: Split) -> dict[str, float]:
+    """Test errors of the thresholded network and of Q."""
+    wrong = drawn_networks.errors(harden(copy.deepcopy(net)), drawn_networks.thresholded(prior), split.test)
+    return {
+        "held_out_test_error": int(wrong.sum()) / len(wrong),
+        "test_error": gibbs_error(net, split.test, draws=_TEST_DRAWS),
+    }
+
+
+def best(rows: Table, arm: str) -> Table:
     """Per seed, the row whose certificate by this arm is lowest: over alphas and sparsities, all paid for."""
-    seeds = sorted({row["seed"] for row in found})
-    return {seed: min((row for row in found if row["seed"] == seed), key=lambda row: row[arm]) for seed in seeds}
+    return [min(part, key=lambda row: row[arm]) for _, part in sorted(groups(rows, "seed").items())]
 
 
-def table(found: Table) -> Table:
+def best_table(rows: Table) -> Table:
     """One row per size: every arm's mean certificate at its best declared alpha, and the alphas that were chosen."""
-    lines = []
-    for n in sorted({row["examples"] for row in found}):
-        own = [row for row in found if row["examples"] == n]
-        line: dict[str, Any] = {"dataset": own[0]["dataset"], "examples": n}
+    table = []
+    for (n,), part in sorted(groups(rows, "examples").items()):
+        line: dict[str, Any] = {"dataset": part[0]["dataset"], "examples": n}
         for arm in ARMS:
-            chosen = best(own, arm).values()
-            line[arm] = frame.interval([row[arm] for row in chosen]).mean
+            chosen = best(part, arm)
+            line[arm] = interval([row[arm] for row in chosen]).mean
             line[f"{arm}_alpha"] = "/".join(f"{row['alpha']:g}" for row in chosen)
-        lines.append(line)
-    return lines
+        table.append(line)
+    return table
 
 
-def paint(canvas: Any, found: Table) -> None:
+def paint(canvas: Any, rows: Table) -> None:
     """A panel per size: every arm's certificate against alpha, at the sparsity that is least."""
-    sizes = sorted({row["examples"] for row in found})
-    least = min(row["sparsity"] for row in found)
-    canvas.set_size_inches(max(9, 4 * len(sizes)), 4.2)
-    for axes, n in zip(canvas.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
-        own = [row for row in found if row["examples"] == n and row["sparsity"] == least]
-        long = [{"alpha": row["alpha"], "arm": arm, "value": row[arm]} for row in own for arm in ARMS]
-        frame.lines(axes, long, x="alpha", y="value", by="arm", style=ARMS)
+    least = min(row["sparsity"] for row in rows)
+    panels = sorted(groups([row for row in rows if row["sparsity"] == least], "examples").items())
+    canvas.set_size_inches(max(9, 4 * len(panels)), 4.2)
+    for axes, ((n,), part) in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        long = [{"alpha": row["alpha"], "arm": arm, "value": row[arm]} for row in part for arm in ARMS]
+        painting.lines(axes, long, x="alpha", y="value", by="arm", styles=ARMS)
         means = [float(value) for line in axes.get_lines() for value in line.get_ydata()]
         axes.set_ylim(0, min(1.0, 1.15 * max(means)))
         axes.set_title(f"{int(n):,} examples in all", fontsize=9)
-        alphas = sorted({row["alpha"] for row in own})
+        alphas = sorted({row["alpha"] for row in part})
         axes.set_xscale("log")
         axes.set_xticks(alphas, [f"{alpha:g}" for alpha in alphas], minor=False)
         axes.set_xticks([], minor=True)
         axes.set_xlabel("alpha, the prior part's share")
     canvas.axes[0].set_ylabel("certificate")
     canvas.axes[-1].legend(fontsize=8)
-    seeds = len({row["seed"] for row in found})
     plots.title(
         canvas,
-        f"{found[0]['dataset']}, {found[0]['model']}, {least:.0%} pruned",
-        f"examples, split, weights, order, draws; 95 % intervals over {seeds} seeds",
+        f"{painting.subject(rows)}, {least:.0%} pruned",
+        f"examples, split, weights, order, draws; 95 % intervals over {painting.seed_count(rows)} seeds",
     )

@@ -1,21 +1,25 @@
 """Error and certificate against sparsity for several alpha = |S_P|/|S|, with SNIP as the reference.
 
-The paper's headline figure and its pair plot, from the table of certificates that `certificates` fills. The grid of
-the scale `reduced` is the one that is declared in results/grid.toml; `paper` has the paper's alphas, epochs and number
-of seeds.
+The paper's headline figure and its pair plot, from the table of certificates that `certificate_grid` fills. The grid
+of the scale `reduced` is the one that is declared in results/grid.toml; `paper` has the paper's alphas, epochs and
+number of seeds.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pacprune.paper import certificate_grid, frame, pair_plot
-from pacprune.paper.certificate_grid import Grid, Motion, Setting, read_grid
-from pacprune.paper.frame import Drawn, Job
+from pacprune.methods.table import METHODS
+from pacprune.paper import certificate_grid, painting, pair_plot
+from pacprune.paper.certificate_grid import Declaration, Grid, Motion, read_grid
+from pacprune.paper.frame import Figure, Job, Setting
+from pacprune.paper.painting import Style
+from pacprune.paper.statistics import means
 from pacprune.runs import plots
 from pacprune.types import Table
 
-DECLARED = Path(__file__).parents[3] / "results" / "grid.toml"
+GRID_FILE = Path(__file__).parents[3] / "results" / "grid.toml"
 """The published grid, in a checkout of the repository."""
 SMOKE = """
 delta = 0.05
@@ -48,40 +52,39 @@ lr = 0.1
 """
 PAPER_EPOCHS = {"mnist": (30, 30), "fashion-mnist": (70, 30), "cifar10": (120, 60)}
 """Epochs of stage 1, and of stages 2 and 3."""
-_STYLE = {
-    "gibbs_certificate": ("certificate of Q", plots.BLUE, "o"),
-    "test_error": ("test error of Q", plots.ORANGE, "s"),
-    "prior_test_error": ("test error of P", plots.GREEN, "^"),
-    "held_out_certificate": ("held-out certificate of the thresholded P", plots.PURPLE, "v"),
+_STYLES = {
+    "gibbs_certificate": Style("certificate of Q", plots.BLUE, "o"),
+    "test_error": Style("test error of Q", plots.ORANGE, "s"),
+    "prior_test_error": Style("test error of P", plots.GREEN, "^"),
+    "held_out_certificate": Style("held-out certificate of the thresholded P", plots.PURPLE, "v"),
 }
-_SNIP = "test error of one-shot SNIP, each seed"
 
 
-def declared(scale: str, seeds: list[int]) -> Grid:
-    """The grid of a scale; the published one has its own seeds."""
+def declared_grid(scale: str) -> Grid:
+    """The grid of a scale."""
     if scale == "smoke":
-        grid = read_grid(SMOKE)
-        return replace(grid, settings=tuple(replace(one, seeds=tuple(seeds)) for one in grid.settings))
-    if not DECLARED.is_file():
-        raise ValueError(f"{DECLARED} is not there, and nothing may be certified without it; run in a checkout")
-    grid = read_grid(DECLARED.read_text())
-    if seeds[0] != grid.settings[0].seeds[0]:
-        raise ValueError(
-            f"the first seed would be {seeds[0]}, but the grid declares {grid.settings[0].seeds[0]}; leave --seed at 0"
-        )
-    return grid if scale == "reduced" else replace(grid, settings=tuple(_paper(one) for one in grid.settings))
+        return read_grid(SMOKE)
+    if not GRID_FILE.is_file():
+        raise ValueError(f"{GRID_FILE} is not there, and nothing may be certified without it; run in a checkout")
+    grid = read_grid(GRID_FILE.read_text())
+    return grid if scale == "reduced" else replace(grid, settings=tuple(_paper(setting) for setting in grid.settings))
 
 
-def _paper(setting: Setting) -> Setting:
+def settings(scale: str) -> tuple[Setting[Declaration], ...]:
+    """The settings of a scale's grid."""
+    return declared_grid(scale).settings
+
+
+def _paper(setting: Setting[Declaration]) -> Setting[Declaration]:
     """The paper's alphas, epochs, eps and five seeds, without moved images; a grid, and a K, of its own."""
     first, then = PAPER_EPOCHS[setting.data]
-    return replace(
-        setting,
+    stds = setting.options.stds
+    return setting.changed(
         alphas=(0.4, 0.8),
         sparsities=(0.8, 0.9, 0.95, 0.975),
-        seeds=tuple(range(5)),
+        seeds=5,
         eps=1e-4,
-        std=(setting.std[0], setting.std[-1]),
+        stds=(stds[0], stds[-1]),
         motion=Motion(),
         dense=replace(setting.dense, epochs=first),
         pruning=replace(setting.pruning, epochs=then),
@@ -89,50 +92,47 @@ def _paper(setting: Setting) -> Setting:
     )
 
 
-def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
-    """Two figures per data set and network, the tables of all certificates, mean certificates and correlations."""
-    grid = declared(job.scale, job.seeds(3))
-    drawn, numbers, table = [], {"K": grid.size}, []
-    for setting in job.chosen(grid.settings):
-        caption = (
-            f"{setting.data}, {setting.model}: certificates, of which all {grid.size} of the grid hold at once with "
-            f"probability {1 - grid.delta:g}, and test errors; mean and 95 % interval over {len(setting.seeds)} seeds "
-            "(weights, data order, masks and draws are random, the split is not). SNIP prunes once and trains on all "
-            "of S; what it has above the panels is in the CSV alone."
-        )
-
-        def rows(setting: Setting = setting) -> Table:
-            return _table(setting, certificate_grid.run(grid, setting, job), certificate_grid.snip(setting, job))
-
-        found = frame.draw(job, f"error-vs-sparsity-{setting.name}", caption, rows, paint)
-        drawn.append(found)
-        numbers |= means(setting, found.rows)
-        own = certificate_grid.run(grid, setting, job)
-        caption = (
-            f"{setting.data}, {setting.model}: every pair of certificate, test error, alpha and KL/n over the same "
-            f"{len(own)} certificates; r is Pearson's correlation, with its 95 % interval over them."
-        )
-        pairs = frame.draw(
-            job, f"pair-plot-{setting.name}", caption, lambda own=own: pair_plot.rows(own), pair_plot.paint
-        )
-        drawn.append(pairs)
-        numbers |= {f"{setting.name}, {name}": r for name, r in pair_plot.correlations(pairs.rows).items()}
-        table += own
-        certificate_grid.write_tables(table, job.out)
-    return drawn, numbers
+def figures(setting: Setting[Declaration], job: Job) -> Iterator[Figure]:
+    """Certificates and errors, the pair plot, and the tables of all certificates."""
+    grid = declared_grid(job.scale)
+    (first,) = job.seeds(1)
+    if first and job.scale != "smoke":
+        raise ValueError(f"the first seed would be {first}, but the grid declares 0; leave --seed at 0")
+    yield Figure(
+        f"error-vs-sparsity-{setting.name}",
+        f"{setting.data}, {setting.model}: certificates, of which all {grid.size} of the grid hold at once with "
+        f"probability {1 - grid.delta:g}, and test errors; mean and 95 % interval over {setting.seeds} seeds "
+        "(weights, data order, masks and draws are random, the split is not). SNIP prunes once and trains on all of "
+        "S; what it has above the panels is in the CSV alone.",
+        lambda: rows(setting, certificate_grid.run(grid, setting.name, job), certificate_grid.snip(setting, job)),
+        paint,
+        lambda rows: {"K": grid.size} | numbers(setting, rows),
+    )
+    certificates = certificate_grid.run(grid, setting.name, job)
+    yield Figure(
+        f"pair-plot-{setting.name}",
+        f"{setting.data}, {setting.model}: every pair of certificate, test error, alpha and KL/n over the same "
+        f"{len(certificates)} certificates; r is Pearson's correlation, with its 95 % interval over them.",
+        lambda: pair_plot.rows(certificates),
+        pair_plot.paint,
+        lambda rows: {f"{setting.name}, {name}": r for name, r in pair_plot.correlations(rows).items()},
+    )
+    names = [declaration.name for declaration in job.select(grid.settings)]
+    finished = names[: names.index(setting.name) + 1]
+    certificate_grid.write_tables([row for name in finished for row in certificate_grid.run(grid, name, job)], job.out)
 
 
-def _table(setting: Setting, rows: Table, snip: Table) -> Table:
+def rows(setting: Setting[Declaration], certificates: Table, snip: Table) -> Table:
     """One line per number of the figure; SNIP, which is trained on all of S, has alpha 1."""
-    own = {"dataset": setting.data, "model": setting.model}
-    found = [
-        {**own, **{key: row[key] for key in ("alpha", "sparsity", "seed")}, "what": what, "value": row[what]}
-        for row in rows
-        for what in _STYLE
+    common = {"dataset": setting.data, "model": setting.model}
+    table = [
+        {**common, **{key: row[key] for key in ("alpha", "sparsity", "seed")}, "what": what, "value": row[what]}
+        for row in certificates
+        for what in _STYLES
         if what in row
     ]
-    return found + [
-        {**own, "alpha": 1.0, "sparsity": row["sparsity"], "seed": row["seed"], "what": "snip"}
+    return table + [
+        {**common, "alpha": 1.0, "sparsity": row["sparsity"], "seed": row["seed"], "what": "snip"}
         | {"value": row["test_error"]}
         for row in snip
     ]
@@ -141,13 +141,14 @@ def _table(setting: Setting, rows: Table, snip: Table) -> Table:
 def paint(canvas: Any, rows: Table) -> None:
     """One panel per alpha: certificate and errors against sparsity."""
     alphas = sorted({row["alpha"] for row in rows if row["what"] != "snip"})
+    snip = [(row["sparsity"], row["value"]) for row in rows if row["what"] == "snip"]
     canvas.set_size_inches(max(9.0, 3.6 * len(alphas)), 4)  # the title needs so much
     for axes, alpha in zip(canvas.subplots(1, len(alphas), sharey=True, squeeze=False)[0], alphas, strict=True):
-        shown = [row for row in rows if row["alpha"] == alpha]
-        frame.lines(axes, shown, x="sparsity", y="value", by="what", style=_STYLE)
+        panel = [row for row in rows if row["alpha"] == alpha]
+        painting.lines(axes, panel, x="sparsity", y="value", by="what", styles=_STYLES)
         # One mark per seed: where SNIP falls apart and the others do not, its interval would fill the panel.
-        marks = [(row["sparsity"], row["value"]) for row in rows if row["what"] == "snip"]
-        axes.scatter(*zip(*marks, strict=True), s=14, color=plots.GREY, marker="D", label=_SNIP, zorder=3)
+        style = {"color": METHODS["osp"].colour, "label": "test error of one-shot SNIP, each seed"}
+        axes.scatter(*zip(*snip, strict=True), s=14, marker="D", zorder=3, **style)
         axes.set_title(f"alpha = {alpha:g}", loc="left", fontsize=10)
         axes.set_xlabel("sparsity")
         axes.set_xticks(sorted({row["sparsity"] for row in rows}))
@@ -155,17 +156,13 @@ def paint(canvas: Any, rows: Table) -> None:
     axes.set_ylim(0, 1.5 * max(row["value"] for row in rows if row["what"] != "snip"))
     axes.set_ylabel("error rate")
     axes.legend(fontsize=7)
-    seeds = len({row["seed"] for row in rows})
-    what = f"{rows[0]['dataset']}, {rows[0]['model']}: mean and 95 % interval over {seeds} seeds"
+    what = f"{painting.subject(rows)}: {painting.over_seeds(rows)}"
     plots.title(canvas, what, "weights, data order, masks, draws")
 
 
-def means(setting: Setting, rows: Table) -> dict[str, float]:
+def numbers(setting: Setting[Declaration], rows: Table) -> dict[str, float]:
     """The mean over seeds of every line of the figure."""
-    keys = dict.fromkeys((row["what"], row["sparsity"], row["alpha"]) for row in rows)
     return {
-        f"{setting.name}, {what} at {sparsity:g}, alpha {alpha:g}": frame.interval(
-            [row["value"] for row in rows if (row["what"], row["sparsity"], row["alpha"]) == (what, sparsity, alpha)]
-        ).mean
-        for what, sparsity, alpha in keys
+        f"{setting.name}, {what} at {sparsity:g}, alpha {alpha:g}": mean
+        for (what, sparsity, alpha), mean in means(rows, "value", "what", "sparsity", "alpha").items()
     }

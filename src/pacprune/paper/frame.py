@@ -1,38 +1,133 @@
-"""What recipes share: the job they are given, figures with the CSV behind each, and intervals over seeds."""
+"""What every figure shares: settings -> rows -> CSV -> picture, and one way to go on after a break.
+
+A recipe has settings by scale, and a function `figures(setting, job)` that yields what is to be drawn. The frame picks
+the settings, turns on the fastest means of the device, draws, keeps finished work and collects the main numbers.
+"""
 
 import csv
+import hashlib
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
+from pacprune.data.batches import example_hashes
+from pacprune.data.splits import Part
+from pacprune.deploy import export
 from pacprune.files import write_atomically
-from pacprune.masking import masks
+from pacprune.masking import weights
 from pacprune.runs import plots
 from pacprune.training.config import Config
-from pacprune.types import Progress, Table
+from pacprune.training.fit import fit
+from pacprune.training.population import AT_ONCE
+from pacprune.types import Data, Loss, Progress, Table
 
 SCALES = ("smoke", "reduced", "paper")
 STRIDE = 1000
 """Seeds of one job; those of --seed 0 and --seed 1 do not meet."""
 
+_T = TypeVar("_T")
 
-class _Named(Protocol):
+
+# --- What is computed: a job, and the settings of a recipe.
+
+
+def in_entries(default: Any = ()) -> Any:
+    """A field whose values every entry names itself, so that they are no part of the terms."""
+    return field(default=default, metadata={"in_entries": True})
+
+
+def digest(*values: Any) -> str:
+    """Twelve hexadecimal digits that stand for the values."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
+
+
+Options = TypeVar("Options", covariant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Generic[Options]):
+    """A data set and a network, and how networks are trained on them.
+
+    Args:
+        data: Name of the data set.
+        model: Name of the network.
+        label: What tells it from another setting with the same data and network.
+        seeds: How many repetitions there are.
+        sparsities: Fractions of the weights to prune.
+        alphas: Shares of the training set that priors are made from.
+        dense: How dense networks are trained.
+        pruning: How they are pruned and fine-tuned after that.
+        prior: How a prior P is trained.
+        posterior: How a posterior Q is trained.
+        amp: Whether a GPU trains and prunes dense networks in bfloat16. P and Q are always trained in float32.
+        eps: Keep probability that P has for pruned weights.
+        std: Width of P around every weight.
+        draws: Networks that are drawn from Q to estimate its risk.
+        options: What one figure needs beyond that; None for nothing.
+    """
+
+    data: str = ""
+    model: str = ""
+    label: str = ""
+    seeds: int = in_entries(1)
+    sparsities: tuple[float, ...] = in_entries()
+    alphas: tuple[float, ...] = in_entries()
+    dense: Config = field(default_factory=Config)
+    pruning: Config = field(default_factory=Config)
+    prior: Config = field(default_factory=Config)
+    posterior: Config = field(default_factory=Config)
+    amp: bool = True
+    eps: float = 1e-4
+    std: float = 5e-3
+    draws: int = 5_000
+    options: Options
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """How the files of this setting are called, and what --only takes."""
+        return "-".join(part for part in (self.data, self.model, self.label) if part)
+
+    @property
+    def terms(self) -> str:
+        """Stands for all that entries do not say. Rows and networks made on other terms are not taken for these."""
+        return digest(_without_entries(replace(self, options=None)), _without_entries(self.options))
+
+    def changed(self, **values: Any) -> "Setting[Options]":
+        """The same with other values of fields of the setting, or of its options."""
+        names = {part.name for part in fields(self)}
+        inner = {name: value for name, value in values.items() if name not in names}
+        outer = {name: value for name, value in values.items() if name in names}
+        options: Any = self.options
+        return replace(self, **({"options": replace(options, **inner)} if inner else {}), **outer)
 
 
-_S = TypeVar("_S", bound=_Named)
+def _without_entries(value: Any) -> list[tuple[str, Any]]:
+    """Names and values of the fields that entries do not say."""
+    parts = () if value is None else fields(value)
+    return [(part.name, getattr(value, part.name)) for part in parts if not part.metadata.get("in_entries")]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a recipe is asked for."""
+    """One call of a recipe.
+
+    Args:
+        scale: How much is computed, one of SCALES.
+        out: Folder of all files.
+        seed: Seed of everything.
+        device: Where to compute.
+        data_dir: Folder of the data files; None is the default one.
+        progress: Called after every step.
+        only: Name of the one setting to compute; None computes all.
+    """
 
     scale: str
     out: Path
@@ -41,24 +136,64 @@ class Job:
     data_dir: Path | None
     progress: Progress
     only: str | None = None
-    """The one setting that is asked for, by its name; None is all of them."""
 
-    def chosen(self, settings: Sequence[_S]) -> list[_S]:
-        """Those that are asked for."""
-        return [one for one in settings if self.only in (None, one.name)]
+    def select(self, settings: Sequence[Setting[Options]]) -> list[Setting[Options]]:
+        """The settings to compute."""
+        return [setting for setting in settings if self.only in (None, setting.name)]
 
     def seeds(self, count: int) -> list[int]:
         """The seeds of `count` independent repetitions."""
         return [self.seed * STRIDE + k for k in range(count)]
 
+    def tensors(self, part: Part) -> tuple[Tensor, Tensor]:
+        """The examples of a part on the device."""
+        return part.x.to(self.device), part.y.to(self.device)
 
-def on_device(config: Config, job: Job) -> Config:
-    """The same stage in float32 by the fastest means of the device."""
-    return replace(config, execution="graph") if job.device.type == "cuda" else config
+    def portions(self, values: Sequence[_T]) -> Iterator[list[_T]]:
+        """The values, so many at a time as one population has members."""
+        size = AT_ONCE.get(self.device.type, AT_ONCE["cpu"])
+        for start in range(0, len(values), size):
+            yield list(values[start : start + size])
 
 
-class Drawn(NamedTuple):
-    """One figure: its files, what a reader should see in it, and its rows as the CSV has them."""
+def on_device(setting: Setting[Options], device: torch.device) -> Setting[Options]:
+    """The same setting by the fastest means of the device; up to rounding, the results are the same."""
+    if device.type != "cuda":
+        return setting
+    early = {"execution": "compiled" if setting.model == "resnet20" else "graph", "amp": setting.amp}
+    late = {"execution": "graph"}  # in float32, in which Q is evaluated
+    means = {"dense": early, "pruning": early, "prior": late, "posterior": late}
+    return replace(setting, **{stage: replace(getattr(setting, stage), **mean) for stage, mean in means.items()})
+
+
+def in_steps(config: Config, steps: int, examples: int) -> Config:
+    """The stage with about so many steps, however many examples there are: few of them make short epochs."""
+    return replace(config, epochs=max(1, round(steps / math.ceil(examples / config.batch_size))))
+
+
+# --- What is drawn: the figures of a recipe.
+
+
+class Figure(NamedTuple):
+    """A figure that is to be drawn.
+
+    Args:
+        name: What its files are called.
+        caption: What a reader should see in it.
+        rows: Computes the rows of its CSV.
+        paint: Draws the rows of the CSV on a canvas of matplotlib.
+        numbers: The main numbers, from the rows of the CSV.
+    """
+
+    name: str
+    caption: str
+    rows: Callable[[], Table]
+    paint: Callable[[Any, Table], None]
+    numbers: Callable[[Table], dict[str, float]] = lambda rows: {}
+
+
+class Drawing(NamedTuple):
+    """A figure that was drawn: its files, and its rows as the CSV has them."""
 
     name: str
     caption: str
@@ -67,16 +202,48 @@ class Drawn(NamedTuple):
     rows: Table
 
 
-def draw(job: Job, name: str, caption: str, rows: Callable[[], Table], paint: Callable[[Any, Table], None]) -> Drawn:
-    """Leaves NAME.csv and, with matplotlib, NAME.png; rows that are there from a run that was broken off are kept."""
-    path = job.out / f"{name}.csv"
+Settings = Sequence[Setting[Any]]
+
+
+class Recipe(NamedTuple):
+    """A row of RECIPES.
+
+    Args:
+        settings: The settings of every scale, or a function from a scale to them.
+        figures: Yields the figures of one setting.
+        several: Whether a scale has several settings, of which --only can name one.
+    """
+
+    settings: Mapping[str, Settings] | Callable[[str], Settings]
+    figures: Callable[[Any, Job], Iterator[Figure]]
+    several: bool = False
+
+    def at(self, scale: str) -> Settings:
+        """The settings of a scale."""
+        return self.settings(scale) if callable(self.settings) else self.settings[scale]
+
+
+def reproduce(recipe: Recipe, job: Job) -> tuple[list[Drawing], dict[str, float]]:
+    """Draws the figures of a recipe into job.out; returns them with the main numbers."""
+    drawings: list[Drawing] = []
+    numbers: dict[str, float] = {}
+    for setting in job.select(recipe.at(job.scale)):
+        for figure in recipe.figures(on_device(setting, job.device), job):
+            drawings.append(draw(figure, job))
+            numbers |= figure.numbers(drawings[-1].rows)
+    return drawings, numbers
+
+
+def draw(figure: Figure, job: Job) -> Drawing:
+    """Leaves NAME.csv and, with matplotlib, NAME.png; a CSV that is there from an earlier run stays as it is."""
+    path = job.out / f"{figure.name}.csv"
     if not path.is_file():
-        write_atomically(path, plots.csv_of(rows()))
-    found = read(path)
-    picture = plots.png_of(paint, found)
+        write_atomically(path, plots.csv_of(figure.rows()))
+    rows = read(path)
+    picture = plots.png_of(figure.paint, rows)
     if picture is not None:
         write_atomically(path.with_suffix(".png"), picture)
-    return Drawn(name, caption, path, None if picture is None else path.with_suffix(".png"), found)
+    return Drawing(figure.name, figure.caption, path, None if picture is None else path.with_suffix(".png"), rows)
 
 
 def read(path: Path) -> Table:
@@ -92,70 +259,116 @@ def read(path: Path) -> Table:
         return [{name: value(text) for name, text in row.items()} for row in csv.DictReader(file)]
 
 
-def agreement(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """(shared - chance) / (1 - chance): 0 for independent masks, 1 for equal ones; kept and pruned weights alike."""
-    shared, chance = masks.overlap(*({name: part.cpu() for name, part in mask.items()} for mask in (a, b)))
-    return (shared - chance) / (1 - chance)
+# --- What is kept: rows and dense networks.
 
 
-class Interval(NamedTuple):
-    """A mean and the ends of its 95 % interval."""
+class Entry(Protocol):
+    """What one row is about: any NamedTuple."""
 
-    mean: float
-    low: float
-    high: float
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """mean ± t s / sqrt(n), Student's 95 % interval over independent repetitions; one value has no interval (NaN)."""
-    sample = np.asarray(values, dtype=np.float64)
-    mean = float(sample.mean())
-    if len(sample) < 2:
-        return Interval(mean, math.nan, math.nan)
-    half = _student(len(sample) - 1) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
-    return Interval(mean, mean - half, mean + half)
+    def _asdict(self) -> dict[str, Any]: ...
+    def __hash__(self) -> int: ...
 
 
-def correlation(x: Sequence[float], y: Sequence[float]) -> Interval:
-    """Pearson's r and its 95 % interval by Fisher's transform, tanh(artanh r ± 1.96 / sqrt(runs - 3)).
+_Entry = TypeVar("_Entry", bound=Entry)
 
-    NaN where one of the two does not vary, an interval of NaN for fewer than four runs.
+
+def compute_rows(
+    entries: Sequence[_Entry],
+    compute: Callable[[list[_Entry]], Sequence[Mapping[str, Any]]],
+    *,
+    path: Path,
+    terms: str,
+    group: Callable[[_Entry], Hashable],
+    portions: Callable[[list[_Entry]], Iterable[list[_Entry]]] = lambda members: [members],
+) -> Table:
+    """One row per entry, in their order: its own values, and those that `compute` gives it.
+
+    Rows are kept as they are made, so that a run that was broken off goes on where it stopped.
+
+    Args:
+        entries: NamedTuples of one type.
+        compute: Computes entries of one group together; returns what is to be known of each.
+        path: The file that keeps the rows, one JSON line each.
+        terms: Stands for what entries do not say; a file made on other terms is refused.
+        group: Entries with equal values are computed together.
+        portions: Cuts a group that is too large for one population.
+
+    Returns:
+        The rows.
+
+    Raises:
+        ValueError: If the file was made on other terms.
     """
-    spread = [float(np.ptp(values)) for values in (x, y)]
-    if not min(spread) > 0:
-        return Interval(math.nan, math.nan, math.nan)
-    r = float(np.corrcoef(x, y)[0, 1])
-    if len(x) < 4:
-        return Interval(r, math.nan, math.nan)
-    middle, half = math.atanh(max(-1 + 1e-15, min(1 - 1e-15, r))), 1.959964 / math.sqrt(len(x) - 3)
-    return Interval(r, math.tanh(middle - half), math.tanh(middle + half))
+    names = list(entries[0]._asdict()) if entries else []
+    rows = _kept_rows(path, terms, names)
+    missing: dict[Hashable, list[_Entry]] = {}
+    for entry in entries:
+        if entry not in rows:
+            missing.setdefault(group(entry), []).append(entry)
+    for members in missing.values():
+        for portion in portions(members):
+            rows |= zip(portion, compute(portion), strict=True)
+            lines = [
+                json.dumps({"terms": terms, **dict(zip(names, key, strict=True)), **row}) for key, row in rows.items()
+            ]
+            write_atomically(path, ("\n".join(lines) + "\n").encode())
+    return [{**entry._asdict(), **rows[entry]} for entry in entries]
 
 
-def _student(freedom: int) -> float:
-    """t with Pr(|T| < t) = 0.95: with T = sqrt(freedom) tan(angle), the angle has density cos^(freedom - 1)."""
-    angle = np.linspace(0, np.pi / 2, 200_001)
-    height = np.cos(angle) ** (freedom - 1)
-    mass = np.concatenate([[0.0], np.cumsum((height[1:] + height[:-1]) / 2)])
-    return math.sqrt(freedom) * math.tan(float(np.interp(0.95, mass / mass[-1], angle)))
+def _kept_rows(path: Path, terms: str, names: list[str]) -> dict[Any, Mapping[str, Any]]:
+    """What the file says of every entry; a tuple of its values equals the entry itself."""
+    rows = {}
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        row = json.loads(line)
+        before = row.pop("terms", None)
+        if before != terms:
+            raise ValueError(
+                f"{path} was filled on the terms {before} (data, network, epochs, schedule, device), but those of now "
+                f"are {terms}; go back to those terms, or begin in another --out"
+            )
+        rows[tuple(row.pop(name) for name in names)] = row
+    return rows
 
 
-def means(rows: Table, y: str, *by: str) -> dict[tuple[Any, ...], float]:
-    """The mean of y over the rows that agree in all columns `by`, under their values."""
-    found: dict[tuple[Any, ...], list[float]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[name] for name in by), []).append(row[y])
-    return {key: interval(values).mean for key, values in found.items()}
+def dense_networks(
+    setting: Setting[Any],
+    build: Callable[[int], nn.Module],
+    data: Data,
+    job: Job,
+    *,
+    seeds: Sequence[int] | None = None,
+    name: str = "dense",
+    loss: Loss = F.cross_entropy,
+) -> dict[int, nn.Module]:
+    """Dense networks by seed, trained once as a population and kept in files.
 
+    Args:
+        setting: How they are trained; without dense epochs they are returned as they are built.
+        build: seed -> an untrained network.
+        data: What they are trained on.
+        job: Where files lie and what device trains.
+        seeds: Seeds of the networks and of the data order; None takes those of the setting.
+        name: What tells these networks of the setting from others of it.
+        loss: (outputs, labels) -> one number.
 
-def lines(axes: Any, rows: Table, *, x: str, y: str, by: str, style: dict[str, tuple[str, str, str]]) -> None:
-    """One line per value of `by`: the mean of y over the rows with equal x, and its interval.
-
-    style: value -> (label, colour, marker).
+    Returns:
+        The networks, on the device.
     """
-    for key, (label, colour, marker) in style.items():
-        own = [row for row in rows if row[by] == key]
-        places = sorted({row[x] for row in own})
-        found = [interval([row[y] for row in own if row[x] == place]) for place in places]
-        axes.plot(places, [i.mean for i in found], color=colour, marker=marker, ms=5, lw=1.8, label=label)
-        if not any(math.isnan(i.low) for i in found):
-            axes.fill_between(places, [i.low for i in found], [i.high for i in found], color=colour, alpha=0.2, lw=0)
+    seeds = job.seeds(setting.seeds) if seeds is None else seeds
+    nets = {seed: build(seed).to(job.device) for seed in seeds}
+    if not setting.dense.epochs:
+        return nets
+    folder = job.out / "dense" / setting.terms
+    paths = {seed: folder / f"{setting.name}-{name}-{seed}.safetensors" for seed in seeds}
+    missing = [seed for seed in seeds if not paths[seed].is_file()]
+    for portion in job.portions(missing):
+        members = [nets[seed] for seed in portion]
+        fit(members, data, setting.dense, loss=loss, seed=portion, stage=name, progress=job.progress)
+        for seed in portion:
+            export.save_dense(paths[seed], nets[seed])
+    for seed, net in nets.items():
+        net.load_state_dict(load_file(paths[seed]))
+        net.eval()
+    if loaded := [nets[seed] for seed in seeds if seed not in missing]:
+        weights.mark_seen(loaded, example_hashes(data))
+    return nets

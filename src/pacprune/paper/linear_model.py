@@ -1,6 +1,8 @@
 """`pacprune reproduce linear-model`: the theory of stochastic masks in linear regression, in five figures."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -8,68 +10,64 @@ import torch
 from torch import Tensor
 
 from pacprune.masking import masks
+from pacprune.methods.table import METHODS
 from pacprune.paper import wide_masks
-from pacprune.paper.frame import Drawn, Job, agreement, draw, lines
+from pacprune.paper.frame import Figure, Job, Setting
+from pacprune.paper.painting import RED, SKY, Style, lines
+from pacprune.paper.statistics import agreement, groups, means
+from pacprune.paper.wide_masks import Networks
 from pacprune.runs.commands import one_thread
 from pacprune.runs.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, title
 from pacprune.theory import linear
 from pacprune.theory.linear import Problem
 from pacprune.types import Table
 
-SKY, RED = "#56B4E9", "#D55E00"
 
+@dataclass(frozen=True)
+class Sizes:
+    """Points per curve, steps of a flow, and the networks of the last figure; seeds are regression problems."""
 
-class Sizes(NamedTuple):
-    """How much is computed: problems per point, points per curve, steps of a flow."""
-
-    seeds: int
     points: int
     steps: int
+    networks: Networks
 
 
-SIZES = {"smoke": Sizes(3, 41, 100), "reduced": Sizes(50, 401, 2000), "paper": Sizes(500, 1001, 5000)}
+SETTINGS: dict[str, tuple[Setting[Sizes], ...]] = {
+    "smoke": (Setting(seeds=3, options=Sizes(41, 100, Networks((8, 16), 2, 100, 2))),),
+    "reduced": (Setting(seeds=50, options=Sizes(401, 2000, Networks((16, 64, 256, 1024), 5, 1000, 20))),),
+    "paper": (Setting(seeds=500, options=Sizes(1001, 5000, Networks((16, 64, 256, 1024, 4096), 10, 1400, 20))),),
+}
 WEIGHTS, EXAMPLES = 14, 60
 """Of every regression problem; so many weights that all masks can be tried."""
-KEPT = (2, 4, 7, 10, 12)
+COUNTS = (2, 4, 7, 10, 12)
+"""Weights that are kept."""
 DESIGNS = {"random": 0.0, "correlated": 0.9}
 """Correlation of neighbouring features."""
-METHODS = {
-    "flow": ("budgeted flow", ORANGE, "o"),
-    "alignment": ("alignment |A|/√Σ", BLUE, "s"),
-    "magnitude": ("magnitude |w|", GREEN, "^"),
-    "random": ("random", GREY, "v"),
+RANKINGS = {
+    "flow": Style("budgeted flow", ORANGE, "o"),
+    "alignment": Style("alignment |A|/√Σ", BLUE, "s"),
+    "magnitude": Style("magnitude |w|", GREEN, "^"),
+    "random": Style("random", GREY, "v"),
 }
 FITS = {
-    "best subset": ("best subset", "black", "D"),
-    "pft": ("PFT", ORANGE, "o"),
-    "lasso": ("lasso", SKY, "v"),
-    "lasso, refitted": ("lasso, refitted", BLUE, "s"),
-    "dropout": ("dropout, then top k", PURPLE, "P"),
-    "magnitude": ("magnitude", GREEN, "^"),
+    "best subset": Style("best subset", "black", "D"),
+    "pft": Style(METHODS["pft"].label, METHODS["pft"].colour, METHODS["pft"].marker),
+    "lasso": Style("lasso", SKY, "v"),
+    "lasso, refitted": Style("lasso, refitted", BLUE, "o"),
+    "dropout": Style("dropout, then top k", PURPLE, "P"),
+    "magnitude": Style("magnitude", GREEN, "^"),
 }
 
 
-def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
-    """All five figures; the main numbers are taken from their rows."""
-    size = SIZES[job.scale]
-    with one_thread():
-        penalty = draw(job, "kl_penalty", PENALTY, lambda: penalty_rows(size), paint_penalty)
-        point = draw(job, "fixed_point", POINT, lambda: point_rows(size), paint_point)
-        kept = draw(job, "kept_weights", KEPT_WEIGHTS, lambda: kept_rows(job, size), paint_kept)
-        fits = draw(job, "regression", REGRESSION, lambda: fit_rows(job, size), paint_fits)
-        wide = draw(job, "wide_network", wide_masks.CAPTION, lambda: wide_masks.rows(job), wide_masks.paint)
-    numbers = {}
-    for design in DESIGNS:
-        for method in METHODS:
-            own = [row for row in kept.rows if (row["design"], row["method"]) == (design, method)]
-            numbers[f"mean risk lost, {design} features, {method}"] = _mean([row["risk_lost"] for row in own])
-    for method in FITS:
-        numbers[f"mean excess risk, {method}"] = _mean([r["excess_risk"] for r in fits.rows if r["method"] == method])
-    return [penalty, point, kept, fits, wide], numbers | wide_masks.numbers(wide.rows)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def figures(setting: Setting[Sizes], job: Job) -> Iterator[Figure]:
+    """All five figures."""
+    options = setting.options
+    with one_thread():  # until the last of them is drawn
+        yield Figure("kl_penalty", PENALTY, lambda: penalty_rows(options.points), paint_penalty)
+        yield Figure("fixed_point", POINT, lambda: point_rows(options.points), paint_point)
+        yield Figure("kept_weights", KEPT_WEIGHTS, lambda: kept_rows(setting, job), paint_kept, kept_numbers)
+        yield Figure("regression", REGRESSION, lambda: fit_rows(setting, job), paint_fits, fit_numbers)
+        yield wide_masks.figure(options.networks, job)
 
 
 # --- The KL penalty.
@@ -80,9 +78,9 @@ PENALTY = (
 PRIORS = {0.05: SKY, 0.2: BLUE, 0.5: "black", 0.8: ORANGE, 0.95: RED}
 
 
-def penalty_rows(size: Sizes) -> Table:
+def penalty_rows(points: int) -> Table:
     """kl(lam||lam0) and logit lam - logit lam0 for several lam0; the slope is infinite at the ends, and left out."""
-    lam = torch.linspace(0, 1, size.points, dtype=torch.float64)
+    lam = torch.linspace(0, 1, points, dtype=torch.float64)
     rows = []
     for prior in PRIORS:
         kl = linear.kl(lam, torch.full_like(lam, prior))
@@ -96,19 +94,19 @@ def penalty_rows(size: Sizes) -> Table:
 def paint_penalty(canvas: Any, rows: Table) -> None:
     """The penalty on the left, its derivative on the right."""
     canvas.set_size_inches(8.6, 3.4)
-    left, right = canvas.subplots(1, 2)
-    for prior, colour in PRIORS.items():
-        own = [row for row in rows if row["prior"] == prior]
-        left.plot([r["keep_prob"] for r in own], [r["kl"] for r in own], color=colour, lw=2, label=f"λ0 = {prior}")
-        inner = [row for row in own if row["slope"] is not None]
-        right.plot([r["keep_prob"] for r in inner], [r["slope"] for r in inner], color=colour, lw=2)
-    right.axhline(0, color=GREY, lw=0.8)
-    left.set_ylabel("kl(λ‖λ0) in nats")
-    right.set_ylabel("∂kl/∂λ in nats")
-    for axes in (left, right):
+    penalty, slope = canvas.subplots(1, 2)
+    for (prior,), curve in groups(rows, "prior").items():
+        style = {"color": PRIORS[prior], "lw": 2}
+        penalty.plot([r["keep_prob"] for r in curve], [r["kl"] for r in curve], label=f"λ0 = {prior}", **style)
+        inner = [row for row in curve if row["slope"] is not None]
+        slope.plot([r["keep_prob"] for r in inner], [r["slope"] for r in inner], **style)
+    slope.axhline(0, color=GREY, lw=0.8)
+    penalty.set_ylabel("kl(λ‖λ0) in nats")
+    slope.set_ylabel("∂kl/∂λ in nats")
+    for axes in (penalty, slope):
         axes.set_xlabel("posterior keep probability λ")
-    left.set_ylim(0, 3.2)
-    right.set_ylim(-7, 7)
+    penalty.set_ylim(0, 3.2)
+    slope.set_ylim(-7, 7)
     canvas.legend(ncols=5, loc="outside lower center", fontsize=9)
     title(canvas, "The KL penalty of a keep probability and its derivative", "nothing")
 
@@ -122,15 +120,14 @@ POINT = (
 PRIOR = 0.3
 
 
-def point_rows(size: Sizes) -> Table:
+def point_rows(points: int) -> Table:
     """The exact fixed point at kappa = 1, its limits, and the paper's approximations, against eta = drift / kappa."""
-    eta = torch.linspace(-8, 8, size.points, dtype=torch.float64)
+    eta = torch.linspace(-8, 8, points, dtype=torch.float64)
     lam0 = torch.full_like(eta, PRIOR)
     kinds = {"exact": linear.fixed_point, "small": linear.small_drift, "large": linear.large_drift}
     columns = {"drift_over_kappa": eta}
     for kind, function in kinds.items():
-        found = function(lam0, eta, kappa=1.0)
-        columns |= {f"{name}_{kind}": value for name, value in zip(found._fields, found, strict=True)}
+        columns |= {f"{name}_{kind}": value for name, value in function(lam0, eta, kappa=1.0)._asdict().items()}
     a, b = 1 + eta * (1 - PRIOR), 1 - eta * PRIOR
     columns["keep_prob_paper_small"] = PRIOR * a
     columns["kl_paper_small"] = PRIOR * a * a.log() - (1 - PRIOR) * b * b.log()  # NaN beyond its domain
@@ -141,29 +138,31 @@ def point_rows(size: Sizes) -> Table:
     return [{name: None if math.isnan(value) else value for name, value in row.items()} for row in rows]
 
 
+_KINDS = {
+    "exact": ("exact", "black", "-", 2.6),
+    "small": ("small drift (right)", BLUE, "--", 1.8),
+    "large": ("large drift (right)", GREEN, "--", 1.8),
+    "paper_small": ("the paper, small drift (wrong)", ORANGE, ":", 2.2),
+    "paper_large": ("the paper, large drift (wrong)", RED, ":", 2.2),
+}
+"""Label, colour, dashes and width of every approximation."""
+
+
 def paint_point(canvas: Any, rows: Table) -> None:
     """lam_inf, kl and value, each with its approximations."""
     canvas.set_size_inches(10.5, 4.0)
     panels = canvas.subplots(1, 3)
-    kinds = {
-        "exact": ("exact", "black", "-", 2.6),
-        "small": ("small drift (right)", BLUE, "--", 1.8),
-        "large": ("large drift (right)", GREEN, "--", 1.8),
-        "paper_small": ("the paper, small drift (wrong)", ORANGE, ":", 2.2),
-        "paper_large": ("the paper, large drift (wrong)", RED, ":", 2.2),
+    quantities = {
+        "keep_prob": ("fixed point λ∞", (-0.25, 1.25)),
+        "kl": ("kl(λ∞‖λ0) in nats", (-0.6, 2.2)),
+        "value": ("minimum of Δλ/κ + kl", (-7.2, 1.2)),
     }
-    limits = {"keep_prob": (-0.25, 1.25), "kl": (-0.6, 2.2), "value": (-7.2, 1.2)}
-    for axes, (name, span) in zip(panels, limits.items(), strict=True):
-        for kind, (label, colour, dash, width) in kinds.items():
-            points = [(r["drift_over_kappa"], r.get(f"{name}_{kind}")) for r in rows]
-            points = [(x, y) for x, y in points if y is not None]
-            # A limit of large drift has two halves, neither of which is meant for small drift.
-            for low, high in ((-math.inf, -1), (1, math.inf)) if "large" in kind else ((-math.inf, math.inf),):
-                if half := [(x, y) for x, y in points if low <= x <= high]:
-                    axes.plot(*zip(*half, strict=True), dash, color=colour, lw=width, label=label)
+    for axes, (name, (label, span)) in zip(panels, quantities.items(), strict=True):
+        for kind in _KINDS:
+            points = [(row["drift_over_kappa"], row.get(f"{name}_{kind}")) for row in rows]
+            _paint_kind(axes, kind, [(x, y) for x, y in points if y is not None])
         axes.set_ylim(*span)
         axes.set_xlabel("drift Δ/κ")
-    for axes, label in zip(panels, ("fixed point λ∞", "kl(λ∞‖λ0) in nats", "minimum of Δλ/κ + kl"), strict=True):
         axes.set_ylabel(label)
     handles = [*panels[0].get_lines(), *panels[1].get_lines()]
     unique = {handle.get_label(): handle for handle in handles}
@@ -171,11 +170,28 @@ def paint_point(canvas: Any, rows: Table) -> None:
     title(canvas, f"Where the bound drives a keep probability of prior {PRIOR}", "nothing")
 
 
+def _paint_kind(axes: Any, kind: str, points: list[tuple[float, float]]) -> None:
+    """One approximation; a limit of large drift has two halves, neither of which is meant for small drift."""
+    label, colour, dash, width = _KINDS[kind]
+    spans = ((-math.inf, -1), (1, math.inf)) if "large" in kind else ((-math.inf, math.inf),)
+    for low, high in spans:
+        if half := [(x, y) for x, y in points if low <= x <= high]:
+            axes.plot(*zip(*half, strict=True), dash, color=colour, lw=width, label=label)
+
+
 # --- Problems.
 
 
-def example(seed: int, correlation: float, *, scales: bool) -> tuple[Problem, Tensor, Tensor]:
-    """(problem, true weights, true covariance): neighbours correlate, and targets have as much noise as signal / 2."""
+class Example(NamedTuple):
+    """A regression problem, its true weights and its true covariance."""
+
+    problem: Problem
+    weights: Tensor
+    covariance: Tensor
+
+
+def example(seed: int, correlation: float, *, scales: bool) -> Example:
+    """A random problem: neighbours correlate, and targets have as much noise as signal / 2."""
     g = torch.Generator().manual_seed(seed)
     place = torch.arange(WEIGHTS, dtype=torch.float64)
     truth = correlation ** (place[:, None] - place).abs() if correlation else torch.eye(WEIGHTS, dtype=torch.float64)
@@ -186,7 +202,7 @@ def example(seed: int, correlation: float, *, scales: bool) -> tuple[Problem, Te
     size = 0.75 ** torch.randperm(WEIGHTS, generator=g).double()  # geometric, so that no sparsity is the true one
     weights = sign * size / scale
     noise = (weights @ truth @ weights / 2).sqrt() * torch.randn(EXAMPLES, generator=g, dtype=torch.float64)
-    return linear.problem(psi, psi @ weights + noise), weights, truth
+    return Example(linear.problem(psi, psi @ weights + noise), weights, truth)
 
 
 def stacked(problems: list[Problem]) -> Problem:
@@ -199,9 +215,9 @@ def steepest(p: Problem, weights: Tensor) -> float:
     return float(torch.linalg.eigvalsh(weights[..., None] * p.covariance * weights[..., None, :])[..., -1].max())
 
 
-def top(scores: Tensor, kept: int) -> Tensor:
-    """The mask of the `kept` largest scores of every row."""
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(kept, dim=-1).indices, True)
+def top(scores: Tensor, k: int) -> Tensor:
+    """The mask of the k largest scores of every row."""
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(k, dim=-1).indices, True)
 
 
 # --- Which weights are kept.
@@ -212,37 +228,45 @@ KEPT_WEIGHTS = (
 )
 
 
-def kept_rows(job: Job, size: Sizes) -> Table:
+def kept_rows(setting: Setting[Sizes], job: Job) -> Table:
     """Per design, problem and number of kept weights: every method's mask against the best one."""
-    rows = []
+    seeds, table = job.seeds(setting.seeds), []
     for design, correlation in DESIGNS.items():
-        seeds = job.seeds(size.seeds)
-        problems = [example(seed, correlation, scales=True)[0] for seed in seeds]
-        p = stacked(problems)
-        w = linear.least_squares(p)
+        problems = [example(seed, correlation, scales=True).problem for seed in seeds]
+        batch = stacked(problems)
+        w = linear.least_squares(batch)
         blind = torch.rand(w.shape, generator=torch.Generator().manual_seed(job.seed), dtype=torch.float64)
-        scores = {"alignment": linear_alignment(p), "magnitude": w.abs(), "random": blind}
-        for number, kept in enumerate(KEPT):
-            best = [linear.best_mask(one, v, kept=kept) for one, v in zip(problems, w, strict=True)]
-            path = linear.flow(
-                lambda lam, p=p, w=w: linear.keep_prob_gradient(p, w, lam),
-                torch.full_like(w, kept / WEIGHTS),
-                lr=1 / steepest(p, w),
-                steps=size.steps,
-                sparsity=1 - kept / WEIGHTS,
-            )
-            for method, score in {"flow": path[-1], **scores}.items():
-                mask = top(score, kept)
-                risk = linear.risk(p, mask * w)
-                for k, seed in enumerate(seeds):
-                    lost = float((risk[k] - best[k].risk) / (problems[k].power / 2 - best[k].risk))
-                    common = agreement({"w": best[k].mask}, {"w": mask[k]})
-                    rows.append(
-                        {"design": design, "method": method, "kept": kept, "seed": seed, "agreement": common}
-                        | {"risk_lost": lost}
-                    )
-            job.progress(f"masks, {design}", number + 1, len(KEPT), {})
-    return rows
+        scores = {"alignment": linear_alignment(batch), "magnitude": w.abs(), "random": blind}
+        for number, k in enumerate(COUNTS):
+            best = [linear.best_mask(problem, v, kept=k) for problem, v in zip(problems, w, strict=True)]
+            flow = flow_keep_prob(batch, w, k, steps=setting.options.steps)
+            for method, ranking in {"flow": flow, **scores}.items():
+                mask = top(ranking, k)
+                risks = linear.risk(batch, mask * w)
+                for seed, problem, least, keep, risk in zip(seeds, problems, best, mask, risks, strict=True):
+                    lost = float((risk - least.risk) / (problem.power / 2 - least.risk))
+                    cell = {"design": design, "method": method, "kept": k, "seed": seed}
+                    table.append(cell | {"agreement": agreement({"w": least.mask}, {"w": keep}), "risk_lost": lost})
+            job.progress(f"masks, {design}", number + 1, len(COUNTS), {})
+    return table
+
+
+def kept_numbers(rows: Table) -> dict[str, float]:
+    """The mean loss of every method, by design."""
+    losses = means(rows, "risk_lost", "design", "method")
+    return {f"mean risk lost, {design} features, {method}": mean for (design, method), mean in losses.items()}
+
+
+def flow_keep_prob(p: Problem, w: Tensor, k: int, *, steps: int) -> Tensor:
+    """Where the budgeted flow at fixed weights ends, for a batch of problems."""
+    path = linear.flow(
+        lambda lam: linear.keep_prob_gradient(p, w, lam),
+        torch.full_like(w, k / WEIGHTS),
+        lr=1 / steepest(p, w),
+        steps=steps,
+        sparsity=1 - k / WEIGHTS,
+    )
+    return path[-1]
 
 
 def linear_alignment(p: Problem) -> Tensor:
@@ -255,9 +279,9 @@ def paint_kept(canvas: Any, rows: Table) -> None:
     canvas.set_size_inches(8.6, 5.6)
     grid = canvas.subplots(2, 2, sharex=True, sharey="row")
     for column, design in zip(grid.T, DESIGNS, strict=True):
-        own = [row for row in rows if row["design"] == design]
+        part = [row for row in rows if row["design"] == design]
         for axes, y in zip(column, ("agreement", "risk_lost"), strict=True):
-            lines(axes, own, x="kept", y=y, by="method", style=METHODS)
+            lines(axes, part, x="kept", y=y, by="method", styles=RANKINGS)
         column[0].axhline(0, color=GREY, lw=0.8)
         column[0].set_title(f"{design} features", loc="left")
         column[1].set_xlabel(f"weights kept, of {WEIGHTS}")
@@ -276,36 +300,44 @@ REGRESSION = (
 )
 
 
-def fit_rows(job: Job, size: Sizes) -> Table:
+def fit_rows(setting: Setting[Sizes], job: Job) -> Table:
     """Per problem and number of kept weights: the excess risk (w - w*)'Sigma (w - w*) / 2 of every fit, exactly."""
-    seeds, rows = job.seeds(size.seeds), []
-    made = [example(seed, 0.7, scales=False) for seed in seeds]
-    p, truth = stacked([one[0] for one in made]), torch.stack([one[1] for one in made])
-    for number, kept in enumerate(KEPT):
-        own = [lasso_of_size(one[0], kept) for one in made]
-        shrunk = torch.stack(own)
-        fits = {
-            "best subset": refit(p, torch.stack([best_subset(one[0], kept) for one in made])),
-            "pft": refit(p, top(pft_keep_prob(p, kept, steps=size.steps), kept)),
-            "lasso": shrunk,
-            "lasso, refitted": refit(p, shrunk != 0),
-            "dropout": refit(p, top(dropout_weights(p, torch.full_like(truth, kept / WEIGHTS)).abs(), kept)),
-            "magnitude": refit(p, top(linear.least_squares(p).abs(), kept)),
-        }
-        for method, weights in fits.items():
-            for k, seed in enumerate(seeds):
-                off = weights[k] - truth[k]
-                excess = float(off @ made[k][2] @ off) / 2
-                rows.append({"method": method, "kept": kept, "seed": seed, "excess_risk": excess})
-        job.progress("regression", number + 1, len(KEPT), {})
-    return rows
+    seeds, table = job.seeds(setting.seeds), []
+    examples = [example(seed, 0.7, scales=False) for seed in seeds]
+    for number, k in enumerate(COUNTS):
+        for method, weights in fits([part.problem for part in examples], k, steps=setting.options.steps).items():
+            for seed, part, w in zip(seeds, examples, weights, strict=True):
+                off = w - part.weights
+                excess = float(off @ part.covariance @ off) / 2
+                table.append({"method": method, "kept": k, "seed": seed, "excess_risk": excess})
+        job.progress("regression", number + 1, len(COUNTS), {})
+    return table
+
+
+def fits(problems: list[Problem], k: int, *, steps: int) -> dict[str, Tensor]:
+    """The weights of every method with k of them kept, a row per problem."""
+    p = stacked(problems)
+    shrunk = torch.stack([lasso_of_size(problem, k) for problem in problems])
+    return {
+        "best subset": refit(p, torch.stack([best_subset(problem, k) for problem in problems])),
+        "pft": refit(p, top(pft_keep_prob(p, k, steps=steps), k)),
+        "lasso": shrunk,
+        "lasso, refitted": refit(p, shrunk != 0),
+        "dropout": refit(p, top(dropout_weights(p, torch.full_like(p.alignment, k / WEIGHTS)).abs(), k)),
+        "magnitude": refit(p, top(linear.least_squares(p).abs(), k)),
+    }
+
+
+def fit_numbers(rows: Table) -> dict[str, float]:
+    """The mean excess risk of every method."""
+    return {f"mean excess risk, {method}": mean for (method,), mean in means(rows, "excess_risk", "method").items()}
 
 
 def refit(p: Problem, mask: Tensor) -> Tensor:
     """Least squares on the kept features, zero elsewhere."""
     m = mask.double()
-    kept = m[..., None] * p.covariance * m[..., None, :] + torch.diag_embed(1 - m)
-    return m * torch.linalg.solve(kept, (m * p.alignment)[..., None])[..., 0]
+    system = m[..., None] * p.covariance * m[..., None, :] + torch.diag_embed(1 - m)
+    return m * torch.linalg.solve(system, (m * p.alignment)[..., None])[..., 0]
 
 
 def dropout_weights(p: Problem, keep_prob: Tensor) -> Tensor:
@@ -315,12 +347,12 @@ def dropout_weights(p: Problem, keep_prob: Tensor) -> Tensor:
     return torch.linalg.solve(system, p.alignment[..., None])[..., 0]
 
 
-def pft_keep_prob(p: Problem, kept: int, *, steps: int) -> Tensor:
+def pft_keep_prob(p: Problem, k: int, *, steps: int) -> Tensor:
     """PFT without sampling: descent in keep_prob on the exact Gibbs risk, weights refitted to every keep_prob.
 
-    The mean keep_prob falls from 1 to kept / D over the first 80 % of the steps, as in pft's default recipe.
+    The mean keep_prob falls from 1 to k / D over the first 80 % of the steps, as in pft's default recipe.
     """
-    lam, sparsity = torch.ones_like(p.alignment), 1 - kept / WEIGHTS
+    lam, sparsity = torch.ones_like(p.alignment), 1 - k / WEIGHTS
     lr = 0.1 / steepest(p, linear.least_squares(p))
     for step in range(steps):
         density = 1 - sparsity * (1 - (1 - min(1.0, (step + 1) / (0.8 * steps))) ** 3)
@@ -329,9 +361,9 @@ def pft_keep_prob(p: Problem, kept: int, *, steps: int) -> Tensor:
     return lam
 
 
-def best_subset(p: Problem, kept: int) -> Tensor:
-    """The mask of the `kept` features with the least risk after refitting: all are tried. Risk = (power - A'w) / 2."""
-    chosen = torch.tensor(list(combinations(range(len(p.alignment)), kept)))
+def best_subset(p: Problem, k: int) -> Tensor:
+    """The mask of the k features with the least risk after refitting: all are tried. Risk = (power - A'w) / 2."""
+    chosen = torch.tensor(list(combinations(range(len(p.alignment)), k)))
     a = p.alignment[chosen]
     w = torch.linalg.solve(p.covariance[chosen[:, :, None], chosen[:, None, :]], a[..., None])[..., 0]
     mask = torch.zeros_like(p.alignment, dtype=torch.bool)
@@ -353,21 +385,21 @@ def lasso(p: Problem, penalty: float, *, start: Tensor | None = None, tolerance:
             return torch.tensor(w, dtype=torch.float64)
 
 
-def lasso_of_size(p: Problem, kept: int) -> Tensor:
-    """The lasso at the last penalty of a falling grid before it keeps more than `kept` weights."""
+def lasso_of_size(p: Problem, k: int) -> Tensor:
+    """The lasso at the last penalty of a falling grid before it keeps more than k weights."""
     penalty = float(p.alignment.abs().max())
     best = w = torch.zeros_like(p.alignment)
-    while (w != 0).sum() <= kept and penalty > 1e-4 * float(p.alignment.abs().max()):
+    while (w != 0).sum() <= k and penalty > 1e-4 * float(p.alignment.abs().max()):
         best, penalty = w, penalty * 0.95
         w = lasso(p, penalty, start=w, tolerance=1e-7)
-    return w if (w != 0).sum() <= kept else best
+    return w if (w != 0).sum() <= k else best
 
 
 def paint_fits(canvas: Any, rows: Table) -> None:
     """Excess risk against the number of weights."""
     canvas.set_size_inches(7.6, 4.0)
     axes = canvas.subplots()
-    lines(axes, rows, x="kept", y="excess_risk", by="method", style=FITS)
+    lines(axes, rows, x="kept", y="excess_risk", by="method", styles=FITS)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"weights kept, of {WEIGHTS}")
     axes.set_ylabel("excess risk on new data\n(half the squared error)")

@@ -1,7 +1,7 @@
-"""`pacprune reproduce`: a table from names to recipes, each of which leaves figures with the CSV behind each."""
+"""`pacprune reproduce`: the table from names to recipes, and what it leaves in a folder."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +24,31 @@ from pacprune.paper import (
     strong_tickets,
     weight_noise,
 )
-from pacprune.paper.frame import SCALES, STRIDE, Drawn, Job
+from pacprune.paper.frame import SCALES, STRIDE, Drawing, Job, Recipe, reproduce
 from pacprune.runs import commands, plots, store
 from pacprune.types import Progress
 
-Recipe = Callable[[Job], tuple[list[Drawn], dict[str, Any]]]
-"""Draws its figures into job.out and returns them with the main numbers."""
-
 RECIPES: dict[str, Recipe] = {
-    "linear-model": linear_model.reproduce,
-    "pft-vs-osp": pft_vs_osp.reproduce,
-    "pft-at-init": pft_at_init.reproduce,
-    "shared-weights": shared_weights.reproduce,
-    "weight-noise": weight_noise.reproduce,
-    "strong-tickets": strong_tickets.reproduce,
-    "mask-stability": mask_stability.reproduce,
-    "characters": characters.reproduce,
-    "error-vs-sparsity": error_vs_sparsity.reproduce,
-    "kl-weight": kl_weight.reproduce,
-    "keep-probs": keep_probs.reproduce,
-    "data-scarce": data_scarce.reproduce,
-    "posteriors": posteriors.reproduce,
+    "linear-model": Recipe(linear_model.SETTINGS, linear_model.figures),
+    "pft-vs-osp": Recipe(pft_vs_osp.SETTINGS, pft_vs_osp.figures, several=True),
+    "pft-at-init": Recipe(pft_at_init.SETTINGS, pft_at_init.figures, several=True),
+    "shared-weights": Recipe(shared_weights.SETTINGS, shared_weights.figures),
+    "weight-noise": Recipe(weight_noise.SETTINGS, weight_noise.figures, several=True),
+    "strong-tickets": Recipe(strong_tickets.SETTINGS, strong_tickets.figures),
+    "mask-stability": Recipe(mask_stability.SETTINGS, mask_stability.figures, several=True),
+    "characters": Recipe(characters.SETTINGS, characters.figures),
+    "error-vs-sparsity": Recipe(error_vs_sparsity.settings, error_vs_sparsity.figures, several=True),
+    "kl-weight": Recipe(kl_weight.SETTINGS, kl_weight.figures),
+    "keep-probs": Recipe(keep_probs.SETTINGS, keep_probs.figures),
+    "data-scarce": Recipe(data_scarce.SETTINGS, data_scarce.figures, several=True),
+    "posteriors": Recipe(posteriors.SETTINGS, posteriors.figures, several=True),
 }
+"""A new figure is one file, with its settings, rows, painter and `figures`, and one row here."""
 
-SETTINGS = "recipe.json"
-PARTED: dict[str, Callable[[str], Sequence[Any]]] = {
-    "pft-vs-osp": pft_vs_osp.SETTINGS.__getitem__,
-    "pft-at-init": pft_at_init.SETTINGS.__getitem__,
-    "weight-noise": weight_noise.SETTINGS.__getitem__,
-    "mask-stability": mask_stability.STUDIES.__getitem__,
-    "error-vs-sparsity": lambda scale: error_vs_sparsity.declared(scale, [0]).settings,
-    "data-scarce": data_scarce.SETTINGS.__getitem__,
-    "posteriors": posteriors.SETTINGS.__getitem__,
-}
-"""The settings of the recipes that have several, by scale."""
+SEVERAL = tuple(name for name, recipe in RECIPES.items() if recipe.several)
+"""Recipes with several settings, of which --only names one."""
+RECIPE = "recipe.json"
+"""The file that says which recipe a folder belongs to."""
 
 
 def run(
@@ -73,69 +64,93 @@ def run(
 ) -> dict[str, Any]:
     """Runs a recipe in its folder: returns at once when it is finished there, keeps the figures that are there.
 
-    Of a recipe with several settings (a data set and a network each), `only` runs one.
+    Args:
+        name: Key of RECIPES.
+        scale: How much is computed, one of SCALES.
+        only: Of a recipe with several settings (a data set and a network each), the one to compute; None is all.
+        out: The folder; None is runs/NAME-SCALE[-ONLY].
+        seed: Seed of everything.
+        device: Where to compute.
+        data_dir: Folder of the data files; None is the default one.
+        progress: Called after every step.
+
+    Returns:
+        What was asked for, the main numbers and the figures.
+
+    Raises:
+        ValueError: If there is no such recipe, scale or setting, or the folder belongs to another run.
     """
+    place = _check(name, scale, seed, device, data_dir)
+    if only is not None:
+        _check_only(name, scale, only)
+    folder = Path("runs") / "-".join(part for part in (name, scale, only) if part) if out is None else out
+    request = {"recipe": name, "scale": scale, "seed": seed, "only": only}
+    if _claim(folder, request):
+        return store.result(folder)
+    drawings, numbers = reproduce(RECIPES[name], Job(scale, folder, seed, place, data_dir, progress, only))
+    result = request | {
+        "folder": str(folder),
+        "version": __version__,
+        "numbers": numbers,
+        "figures": [_record(drawing) for drawing in drawings],
+    }
+    store.finish(folder, result)
+    return result
+
+
+def _check(name: str, scale: str, seed: int, device: str, data_dir: Path | None) -> Any:
+    """Refuses what cannot be run; returns the device."""
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; use one of {', '.join(RECIPES)}")
     if scale not in SCALES:
         raise ValueError(f"scale is {scale!r}; use one of {', '.join(SCALES)}")
-    most = 2**32 // STRIDE - 1
-    if not 0 <= seed <= most:
-        raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {most}")
-    where = commands.check_device(device)
+    largest = 2**32 // STRIDE - 1
+    if not 0 <= seed <= largest:
+        raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {largest}")
+    place = commands.check_device(device)
     if data_dir is not None:
         store.check_folder(data_dir, "the data files")
-    if only is not None:
-        if name not in PARTED:
-            raise ValueError(f"only is {only!r}, but {name} has one setting; leave it out")
-        names = [one.name for one in PARTED[name](scale)]
-        if only not in names:
-            raise ValueError(
-                f"only is {only!r}, but the settings of {name} at this scale are {', '.join(names)}; give one of them, "
-                "or leave it out"
-            )
-    label = "-".join(part for part in (name, scale, only) if part)
-    folder = Path("runs") / label if out is None else out
-    asked = {"recipe": name, "scale": scale, "seed": seed, "only": only}
-    if _claimed(folder, asked):
-        return store.result(folder)
-    figures, numbers = RECIPES[name](Job(scale, folder, seed, where, data_dir, progress, only))
-    found = asked | {
-        "folder": str(folder),
-        "version": __version__,
-        "numbers": numbers,
-        "figures": [
-            {"name": one.name, "csv": one.csv.name, "png": one.png and one.png.name, "caption": one.caption}
-            for one in figures
-        ],
-    }
-    store.finish(folder, found)
-    return found
+    return place
 
 
-def _claimed(folder: Path, asked: dict[str, Any]) -> bool:
+def _check_only(name: str, scale: str, only: str) -> None:
+    recipe = RECIPES[name]
+    if not recipe.several:
+        raise ValueError(f"only is {only!r}, but {name} has one setting; leave it out")
+    names = [setting.name for setting in recipe.at(scale)]
+    if only not in names:
+        raise ValueError(
+            f"only is {only!r}, but the settings of {name} at this scale are {', '.join(names)}; give one of them, "
+            "or leave it out"
+        )
+
+
+def _claim(folder: Path, request: dict[str, Any]) -> bool:
     """Whether this very recipe is finished in `folder`; when nothing is there yet, writes down that it is begun."""
-    path = folder / SETTINGS
+    path = folder / RECIPE
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, not a folder; choose another --out")
     if not path.is_file():
         if folder.exists() and any(folder.iterdir()):
-            raise ValueError(
-                f"{folder} is not empty and holds no {SETTINGS}, so it is no recipe's; choose another --out"
-            )
-        write_atomically(path, (json.dumps(asked) + "\n").encode())
+            raise ValueError(f"{folder} is not empty and holds no {RECIPE}, so it is no recipe's; choose another --out")
+        write_atomically(path, (json.dumps(request) + "\n").encode())
         return False
-    there = json.loads(path.read_text())
-    for name, value in asked.items():
-        if there.get(name) != value:
+    owner = json.loads(path.read_text())
+    for name, value in request.items():
+        if owner.get(name) != value:
             raise ValueError(
-                f"{folder} belongs to another run: {name} is {there.get(name)!r} there and {value!r} here; "
+                f"{folder} belongs to another run: {name} is {owner.get(name)!r} there and {value!r} here; "
                 "choose another --out"
             )
     return (folder / "result.json").is_file()
 
 
-def shown(result: dict[str, Any]) -> Iterator[Any]:
+def _record(drawing: Drawing) -> dict[str, Any]:
+    picture = None if drawing.png is None else drawing.png.name
+    return {"name": drawing.name, "csv": drawing.csv.name, "png": picture, "caption": drawing.caption}
+
+
+def render(result: dict[str, Any]) -> Iterator[Any]:
     """The main numbers, and where the figures lie."""
     table = Table("Number", "Value")
     for name, value in result["numbers"].items():

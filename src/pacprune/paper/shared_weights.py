@@ -3,116 +3,89 @@
 The paper's figure of the weights shared by masks before and after PFT, here with the level of chance.
 """
 
-import copy
-import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from pacprune import data
 from pacprune.masking import criteria, masks
-from pacprune.methods.pft import pft
-from pacprune.methods.pipeline import together
-from pacprune.paper import comparison, frame, pft_vs_osp
-from pacprune.paper.comparison import Setting
-from pacprune.paper.frame import Drawn, Job
+from pacprune.paper import comparison, painting, pft_vs_osp
+from pacprune.paper.comparison import Contest, Entry
+from pacprune.paper.frame import Figure, Job, Setting, dense_networks
+from pacprune.paper.painting import Style
+from pacprune.paper.statistics import means
 from pacprune.training.config import Config
 from pacprune.types import Table
 
-_CRITERIA = ("magnitude", "snip", "random")
+_CRITERIA = {"magnitude": ("magnitude", "o"), "snip": ("SNIP", "s"), "random": ("random", "^")}
+"""Their labels and markers."""
+_ONE_RATE: dict[str, Any] = {"methods": ("pft",), "rates": (0.1,), "gated": ((0.1, 100.0),)}
+_COLOUR = pft_vs_osp.SETTINGS["reduced"][-1].changed(sparsities=(0.6, 0.8, 0.9, 0.95, 0.98), **_ONE_RATE)
 
-SETTINGS: dict[str, Setting] = {
-    "smoke": replace(pft_vs_osp.SETTINGS["smoke"][0], sparsities=(0.6, 0.9), rates=(0.1,), gated=((0.1, 100.0),)),
-    "reduced": replace(
-        pft_vs_osp.SETTINGS["reduced"][-1], sparsities=(0.6, 0.8, 0.9, 0.95, 0.98), rates=(0.1,), gated=((0.1, 100.0),)
-    ),
-    "paper": replace(
-        pft_vs_osp.SETTINGS["reduced"][-1],
-        sparsities=(0.6, 0.7, 0.8, 0.9, 0.95, 0.98),
-        rates=(0.1,),
-        gated=((0.1, 100.0),),
-        seeds=5,
-        dense=Config(epochs=120, lr=0.1, schedule="step", augment=True, weight_decay=5e-4),
-        after=replace(pft_vs_osp.SETTINGS["reduced"][-1].after, epochs=180),
+SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
+    "smoke": (pft_vs_osp.SETTINGS["smoke"][0].changed(sparsities=(0.6, 0.9), **_ONE_RATE),),
+    "reduced": (_COLOUR,),
+    "paper": (
+        _COLOUR.changed(
+            sparsities=(0.6, 0.7, 0.8, 0.9, 0.95, 0.98),
+            seeds=5,
+            dense=Config(epochs=120, lr=0.1, schedule="step", augment=True, weight_decay=5e-4),
+            pruning=replace(_COLOUR.pruning, epochs=180),
+        ),
     ),
 }
 
 
-def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
-    """A figure of shared weights against sparsity."""
-    setting = comparison.on_device(SETTINGS[job.scale], job)
-    seeds = f"mean and 95 % interval over {setting.seeds} seeds"
-    shared = frame.draw(
-        job,
+def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
+    """Shared weights against sparsity."""
+    yield Figure(
         f"shared-weights-{setting.name}",
-        f"share of the one-shot mask that PFT keeps, {setting.data}, {setting.model}; {seeds} (weights, data order and "
-        "masks are random).",
-        lambda: _rows(setting, job),
-        _paint,
+        f"share of the one-shot mask that PFT keeps, {setting.data}, {setting.model}; mean and 95 % interval over "
+        f"{setting.seeds} seeds (weights, data order and masks are random).",
+        lambda: rows(setting, job),
+        paint,
+        lambda rows: {
+            f"shared, {criterion} at {sparsity}": share
+            for (criterion, sparsity), share in means(rows, "shared", "criterion", "sparsity").items()
+        },
     )
-    shares = frame.means(shared.rows, "shared", "criterion", "sparsity")
-    return [shared], {f"shared, {criterion} at {sparsity}": s for (criterion, sparsity), s in shares.items()}
 
 
-def _rows(setting: Setting, job: Job) -> Table:
-    split = data.load(setting.data, seed=0, data_dir=job.data_dir)
-    on = split.train.x.to(job.device), split.train.y.to(job.device)
-    dense = comparison.dense_networks(setting, split, on, job.seeds(setting.seeds), job, "dense")
-    chosen = [criterion for criterion in _CRITERIA if criterion in setting.criteria]
-    entries = [(c, s, seed) for c in chosen for s in setting.sparsities for seed in dense]
-    rows = []
-    for part in comparison.chunks(entries, job):
-        nets = [copy.deepcopy(dense[seed]) for _, _, seed in part]
-        before = [
-            masks.top_k(criteria.score(criterion, net, on, seed=seed), sparsity=sparsity)
-            for (criterion, sparsity, seed), net in zip(part, nets, strict=True)
-        ]
-        found = together(
-            pft,
-            nets,
-            on,
-            replace(setting.after, lr=setting.rates[0]),
-            criterion=[entry[0] for entry in part],
-            sparsity=[entry[1] for entry in part],
-            seed=[entry[2] for entry in part],
-            progress=job.progress,
-        )
-        for (criterion, sparsity, seed), old, new in zip(part, before, found, strict=True):
-            shared, chance = masks.overlap(old, new.mask)
-            rows.append(
-                {
-                    "dataset": setting.data,
-                    "model": setting.model,
-                    "criterion": criterion,
-                    "sparsity": sparsity,
-                    "seed": seed,
-                    "shared": shared,
-                    "chance": chance,
-                }
+def rows(setting: Setting[Contest], job: Job) -> Table:
+    """One row per criterion, sparsity and seed."""
+    task = comparison.report_task(setting, data.load(setting.data, seed=0, data_dir=job.data_dir), job)
+    dense = dense_networks(setting, task.build, task.data, job)
+    entries = [
+        Entry("pft", criterion, sparsity, seed, *setting.options.points("pft")[0])
+        for criterion in _CRITERIA
+        if criterion in setting.options.criteria
+        for sparsity in setting.sparsities
+        for seed in dense
+    ]
+    table: Table = []
+    for portion in job.portions(entries):
+        results = comparison.prune(setting, portion, dense, task.data, job)
+        for entry, result in zip(portion, results, strict=True):
+            scores = criteria.score(entry.criterion, dense[entry.seed], task.data, seed=entry.seed)
+            before = masks.top_k(scores, sparsity=entry.sparsity)
+            shared, chance = masks.overlap(before, result.mask)
+            table.append(
+                {"dataset": setting.data, "model": setting.model, "criterion": entry.criterion}
+                | {"sparsity": entry.sparsity, "seed": entry.seed, "shared": shared, "chance": chance}
             )
-    return rows
+    return table
 
 
-def _paint(canvas: Any, rows: Table) -> None:
+def paint(canvas: Any, rows: Table) -> None:
+    """The share in common against sparsity, a line per criterion."""
     axes = canvas.subplots()
-    rows = [row | {"place": -math.log(1 - row["sparsity"])} for row in rows]
-    style = {
-        "magnitude": ("magnitude", "#0072B2", "o"),
-        "snip": ("SNIP", "#009E73", "s"),
-        "random": ("random", "#D55E00", "^"),
-    }
-    shown = {name: look for name, look in style.items() if any(row["criterion"] == name for row in rows)}
-    frame.lines(axes, rows, x="place", y="shared", by="criterion", style=shown)
-    chance = sorted({(row["place"], row["chance"]) for row in rows})
-    axes.plot([p for p, _ in chance], [c for _, c in chance], color="black", lw=1, ls=":", label="two random masks")
-    places = {row["place"]: f"{row['sparsity']:g}" for row in rows}
-    axes.set_xticks(list(places), list(places.values()))
+    colours = painting.criterion_colours()
+    styles = {name: Style(label, colours[name], marker) for name, (label, marker) in _CRITERIA.items()}
+    painting.sparsity_lines(axes, rows, y="shared", by="criterion", styles=styles)
+    chance = sorted({(painting.sparsity_place(row["sparsity"]), row["chance"]) for row in rows})
+    axes.plot(*zip(*chance, strict=True), color="black", lw=1, ls=":", label="two random masks")
     axes.set_ylim(0, 1)
-    axes.set_title(
-        f"{rows[0]['dataset']}, {rows[0]['model']}: weights that one-shot pruning and PFT from it both keep;\n"
-        f"mean and 95 % interval over {len({row['seed'] for row in rows})} seeds",
-        loc="left",
-        fontsize=9,
-    )
-    axes.set_xlabel("sparsity (fraction of the weights pruned)")
+    what = "weights that one-shot pruning and PFT from it both keep"
+    painting.heading(axes, f"{painting.subject(rows)}: {what};\n{painting.over_seeds(rows)}")
     axes.set_ylabel("share of the kept weights in common")
     axes.legend(frameon=False)

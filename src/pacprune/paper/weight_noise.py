@@ -5,6 +5,7 @@ fine-tuned networks; beside it PFT without noise, and how far every network's co
 """
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 
 from pacprune import data, philox
 from pacprune.masking import weights
-from pacprune.methods.pipeline import together
-from pacprune.paper import comparison, frame, pft_vs_osp
-from pacprune.paper.comparison import METHODS, Setting
-from pacprune.paper.frame import Drawn, Job
+from pacprune.paper import comparison, painting, pft_vs_osp
+from pacprune.paper.comparison import Contest, Entry, Task
+from pacprune.paper.frame import Figure, Job, Setting, dense_networks
+from pacprune.paper.statistics import means
 from pacprune.training.config import Config
-from pacprune.training.evaluate import BATCH, error, evaluating
+from pacprune.training.evaluate import BATCH, evaluating
 from pacprune.types import Table
 
 NOISE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
@@ -29,78 +30,87 @@ UNITS = {
 }
 """The same noise for every network, as in the paper; or as much for its size, since BatchNorm makes sizes arbitrary."""
 BINS = 15
-_DRAWS = {"smoke": 2, "reduced": 10, "paper": 20}
-_METHODS = ("osp", "pft", "pft-still")
+DRAWS = {"smoke": 2, "reduced": 10, "paper": 20}
+"""Noisy copies of every network and width, by scale."""
 
 
-def _alike(setting: Setting) -> Setting:
+def _at_90(setting: Setting[Contest]) -> Setting[Contest]:
     """All methods from magnitude at 90 %, with one learning rate."""
-    given: dict[str, Any] = {"sparsities": (0.9,), "criteria": ("magnitude",), "methods": _METHODS}
-    return replace(setting, **given, rates=(0.1,), gated=((0.1, 100.0),))
+    return setting.changed(
+        sparsities=(0.9,),
+        criteria=("magnitude",),
+        methods=("osp", "pft", "pft-still"),
+        rates=(0.1,),
+        gated=((0.1, 100.0),),
+    )
 
 
-_COLOUR = _alike(pft_vs_osp.SETTINGS["reduced"][-1])
-SETTINGS: dict[str, tuple[Setting, ...]] = {
-    "smoke": (_alike(pft_vs_osp.SETTINGS["smoke"][0]),),
-    "reduced": (_alike(pft_vs_osp.SETTINGS["reduced"][-2]), _COLOUR),
+_COLOUR = _at_90(pft_vs_osp.SETTINGS["reduced"][-1])
+SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
+    "smoke": (_at_90(pft_vs_osp.SETTINGS["smoke"][0]),),
+    "reduced": (_at_90(pft_vs_osp.SETTINGS["reduced"][-2]), _COLOUR),
     "paper": (
-        replace(
-            _COLOUR,
+        _COLOUR.changed(
             seeds=5,
             dense=Config(epochs=120, lr=0.1, schedule="step", augment=True, weight_decay=5e-4),
-            after=replace(_COLOUR.after, epochs=180),
+            pruning=replace(_COLOUR.pruning, epochs=180),
         ),
     ),
 }
 
 
-def reproduce(job: Job) -> tuple[list[Drawn], dict[str, Any]]:
-    """A figure of test error against the width of the noise per network, and the calibration error of each method."""
-    drawn, numbers = [], {}
-    for setting in job.chosen(SETTINGS[job.scale]):
-        setting = comparison.on_device(setting, job)
-        caption = (
-            f"{setting.data}, {setting.model}: test error with Gaussian noise on the weights that are kept and "
-            f"BatchNorm's statistics as trained; mean and 95 % interval over {setting.seeds} seeds (weights, data "
-            "order, masks and noise are random)."
-        )
-        name = f"weight-noise-{setting.name}"
-        found = frame.draw(job, name, caption, lambda setting=setting: _rows(setting, job), _paint)
-        drawn.append(found)
-        plain = [row for row in found.rows if row["calibration_error"] is not None]
-        means = frame.means(plain, "calibration_error", "method")
-        numbers |= {f"{setting.name}, {method}: calibration error": mean for (method,), mean in means.items()}
-    return drawn, numbers
+def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
+    """Test error against the width of the noise, and the calibration error of every method."""
+    yield Figure(
+        f"weight-noise-{setting.name}",
+        f"{setting.data}, {setting.model}: test error with Gaussian noise on the weights that are kept and "
+        f"BatchNorm's statistics as trained; mean and 95 % interval over {setting.seeds} seeds (weights, data order, "
+        "masks and noise are random).",
+        lambda: rows(setting, job),
+        paint,
+        lambda rows: numbers(setting, rows),
+    )
 
 
-def _rows(setting: Setting, job: Job) -> Table:
+def numbers(setting: Setting[Contest], rows: Table) -> dict[str, float]:
+    """The mean calibration error of every method."""
+    plain = [row for row in rows if row["calibration_error"] is not None]
+    errors = means(plain, "calibration_error", "method")
+    return {f"{setting.name}, {method}: calibration error": mean for (method,), mean in errors.items()}
+
+
+def rows(setting: Setting[Contest], job: Job) -> Table:
+    """One row per method, seed, unit and width of the noise."""
     split = data.load(setting.data, seed=0, data_dir=job.data_dir)
-    on = split.train.x.to(job.device), split.train.y.to(job.device)
-    test = split.test.x.to(job.device), split.test.y.to(job.device)
-    dense = comparison.dense_networks(setting, split, on, job.seeds(setting.seeds), job, "dense")
-    seeds, config = list(dense), replace(setting.after, lr=setting.rates[0])
-    shared = {"sparsity": setting.sparsities[0], "seed": seeds, "progress": job.progress}
-    nets = {"dense": list(dense.values())}
-    for method in setting.methods:
-        verb, options = METHODS[method]
-        found = together(verb, [copy.deepcopy(net) for net in dense.values()], on, config, **options, **shared)
-        nets[method] = [result.model for result in found]
-    rows = []
-    for method, trained in nets.items():
-        for seed, net, whole in zip(seeds, trained, dense.values(), strict=True):
+    task = comparison.report_task(setting, split, job)
+    dense = dense_networks(setting, task.build, task.data, job)
+    networks = {"dense": list(dense.values())}
+    for method, criterion in setting.options.pairs():
+        point = setting.options.points(method)[0]
+        entries = [Entry(method, criterion, setting.sparsities[0], seed, *point) for seed in dense]
+        networks[method] = [result.model for result in comparison.prune(setting, entries, dense, task.data, job)]
+    table: Table = []
+    for method, nets in networks.items():
+        for seed, net in zip(dense, nets, strict=True):
             common = {"dataset": setting.data, "model": setting.model, "method": method, "seed": seed}
-            places = [(units, width) for units in UNITS for width in NOISE]
-            draws = [(*place, k) for place in places for k in range(_DRAWS[job.scale] if place[1] else 1)]
-            errors: dict[tuple[str, float], list[float]] = {place: [] for place in places}
-            for part in comparison.chunks(draws, job):
-                crowd = [with_noise(net, whole if units == "dense" else net, v, seed, k) for units, v, k in part]
-                for (units, width, _), wrong in zip(part, error(crowd, test), strict=True):
-                    errors[units, width].append(wrong)
-            plain = calibration_error(net, test)
-            for (units, width), found in errors.items():
-                own = {"units": units, "noise": width, "draws": len(found), "test_error": sum(found) / len(found)}
-                rows.append(common | own | {"calibration_error": None if width else plain})
-    return rows
+            calibration = calibration_error(net, job.tensors(split.test))
+            for (units, width), errors in _noisy_errors(net, dense[seed], seed, task, job).items():
+                mean = {"units": units, "noise": width, "draws": len(errors), "test_error": sum(errors) / len(errors)}
+                table.append(common | mean | {"calibration_error": None if width else calibration})
+    return table
+
+
+def _noisy_errors(
+    net: nn.Module, dense: nn.Module, seed: int, task: Task, job: Job
+) -> dict[tuple[str, float], list[float]]:
+    """The test errors of noisy copies, under (units, width)."""
+    errors: dict[tuple[str, float], list[float]] = {(units, width): [] for units in UNITS for width in NOISE}
+    draws = [(place, k) for place in errors for k in range(DRAWS[job.scale] if place[1] else 1)]
+    for portion in job.portions(draws):
+        copies = [with_noise(net, dense if units == "dense" else net, width, seed, k) for (units, width), k in portion]
+        for (place, _), error in zip(portion, task.measure(copies), strict=True):
+            errors[place].append(error)
+    return errors
 
 
 @torch.no_grad()
@@ -123,31 +133,22 @@ def calibration_error(net: nn.Module, test: tuple[Tensor, Tensor]) -> float:
     """
     x, y = test
     with evaluating(net):
-        confidence, said = torch.cat([net(part) for part in x.split(BATCH)]).double().softmax(1).max(1)
+        confidence, answers = torch.cat([net(part) for part in x.split(BATCH)]).double().softmax(1).max(1)
     place = (confidence * BINS).long().clamp(max=BINS - 1)
-    gaps = torch.bincount(place, weights=confidence - (said == y).double(), minlength=BINS)
+    gaps = torch.bincount(place, weights=confidence - (answers == y).double(), minlength=BINS)
     return float(gaps.abs().sum() / len(y))
 
 
-def _paint(canvas: Any, rows: Table) -> None:
+def paint(canvas: Any, rows: Table) -> None:
+    """Test error against the width of the noise, a panel per unit."""
     panels = canvas.subplots(1, len(UNITS), sharey=True)
-    style = {
-        "dense": ("dense", "black", "o"),
-        "osp": ("one-shot, 90 % pruned", "#999999", "s"),
-        "pft": ("PFT, 90 % pruned", "#D55E00", "^"),
-        "pft-still": ("PFT without noise, 90 % pruned", "#8B4513", "d"),
-    }
+    styles = {"dense": painting.DENSE, **painting.method_styles(", 90 % pruned")}
     for axes, (units, words) in zip(panels, UNITS.items(), strict=True):
-        own = [row for row in rows if row["units"] == units]
-        frame.lines(axes, own, x="noise", y="test_error", by="method", style=style)
+        part = [row for row in rows if row["units"] == units]
+        painting.lines(axes, part, x="noise", y="test_error", by="method", styles=styles)
         axes.set_xlabel(f"v, the noise's standard deviation\n{words}", fontsize=8)
-    canvas.suptitle(
-        f"{rows[0]['dataset']}, {rows[0]['model']}: Gaussian noise on the kept weights; mean and 95 % interval over "
-        f"{len({row['seed'] for row in rows})} seeds",
-        x=0.01,
-        ha="left",
-        fontsize=9,
-    )
+    what = f"{painting.subject(rows)}: Gaussian noise on the kept weights"
+    painting.canvas_heading(canvas, f"{what}; {painting.over_seeds(rows)}")
     panels[0].set_ylim(0, 1)
     panels[0].set_ylabel("test error")
     panels[0].legend(frameon=False, fontsize=8)
