@@ -37,7 +37,7 @@ def test_every_setting_has_a_figure_and_the_tables_hold_every_row(job: Job) -> N
     grid = declared_grid("reduced")
     names = [f"{kind}-{setting.name}" for setting in grid.settings for kind in ("error-vs-sparsity", "pair-plot")]
     assert [drawing.name for drawing in drawings] == names
-    assert len(frame.read(job.out / "certificates.csv")) == grid.size - grid.tried
+    assert len(frame.read(job.out / "certificates.csv")) == grid.size - grid.unpublished
     assert numbers["K"] == grid.size
     assert {row["what"] for row in drawings[0].rows} == {
         "gibbs_certificate",
@@ -69,7 +69,7 @@ def test_the_paper_scale_is_a_grid_of_its_own_with_the_papers_epochs() -> None:
     assert [setting.name for setting in paper.settings] == [setting.name for setting in reduced.settings]
     last = paper.settings[-1]
     assert (last.data, last.dense.epochs, last.pruning.epochs, last.posterior.epochs) == ("cifar10", 120, 60, 60)
-    assert paper.size == 4 * 2 * 4 * 5 + paper.tried
+    assert paper.size == 4 * 2 * 4 * 5 + paper.unpublished
     assert reduced.terms != paper.terms
 
 

@@ -103,22 +103,22 @@ class Grid:
     Args:
         settings: A data set and a network each.
         delta: Probability with which any certificate may fail.
-        tried: Certificates on the same bound examples that are not published: looking counts across runs.
+        unpublished: Certificates on the same bound examples that are in no table: looking counts across runs.
     """
 
     settings: tuple[Setting[Declaration], ...]
     delta: float = 0.05
-    tried: int = 0
+    unpublished: int = 0
 
     @cached_property
     def size(self) -> int:
-        """K: cells times seeds, over all data sets and networks, and what was tried besides."""
-        return sum(len(cells_of(setting, range(setting.seeds))) for setting in self.settings) + self.tried
+        """K: cells times seeds, over all data sets and networks, and what was looked at besides."""
+        return sum(len(cells_of(setting, range(setting.seeds))) for setting in self.settings) + self.unpublished
 
     @cached_property
     def terms(self) -> str:
         """Stands for the whole declaration."""
-        return digest(self.settings, self.delta, self.tried)
+        return digest(self.settings, self.delta, self.unpublished)
 
     def __getitem__(self, name: str) -> Setting[Declaration]:
         """The declared setting of this name; there is no other way to certify one."""

@@ -64,20 +64,24 @@ class Contest:
             )
 
     def pairs(self) -> list[tuple[str, str]]:
-        """All (method, criterion). A method without a criterion of its own ranks by magnitude.
-
-        So do variants of a method, such as pft-paper: what they are worth is seen from one start.
-        """
+        """All (method, criterion); a method that is not compared from all criteria ranks by magnitude."""
         pairs = []
         for name in self.methods or pruning_methods():
-            method = METHODS[name]
-            criteria = self.criteria if method.takes("criterion") and not method.options else ("magnitude",)
-            pairs += [(name, criterion) for criterion in criteria]
+            pairs += [(name, criterion) for criterion in (self.criteria if from_criteria(name) else ("magnitude",))]
         return pairs
 
     def points(self, method: str) -> tuple[Point, ...]:
         """The grid of a method; gates that are not tuned have the default ratio."""
         return self.gated if METHODS[method].tunes_gates else tuple((lr, GATE_RATIO) for lr in self.rates)
+
+
+def from_criteria(name: str) -> bool:
+    """Whether a method is compared from all criteria.
+
+    It needs a criterion to begin with. Variants, such as pft-paper, start from magnitude alone: what they are worth is
+    seen from one start.
+    """
+    return METHODS[name].takes("criterion") and not METHODS[name].options
 
 
 class Entry(NamedTuple):

@@ -238,16 +238,25 @@ def kept_rows(setting: Setting[Sizes], job: Job) -> Table:
         blind = torch.rand(w.shape, generator=torch.Generator().manual_seed(job.seed), dtype=torch.float64)
         scores = {"alignment": linear_alignment(batch), "magnitude": w.abs(), "random": blind}
         for number, k in enumerate(COUNTS):
-            best = [linear.best_mask(problem, v, kept=k) for problem, v in zip(problems, w, strict=True)]
             flow = flow_keep_prob(batch, w, k, steps=setting.options.steps)
-            for method, ranking in {"flow": flow, **scores}.items():
-                mask = top(ranking, k)
-                risks = linear.risk(batch, mask * w)
-                for seed, problem, least, keep, risk in zip(seeds, problems, best, mask, risks, strict=True):
-                    lost = float((risk - least.risk) / (problem.power / 2 - least.risk))
-                    cell = {"design": design, "method": method, "kept": k, "seed": seed}
-                    table.append(cell | {"agreement": agreement({"w": least.mask}, {"w": keep}), "risk_lost": lost})
+            method_masks = {method: top(ranking, k) for method, ranking in {"flow": flow, **scores}.items()}
+            table += [{"design": design} | row for row in _against_the_best(problems, w, method_masks, k, seeds)]
             job.progress(f"masks, {design}", number + 1, len(COUNTS), {})
+    return table
+
+
+def _against_the_best(
+    problems: list[Problem], w: Tensor, method_masks: dict[str, Tensor], k: int, seeds: list[int]
+) -> Table:
+    """Agreement with the best mask of k weights, and the share of its reduction in risk that is lost."""
+    best = [linear.best_mask(problem, v, kept=k) for problem, v in zip(problems, w, strict=True)]
+    table = []
+    for method, mask in method_masks.items():
+        risks = linear.risk(stacked(problems), mask * w)
+        for seed, problem, least, keep, risk in zip(seeds, problems, best, mask, risks, strict=True):
+            lost = float((risk - least.risk) / (problem.power / 2 - least.risk))
+            cell = {"method": method, "kept": k, "seed": seed}
+            table.append(cell | {"agreement": agreement({"w": least.mask}, {"w": keep}), "risk_lost": lost})
     return table
 
 

@@ -80,7 +80,7 @@ def sparsity_place(sparsity: float) -> float:
 
 def dense_line(axes: Any, values: list[float], label: str = DENSE.label) -> None:
     """A horizontal line at the mean of the dense networks."""
-    axes.axhline(interval(values).mean, color=DENSE.colour, lw=1, ls=":", label=label)
+    axes.axhline(interval(values).mean, color="black", lw=1, ls=":", label=label)
 
 
 def subject(rows: Table) -> str:

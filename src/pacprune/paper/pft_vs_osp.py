@@ -100,12 +100,13 @@ def paint(canvas: Any, rows: Table) -> None:
 
 
 def paint_criteria(canvas: Any, rows: Table) -> None:
-    """Test error against sparsity, a line per method and criterion."""
+    """Test error against sparsity, a line per method and criterion, of methods that are compared from all criteria."""
     sparse = [row | {"kind": f"{row['method']} {row['criterion']}"} for row in rows if row["criterion"]]
     styles = {
         f"{method} {criterion}": Style(f"{style.label}, {criterion}", colour, style.marker)
         for criterion, colour in painting.criterion_colours().items()
         for method, style in painting.method_styles().items()
+        if comparison.from_criteria(method)
     }
     _paint(canvas, rows, sparse, "kind", styles)
 
