@@ -52,11 +52,11 @@ def test_words_follow_the_definition_at_any_seed_step_stream_and_index():
 @pytest.mark.parametrize("offset", [0, 1, 2, 3, 4, 7, 2**34 - 3, 2**34 + 5])
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 9])
 def test_a_slice_is_a_part_of_the_whole(n, offset):
-    where = {"seed": 7, "step": 3, "stream": philox.GATE}
-    whole = philox.words(32, offset=offset - offset % 4, **where)
-    assert torch.equal(philox.words(n, offset=offset, **where), whole[offset % 4 :][:n])
-    normals = philox.normal(32, offset=offset - offset % 4, **where)
-    assert torch.equal(philox.normal(n, offset=offset, **where), normals[offset % 4 :][:n])
+    counter = {"seed": 7, "step": 3, "stream": philox.GATE}
+    whole = philox.words(32, offset=offset - offset % 4, **counter)
+    assert torch.equal(philox.words(n, offset=offset, **counter), whole[offset % 4 :][:n])
+    normals = philox.normal(32, offset=offset - offset % 4, **counter)
+    assert torch.equal(philox.normal(n, offset=offset, **counter), normals[offset % 4 :][:n])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**62 + 12345, -1])

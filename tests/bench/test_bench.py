@@ -87,14 +87,14 @@ def test_a_size_that_does_not_fit_is_reported_and_the_next_smaller_one_measured(
             raise torch.OutOfMemoryError("CUDA out of memory")
         yield Row(f"{size} measured", ratio=1.0)
 
-    first, second, row = timing.largest_that_fits([1000, 100, 10], measure, CPU, what="weights")
+    first, second, row = timing.largest_that_fits([1000, 100, 10], measure, CPU, unit="weights")
     assert first == (
         "1,000 weights do not fit into the memory; measured with 100 weights: "
         "free the device of other programs, or pass --smoke."
     )
     assert "measured with 10 weights" in str(second)
     assert row == Row("10 measured", ratio=1.0)
-    (only,) = timing.largest_that_fits([1000], measure, CPU, what="weights")
+    (only,) = timing.largest_that_fits([1000], measure, CPU, unit="weights")
     assert "not measured" in str(only)
 
 
@@ -225,3 +225,8 @@ def test_a_missing_gpu_is_reported_in_one_sentence() -> None:
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("pacprune: error: the device 'cuda' cannot be used here")
+
+
+def test_the_decoder_takes_its_step_and_has_no_finding_for_a_cpu() -> None:
+    assert list(step.decoder_step(CPU, scale="cpu")) == []
+    assert list(step.decoder_step(CPU, scale="smoke")) == []

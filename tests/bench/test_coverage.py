@@ -110,8 +110,8 @@ def test_the_worst_case_of_seeger_is_no_error_at_all(networks):
     worst = synthetic.worst_case(
         lambda k, n: bounds.seeger(k / n, n=n, kl=kl, delta=DELTA), sizes=(n,), networks=networks
     )
-    none = DELTA / (bounds.xi(n) * networks)
-    assert worst == pytest.approx((n, 1.0 - none ** (1 / n), 1.0 - (1.0 - none) ** networks), rel=1e-9)
+    chance = DELTA / (bounds.xi(n) * networks)
+    assert worst == pytest.approx((n, 1.0 - chance ** (1 / n), 1.0 - (1.0 - chance) ** networks), rel=1e-9)
 
 
 def test_the_worst_case_is_the_worst_of_all_risks():

@@ -319,15 +319,15 @@ def test_a_fished_network_is_refused(tmp_path: Path) -> None:
     assert "recount: the mask of the single draw network is not the draw of its seed" in str(check(place).failure)
 
 
-@pytest.mark.parametrize(("what", "hidden"), [("reference", 1), ("single_draw", 1), ("thresholded", 9)])
-def test_errors_of_a_network_that_are_too_few_are_refused(what: str, hidden: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("network_name", "hidden"), [("reference", 1), ("single_draw", 1), ("thresholded", 9)])
+def test_errors_of_a_network_that_are_too_few_are_refused(network_name: str, hidden: int, tmp_path: Path) -> None:
     def lower(record: Record, tensors: Tensors) -> None:
-        record[what]["errors"] -= hidden
+        record[network_name]["errors"] -= hidden
         consistent(record, tensors)
 
     place = forged(tmp_path, lower)
     assert pp.verify(place).valid
-    assert f"recount: the {what.replace('_', ' ')} network makes" in str(check(place).failure)
+    assert f"recount: the {network_name.replace('_', ' ')} network makes" in str(check(place).failure)
 
 
 @pytest.mark.parametrize("whose", ["posterior", "prior"])

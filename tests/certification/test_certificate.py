@@ -192,11 +192,11 @@ def test_every_bound_is_above_its_empirical_risk_and_pays_its_ledger() -> None:
 def test_the_deterministic_networks_load_into_the_plain_model() -> None:
     run = issued()
     record, n = run.cert.record, len(run.split.bound)
-    for what in ("single_draw", "thresholded"):
+    for network_name in ("single_draw", "thresholded"):
         model = network()
-        model.load_state_dict(run.cert.tensors[f"{what}.safetensors"], strict=True)
-        assert round(pp.error(model, run.split.bound) * n) == record[what]["errors"]
-        assert pp.sparsity(model) == record[what]["sparsity"]
+        model.load_state_dict(run.cert.tensors[f"{network_name}.safetensors"], strict=True)
+        assert round(pp.error(model, run.split.bound) * n) == record[network_name]["errors"]
+        assert pp.sparsity(model) == record[network_name]["sparsity"]
     assert record["thresholded"]["sparsity"] == pytest.approx(run.posterior.sparsity, abs=1 / run.posterior.total)
     assert record["sparsity"] == run.posterior.sparsity
 
@@ -243,8 +243,8 @@ def test_the_thresholded_bound_needs_unlabelled_inputs() -> None:
     transfer = bounds.seeger(run.cert.risk_upper, n=run.cert.n, kl=run.cert.kl, delta=0.03)
     expected = bounds.agreement(transfer, disagreements=stated["disagreements"], m=150, delta=0.01)
     assert run.cert.bounds["thresholded"] == pytest.approx(expected)
-    none = run.split.unlabelled.subset(torch.arange(0))
-    cert = certify_again(split=digits(unlabelled=none))
+    no_inputs = run.split.unlabelled.subset(torch.arange(0))
+    cert = certify_again(split=digits(unlabelled=no_inputs))
     assert "thresholded" not in cert.bounds
     assert cert.record["thresholded"]["inputs"] == 0
 

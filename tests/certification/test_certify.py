@@ -85,11 +85,11 @@ def test_a_smaller_delta_costs() -> None:
 
 def test_sampling_stops_when_the_slack_is_small_enough() -> None:
     run, calls = issued(), []
-    cert = certify_again(draws=3000, tolerance=0.5, progress=lambda *what: calls.append(what[:3]))
+    cert = certify_again(draws=3000, tolerance=0.5, progress=lambda *sign: calls.append(sign[:3]))
     assert cert.draws == 1000
     assert [stage for stage, done, _ in calls if done == cert.draws] == ["posterior draws", "prior draws"]
     strict = certify_again(draws=4000, tolerance=0.006)
-    plus, minus = (strict.tensors["draws.safetensors"][f"posterior/{what}"].sum() for what in ("plus", "minus"))
+    plus, minus = (strict.tensors["draws.safetensors"][f"posterior/{sign}"].sum() for sign in ("plus", "minus"))
     estimate = strict.record["reference"]["errors"] / strict.n + int(plus - minus) / (25 * strict.draws)
     assert strict.risk_upper - estimate <= 0.006
     assert cert.draws < strict.draws < 4000
@@ -184,7 +184,7 @@ def test_parts_that_overlap_are_refused() -> None:
     first, last = split.bound.subset(torch.arange(5)), torch.arange(5, len(split.bound))
     joined = dataclasses.replace(
         split.prior,
-        **{what: torch.cat([getattr(split.prior, what), getattr(first, what)]) for what in ("x", "y", "index")},
+        **{field: torch.cat([getattr(split.prior, field), getattr(first, field)]) for field in ("x", "y", "index")},
     )
     n = len(split.bound)
     with pytest.raises(ValueError, match=f"prior and bound share 5 of {n} examples; they must be disjoint"):
@@ -195,10 +195,10 @@ def test_parts_that_overlap_are_refused() -> None:
         certify_again(split=digits(bound=split.bound.subset(last)))
 
 
-@pytest.mark.parametrize("what", ["mean", "std"])
-def test_standardisation_by_more_than_the_prior_part_is_refused(what: str) -> None:
+@pytest.mark.parametrize("constant", ["mean", "std"])
+def test_standardisation_by_more_than_the_prior_part_is_refused(constant: str) -> None:
     split = _digits()
-    shift, scale = (split.train.x.mean(), 1.0) if what == "mean" else (0.0, split.train.x.std())
+    shift, scale = (split.train.x.mean(), 1.0) if constant == "mean" else (0.0, split.train.x.std())
     parts = {
         name: dataclasses.replace(part, x=(part.x - shift) / scale)
         for name, part in (("prior", split.prior), ("bound", split.bound), ("unlabelled", split.unlabelled))
@@ -233,16 +233,16 @@ def test_a_prior_that_changed_is_refused() -> None:
         certify_again(prior=wider)
 
 
-@pytest.mark.parametrize("how", ["fit", "validation", "snip", "batchnorm"])
-def test_a_prior_that_saw_the_bound_set_is_refused(how: str) -> None:
+@pytest.mark.parametrize("case", ["fit", "validation", "snip", "batchnorm"])
+def test_a_prior_that_saw_the_bound_set_is_refused(case: str) -> None:
     split, model = digits(), network()
     few = split.bound.subset(torch.arange(7))
-    pp.fit(model, split.prior, pp.Config(epochs=0), validation=few if how == "validation" else None)
-    if how == "fit":
+    pp.fit(model, split.prior, pp.Config(epochs=0), validation=few if case == "validation" else None)
+    if case == "fit":
         pp.fit(model, few, pp.Config(epochs=1, lr=0.0))
-    elif how == "snip":
+    elif case == "snip":
         pp.scores.snip(model, few)
-    elif how == "batchnorm":
+    elif case == "batchnorm":
         pp.reestimate_batchnorm(model, few)
     pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.02))
     prior, n = pp.read(model), len(split.bound)

@@ -152,8 +152,8 @@ def test_the_counts_are_those_of_a_plain_loop() -> None:
 
 def test_the_mean_is_the_gibbs_risk() -> None:
     model, slab, part = make()
-    none = torch.zeros(60, dtype=torch.bool)
-    counts = drawn_networks.monte_carlo(model, slab, part, none, seed=8, batch=25, draws=2000)
+    no_errors = torch.zeros(60, dtype=torch.bool)
+    counts = drawn_networks.monte_carlo(model, slab, part, no_errors, seed=8, batch=25, draws=2000)
     full = [wrong_of(model, draw_weights(slab, seed=9, step=t), part.x, part.y).double().mean() for t in range(400)]
     assert float(counts.wrong.double().mean()) / 25 == pytest.approx(float(torch.stack(full).mean()), abs=0.01)
     assert torch.equal(counts.plus, counts.wrong)
@@ -225,8 +225,10 @@ def test_errors_and_disagreements_are_those_of_a_plain_loop(monkeypatch: pytest.
     assert torch.equal(drawn_networks.errors(model, fixed, part), wrong_of(model, fixed, part.x, part.y))
     expected, plain = 0, copy.deepcopy(model).eval()
     for t in range(60):  # an independent draw for every input
-        both = (functional_call(plain, w, (part.x[t : t + 1],)) for w in (fixed, draw_weights(slab, seed=4, step=t)))
-        fixed_class, drawn_class = (int(out.argmax()) for out in both)
+        networks = (
+            functional_call(plain, w, (part.x[t : t + 1],)) for w in (fixed, draw_weights(slab, seed=4, step=t))
+        )
+        fixed_class, drawn_class = (int(out.argmax()) for out in networks)
         expected += fixed_class != drawn_class
     counted = drawn_networks.disagreements(model, slab, fixed, part.x, seed=4)
     assert 0 < counted == expected
@@ -243,7 +245,7 @@ def test_the_counts_of_several_workers_merge_in_order_and_without_gaps() -> None
         return drawn_networks.monte_carlo(model, slab, part, reference, seed=2, batch=5, draws=draws, first=first)
 
     whole, merged = work(0, 60), drawn_networks.merge([work(40, 20), work(0, 25), work(25, 15)])
-    for what in ("wrong", "plus", "minus"):
-        assert torch.equal(getattr(whole, what), getattr(merged, what))
+    for field in ("wrong", "plus", "minus"):
+        assert torch.equal(getattr(whole, field), getattr(merged, field))
     with pytest.raises(ValueError, match="do the missing draws again"):
         drawn_networks.merge([work(0, 25), work(40, 20)])

@@ -294,15 +294,15 @@ def test_an_issued_certificate_is_never_replaced(osp: Path, pbp: Path, tmp_path:
 
 
 def test_certify_refuses_a_network_that_saw_the_bound_set(tmp_path: Path, pbp: Path) -> None:
-    seen = run("osp --dense-epochs 0 --epochs 1", tmp_path / "seen")
-    line = refusal("certify", seen)
+    run_folder = run("osp --dense-epochs 0 --epochs 1", tmp_path / "seen")
+    line = refusal("certify", run_folder)
     assert "was trained on the bound set too" in line
     assert "--train-on prior" in line
-    assert not (seen / "certificate").exists()
+    assert not (run_folder / "certificate").exists()
     assert f"has its certificate in {pbp / 'certificate'}" in refusal("certify", pbp)
     assert "holds no config.toml" in refusal("certify", tmp_path)
-    (seen / "result.json").unlink()
-    assert "is not finished" in refusal("certify", seen)
+    (run_folder / "result.json").unlink()
+    assert "is not finished" in refusal("certify", run_folder)
 
 
 @pytest.mark.parametrize(("words", "message"), [("--delta 2", "delta is 2.0"), ("--certified 0", "certified is 0")])

@@ -43,7 +43,7 @@ def test_a_short_pbp_run(fashion: pp.data.Split, tmp_path: Path) -> None:
     assert cert.bound == bounds.seeger(cert.risk_upper, n=cert.n, kl=cert.kl, delta=cert.ledger.pac_bayes)
     assert cert.bounds["held_out"] < cert.bound  # thousands of examples for one fixed network are hard to beat
     assert set(cert.record["data"]["files"]) == {
-        f"{part}-{what}-ubyte" for part in ("train", "t10k") for what in ("images-idx3", "labels-idx1")
+        f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
     }
     report = pp.verify(
         cert.save(tmp_path / "certificate"), split=fashion, model=lambda: pp.models.build("lenet5", fashion)

@@ -73,8 +73,8 @@ def test_standardisation_comes_from_the_prior_part_alone():
     x = torch.rand(40, 3, generator=torch.Generator().manual_seed(1)) * 5 + 2
     moved = x.clone()
     moved[split.bound.index] += 100.0
-    same = data.split(moved, torch.arange(40) % 4)
-    assert (same.mean, same.std) == (split.mean, split.std)
+    shifted = data.split(moved, torch.arange(40) % 4)
+    assert (shifted.mean, shifted.std) == (split.mean, split.std)
     assert torch.allclose(split.bound.x * torch.tensor(split.std) + torch.tensor(split.mean), x[split.bound.index])
     assert torch.equal(random_split(standardise=False).train.x, x[split.train.index])
 

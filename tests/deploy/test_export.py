@@ -80,8 +80,8 @@ def test_a_packed_file_is_read_tensor_by_tensor(tmp_path: Path, monkeypatch: pyt
             self.part = handle.get_slice(part)
             return self
 
-        def __getitem__(self, where: slice) -> Tensor:
-            read.append(self.part[where])
+        def __getitem__(self, place: slice) -> Tensor:
+            read.append(self.part[place])
             return read[-1]
 
     monkeypatch.setattr(packed, "_file", Spy())

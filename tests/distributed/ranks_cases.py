@@ -224,8 +224,8 @@ def broken(folder: Path) -> Outcome:
     model = net(norm=True)
     pp.attach(model, pp.isotropic(model, sparsity=0.5))
     config = pp.Config(epochs=3, batch_size=20)
-    where = {"checkpoint": folder / "broken.pt", "every": 3, "progress": progress}
-    return fitted(model, config, budget=Budget(0.5), **where)
+    fit_options = {"checkpoint": folder / "broken.pt", "every": 3, "progress": progress}
+    return fitted(model, config, budget=Budget(0.5), **fit_options)
 
 
 def main(folder: Path, cases: list[str]) -> None:

@@ -134,10 +134,10 @@ def test_top_k_of_shards_equals_top_k_of_the_whole_despite_ties(two: Path) -> No
 
 def test_ranks_resume_from_the_last_checkpoint_that_all_have(two: Path) -> None:
     for rank, outcome in enumerate(results(two, "checkpoints")):
-        lost, other = outcome.pop("one is lost"), outcome.pop("three ranks")
+        lost_message, foreign_message = outcome.pop("one is lost"), outcome.pop("three ranks")
         assert outcome == {"none": None, "whole": (1, rank), "one has written": (1, rank), "one has renamed": (2, rank)}
-        assert lost.startswith("rank 1 has no part of the checkpoint ")
-        assert other.startswith(
+        assert lost_message.startswith("rank 1 has no part of the checkpoint ")
+        assert foreign_message.startswith(
             "the checkpoint cut.pt.0-of-3 was written by another number of ranks, and 2 are running"
         )
 

@@ -31,8 +31,8 @@ def sample(
 
 def gates(logit: torch.Tensor, mode: str, *, beta: float = 0.5, step: int = 3, offset: int = 0) -> torch.Tensor:
     """The gate itself: the sample of a weight 1 without width."""
-    where = {"seed": SEED, "step": torch.tensor(step), "offset": offset}
-    return sample(torch.ones_like(logit), logit, None, mode=mode, beta=beta, **where)
+    counters = {"seed": SEED, "step": torch.tensor(step), "offset": offset}
+    return sample(torch.ones_like(logit), logit, None, mode=mode, beta=beta, **counters)
 
 
 def words(n: int, *, step: int = 3, offset: int = 0) -> torch.Tensor:

@@ -106,9 +106,9 @@ def test_draws_and_gradients_equal_the_references(device: str, law: Law) -> None
         assert len({w.untyped_storage().data_ptr() for w in draws}) <= 2  # one buffer; on a GPU one per alignment
         for part, actual in zip(parts, draws, strict=True):
             expected = reference.draw([part], full_law)[0]
-            same = (actual == 0) == (expected == 0)
-            flipped, total = flipped + int((~same).sum()), total + same.numel()
-            close(torch.where(same, actual, 0), torch.where(same, expected, 0), scale=1.0)
+            agree = (actual == 0) == (expected == 0)
+            flipped, total = flipped + int((~agree).sum()), total + agree.numel()
+            close(torch.where(agree, actual, 0), torch.where(agree, expected, 0), scale=1.0)
             if members == "shared":
                 continue
             out = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1)).to(device, actual.dtype)
@@ -194,8 +194,8 @@ def test_the_noise_is_uniform_and_independent_across_index_step_and_seed(device:
 
     def noise(seed: int, step: int, offset: int = 0) -> torch.Tensor:
         """sigmoid(logit u) = u: the relaxed gate of logit 0 at temperature 1."""
-        where = torch.tensor(seed, device=device), torch.tensor(step, device=device)
-        part = SampleInputs(torch.ones(n, device=device), zero.expand(n), None, *where, offset)
+        counters = torch.tensor(seed, device=device), torch.tensor(step, device=device)
+        part = SampleInputs(torch.ones(n, device=device), zero.expand(n), None, *counters, offset)
         return kernels.draw([part], Law(beta=1.0))[0].cpu().double()
 
     base = noise(1, 1)

@@ -165,8 +165,8 @@ def test_random_is_uniform_and_a_function_of_the_seed_alone():
     assert torch.equal(random(wide, seed=1)["weight"], random(other, seed=1)["weight"])
     assert not torch.equal(random(wide, seed=1)["weight"], random(wide, seed=2)["weight"])
     assert stats.kstest(random(wide, seed=1)["weight"].reshape(-1).numpy(), "uniform").pvalue > 1e-3
-    both = torch.cat([s.reshape(-1) for s in random(model, seed=1).values()])
-    assert len(both.unique()) == len(both)  # no two weights share a number
+    scores = torch.cat([s.reshape(-1) for s in random(model, seed=1).values()])
+    assert len(scores.unique()) == len(scores)  # no two weights share a number
 
 
 @pytest.mark.parametrize("case", [mlp, attention, recurrent], ids=lambda f: f.__name__)
@@ -293,11 +293,11 @@ def test_a_users_function_is_a_criterion():
     model, data = make(mlp)
     options = []
 
-    def mine(model, data, *, seed, prunable):
+    def times_seed(model, data, *, seed, prunable):
         options.append((seed, prunable))
         return {name: w * seed for name, w in prunable(model).items()}
 
-    scores = score(mine, model, data, seed=3, prunable=first_two)
+    scores = score(times_seed, model, data, seed=3, prunable=first_two)
     assert options == [(3, first_two)]
     assert all(torch.equal(scores[name], 3 * w) for name, w in first_two(model).items())
     assert not any(s.requires_grad for s in scores.values())
@@ -310,7 +310,7 @@ def test_a_users_function_is_a_criterion():
     ("scores", "message"),
     [
         ({"0.weight": torch.ones(8, 6)}, r"returned 0\.weight, but the prunable weights are 0\.weight, 2\.weight; ret"),
-        (torch.ones(3), r"mine returned Tensor, but the prunable weights are"),
+        (torch.ones(3), r"criterion returned Tensor, but the prunable weights are"),
         ({}, r"returned nothing, but"),
         (
             {"0.weight": torch.ones(8), "2.weight": torch.ones(3, 8)},
@@ -326,8 +326,8 @@ def test_a_users_function_is_a_criterion():
 def test_scores_that_do_not_fit_are_refused(scores, message):
     model, data = make(mlp)
 
-    def mine(model, data):
+    def criterion(model, data):
         return scores
 
     with pytest.raises(ValueError, match=message):
-        score(mine, model, data)
+        score(criterion, model, data)

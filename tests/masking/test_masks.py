@@ -240,11 +240,11 @@ def test_a_shift_that_does_not_wait_follows_the_last_one(kind, sharpness):
     generator = torch.Generator().manual_seed(0)
     logits = LOGITS[kind](20_000, generator)
     for density in (0.02, 0.1, 0.5, 0.9):
-        seen = masks.logit_shift([logits], density, sharpness=sharpness)
+        exact_shift = masks.logit_shift([logits], density, sharpness=sharpness)
         for moved in (-0.3, -1e-3, 0.0, 1e-3, 0.3):
-            unseen = masks.logit_shift([logits], density, sharpness=sharpness, start=seen + moved, wait=False)
-            p, q = (torch.sigmoid(bounded(sharpness * (logits - t)).double()).mean() for t in (unseen, seen))
-            step = float(np.spacing(np.float32(abs(float(seen)))))
+            unseen = masks.logit_shift([logits], density, sharpness=sharpness, start=exact_shift + moved, wait=False)
+            p, q = (torch.sigmoid(bounded(sharpness * (logits - t)).double()).mean() for t in (unseen, exact_shift))
+            step = float(np.spacing(np.float32(abs(float(exact_shift)))))
             assert float(p) <= density
             assert float(p) == pytest.approx(float(q), abs=max(1e-6 * density, sharpness / 4 * step + 2.5e-7))
 

@@ -317,8 +317,8 @@ def test_the_hash_depends_on_every_tensor_but_not_on_their_order():
     hashes |= {replace(slab, keep_prob=reshaped).hash}
     hashes |= {replace(slab, std={n: s.double() for n, s in slab.std.items()}).hash}
     assert len(hashes) == 1 + 2 + 2 + 2 + 7 + 4 + 2
-    same = {n: t.clone() for n, t in reversed(list(slab.mean.items()))}
-    assert replace(slab, mean=same).hash == slab.hash
+    reordered = {n: t.clone() for n, t in reversed(list(slab.mean.items()))}
+    assert replace(slab, mean=reordered).hash == slab.hash
     assert len(slab.hash) == 64
 
 

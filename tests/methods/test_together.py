@@ -197,9 +197,9 @@ def test_with_folders_a_killed_run_resumes_to_the_bit(name: str, tmp_path: Path)
             if len(steps) == stop:
                 raise Killed
 
-        where = None if folder is None else [tmp_path / folder / str(k) for k in range(3)]
+        folders = None if folder is None else [tmp_path / folder / str(k) for k in range(3)]
         data = fresh_split() if name == "pbp" else (X, Y)
-        arguments = options | {"sparsity": [0.5, 0.7, 0.9], "dense": DENSE, "folder": where, "progress": progress}
+        arguments = options | {"sparsity": [0.5, 0.7, 0.9], "dense": DENSE, "folder": folders, "progress": progress}
         return pp.together(verb, nets(), data, CONFIG, **arguments)
 
     whole = run(None)

@@ -151,8 +151,8 @@ def test_fewer_examples_than_weights_are_fitted_exactly():
 def test_a_repeated_feature_shares_its_weight():
     psi, y, _, _ = example(30, 1)
     w = linear.least_squares(linear.problem(psi, y))
-    twice = linear.least_squares(linear.problem(torch.cat([psi, psi], 1), y))
-    torch.testing.assert_close(twice, torch.cat([w, w]) / 2)
+    of_copies = linear.least_squares(linear.problem(torch.cat([psi, psi], 1), y))
+    torch.testing.assert_close(of_copies, torch.cat([w, w]) / 2)
 
 
 def test_least_squares_is_differentiable():

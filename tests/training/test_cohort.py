@@ -106,10 +106,10 @@ def test_memory_that_runs_out_after_a_validation_does_not_change_the_result(monk
     alone = copy.deepcopy(models)
     with pytest.warns(UserWarning, match="do not fit"):
         pp.fit(models, (X, Y), CONFIG, seed=[0, 1], validation=(X, Y))
-    for seed, (model, other) in enumerate(zip(models, alone, strict=True)):
-        pp.fit(other, (X, Y), CONFIG, seed=seed)
-        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    for seed, (model, lone_model) in enumerate(zip(models, alone, strict=True)):
+        pp.fit(lone_model, (X, Y), CONFIG, seed=seed)
+        for actual, expected in zip(model.parameters(), lone_model.parameters(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_members_with_different_attributes_are_refused() -> None:

@@ -51,20 +51,24 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_step_with_one_rate_equals_torchs(kind: str, momentum: float, decay: float, dtype: torch.dtype) -> None:
-    mine, theirs = make_parameters(dtype), make_parameters(dtype)
+    pacprune_params, torch_params = make_parameters(dtype), make_parameters(dtype)
     # Two groups, and a parameter that never has a gradient.
     optimizer = Optimizer(
-        kind, [single_rate_group(mine[:2], 0.05, momentum, decay), single_rate_group(mine[2:], 0.5, momentum, 0.0)]
+        kind,
+        [
+            single_rate_group(pacprune_params[:2], 0.05, momentum, decay),
+            single_rate_group(pacprune_params[2:], 0.5, momentum, 0.0),
+        ],
     )
     other = reference(
         kind,
         [
-            {"params": theirs[:2], "lr": 0.05, "momentum": momentum, "weight_decay": decay},
-            {"params": theirs[2:], "lr": 0.5, "momentum": momentum, "weight_decay": 0.0},
+            {"params": torch_params[:2], "lr": 0.05, "momentum": momentum, "weight_decay": decay},
+            {"params": torch_params[2:], "lr": 0.5, "momentum": momentum, "weight_decay": 0.0},
         ],
     )
     for step in range(STEPS):
-        for params in (mine, theirs):
+        for params in (pacprune_params, torch_params):
             for p, grad in zip(params, gradients(step, params), strict=True):
                 p.grad = grad
             params[1].grad = None
@@ -72,9 +76,9 @@ def test_a_step_with_one_rate_equals_torchs(kind: str, momentum: float, decay: f
                 params[2].grad = None  # its running means begin when it first has a gradient
         optimizer.step()
         other.step()
-    for a, b in zip(mine, theirs, strict=True):
+    for a, b in zip(pacprune_params, torch_params, strict=True):
         assert_equal(a, b)
-    assert torch.equal(mine[1], make_parameters(dtype)[1])
+    assert torch.equal(pacprune_params[1], make_parameters(dtype)[1])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -82,7 +86,7 @@ def test_a_step_with_one_rate_equals_torchs(kind: str, momentum: float, decay: f
 def test_every_members_steps_equal_torchs(kind: str, dtype: torch.dtype) -> None:
     rates, momenta, decays = [0.3, 0.01, 0.0], [0.9, 0.0, 0.5], [0.0, 0.1, 0.2]
     alone = [make_parameters(dtype, seed=k) for k in range(3)]
-    whole = [nn.Parameter(torch.stack([a.detach() for a in same])) for same in zip(*alone, strict=True)]
+    whole = [nn.Parameter(torch.stack([a.detach() for a in copies])) for copies in zip(*alone, strict=True)]
     population_optimizer = Optimizer(kind, [group_with_rates(whole, rates, momenta, decays)])
     others = [
         reference(kind, [{"params": params, "lr": lr, "momentum": m, "weight_decay": d}])
@@ -92,50 +96,50 @@ def test_every_members_steps_equal_torchs(kind: str, dtype: torch.dtype) -> None
         for k, params in enumerate(alone):
             for p, grad in zip(params, gradients(step, params, k), strict=True):
                 p.grad = grad
-        for p, same in zip(whole, zip(*alone, strict=True), strict=True):
-            p.grad = torch.stack([a.grad for a in same if a.grad is not None])
+        for p, copies in zip(whole, zip(*alone, strict=True), strict=True):
+            p.grad = torch.stack([a.grad for a in copies if a.grad is not None])
         for optimizer in (population_optimizer, *others):
             optimizer.step()
-    for p, same in zip(whole, zip(*alone, strict=True), strict=True):
-        for k, a in enumerate(same):
+    for p, copies in zip(whole, zip(*alone, strict=True), strict=True):
+        for k, a in enumerate(copies):
             assert_equal(p[k], a)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_one_rate_for_all_and_equal_rates_for_each_agree(kind: str) -> None:
-    fused, apart = [[nn.Parameter(torch.stack([p.detach()] * 2)) for p in make_parameters()] for _ in range(2)]
+    fused, separate = [[nn.Parameter(torch.stack([p.detach()] * 2)) for p in make_parameters()] for _ in range(2)]
     two = [0.9] * 2
     pair = (
         Optimizer(kind, [Group(fused, [0.1] * 2, two, [0.01] * 2, True, torch.tensor(0.1))]),
-        Optimizer(kind, [group_with_rates(apart, [0.1] * 2, two, [0.01] * 2)]),
+        Optimizer(kind, [group_with_rates(separate, [0.1] * 2, two, [0.01] * 2)]),
     )
     for step in range(STEPS):
-        for params in (fused, apart):
+        for params in (fused, separate):
             for p, grad in zip(params, gradients(step, params), strict=True):
                 p.grad = grad
         for optimizer in pair:
             optimizer.step()
-    for a, b in zip(fused, apart, strict=True):
+    for a, b in zip(fused, separate, strict=True):
         assert_equal(a, b)
 
 
 @pytest.mark.parametrize("several_rates", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_new_rate_is_read_from_its_tensor(kind: str, several_rates: bool) -> None:
-    mine, theirs = make_parameters(), make_parameters()
+    pacprune_params, torch_params = make_parameters(), make_parameters()
     if several_rates:
-        mine = [nn.Parameter(p.detach()[None].clone()) for p in mine]
+        pacprune_params = [nn.Parameter(p.detach()[None].clone()) for p in pacprune_params]
     rate = torch.zeros(1 if several_rates else ())
-    optimizer = Optimizer(kind, [Group(mine, [0.1], [0.9], [0.01], True, rate)])
-    other = reference(kind, [{"params": theirs, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}])
+    optimizer = Optimizer(kind, [Group(pacprune_params, [0.1], [0.9], [0.01], True, rate)])
+    other = reference(kind, [{"params": torch_params, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}])
     for step in range(STEPS):
         rate.fill_(0.1 / (1 + step))
         other.param_groups[0]["lr"] = 0.1 / (1 + step)
-        for p, q, grad in zip(mine, theirs, gradients(step, theirs), strict=True):
+        for p, q, grad in zip(pacprune_params, torch_params, gradients(step, torch_params), strict=True):
             p.grad, q.grad = grad.reshape(p.shape).clone(), grad
         optimizer.step()
         other.step()
-    for p, q in zip(mine, theirs, strict=True):
+    for p, q in zip(pacprune_params, torch_params, strict=True):
         assert_equal(p.reshape(q.shape), q)
 
 

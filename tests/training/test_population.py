@@ -151,14 +151,14 @@ def assert_alike(actual: nn.Module, expected: nn.Module, most: float = 1e-5, flo
     assert list(actual_tensors) == list(expected_tensors)
     for name, value in expected_tensors.items():
         assert actual_tensors[name].shape == value.shape
-        apart = float((actual_tensors[name] - value).detach().double().norm())
+        distance = float((actual_tensors[name] - value).detach().double().norm())
         # Shift and multiplier are on the scale of logits; one is solved for, the other a difference of close numbers.
         size = (
             1.0 + 10 * abs(float(value))
             if name.endswith((".shift", ".multiplier"))
             else float(value.detach().double().norm())
         )
-        assert apart <= most * size + floor, (name, apart, size)
+        assert distance <= most * size + floor, (name, distance, size)
 
 
 def fit_both_ways(

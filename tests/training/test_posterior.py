@@ -176,9 +176,9 @@ LEAKS = {
 }
 
 
-@pytest.mark.parametrize("what", LEAKS)
-def test_a_prior_fitted_to_the_bound_set_is_refused(what: str, tmp_path: Path) -> None:
-    data, touched = LEAKS[what]
+@pytest.mark.parametrize("leak", LEAKS)
+def test_a_prior_fitted_to_the_bound_set_is_refused(leak: str, tmp_path: Path) -> None:
+    data, touched = LEAKS[leak]
     model, prior = with_prior(data)
     with pytest.raises(ValueError, match=f"the prior has seen the bound set: {touched} of its 40 examples"):
         pp.fit_posterior(model, prior, SPLIT, CONFIG, out=tmp_path / "run")
@@ -186,18 +186,18 @@ def test_a_prior_fitted_to_the_bound_set_is_refused(what: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "what", ["snip", "grasp", "BatchNorm", "validation", "early stop", "the posterior of an earlier run"]
+    "use", ["snip", "grasp", "BatchNorm", "validation", "early stop", "the posterior of an earlier run"]
 )
-def test_a_network_that_saw_the_bound_set_in_any_other_way_is_refused(what: str) -> None:
+def test_a_network_that_saw_the_bound_set_in_any_other_way_is_refused(use: str) -> None:
     model = net()
-    if what == "snip":
+    if use == "snip":
         pp.scores.snip(model, SPLIT.bound)
-    elif what == "grasp":
+    elif use == "grasp":
         pp.scores.grasp(model, SPLIT.bound)
-    elif what == "BatchNorm":
+    elif use == "BatchNorm":
         pp.reestimate_batchnorm(model, SPLIT.bound)
-    elif what in ("validation", "early stop"):
-        config = dataclasses.replace(CONFIG, patience=int(what == "early stop"))
+    elif use in ("validation", "early stop"):
+        config = dataclasses.replace(CONFIG, patience=int(use == "early stop"))
         pp.fit(model, SPLIT.prior, config, validation=SPLIT.bound)
     else:
         model, prior = with_prior()

@@ -335,8 +335,8 @@ def test_nothing_waits_for_the_device_inside_an_epoch(stage: str, count: int, tm
             slabs = [pp.read(model) for model in models]
             priors = slabs[0] if count == 1 else slabs
             out = [tmp_path / str(k) for k in range(count)]
-            where = out[0] if count == 1 else out
-            pp.fit_posterior(model_or_models, priors, split, config, out=where, progress=progress)
+            out_or_outs = out[0] if count == 1 else out
+            pp.fit_posterior(model_or_models, priors, split, config, out=out_or_outs, progress=progress)
         else:
             pp.fit(
                 model_or_models, data, config, budget=pp.Budget(0.5) if stage == "budget" else None, progress=progress

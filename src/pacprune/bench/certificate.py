@@ -50,7 +50,7 @@ def certificate(device: torch.device, *, scale: str) -> Iterator[Finding]:
 
         record = issue()  # builds kernels and fills caches; a second time gives the same certificate
         seconds = seconds_per_call(issue, device) if device.type == "cuda" else 0.0
-    counts = [record[whose]["draws"] for whose in ("posterior", "prior")]
+    counts = [record[distribution]["draws"] for distribution in ("posterior", "prior")]
     draws, reached = sum(counts), max(counts) < MOST
     if not reached:
         yield f"{MOST:,} networks were not enough for a slack of {slack}; what follows is for the slack that they gave."

@@ -22,7 +22,7 @@ from pacprune.training.fit import fit
 def population(device: torch.device, *, scale: str) -> Iterator[Finding]:
     """K models at once beside the same K one after another, dense and with the masks and the budget of pft."""
     sizes = {"smoke": [2], "cuda": [32, 16, 8]}.get(scale, [8])
-    yield from largest_that_fits(sizes, lambda k: _population(k, device, scale), device, what="models at once")
+    yield from largest_that_fits(sizes, lambda k: _population(k, device, scale), device, unit="models at once")
 
 
 class _Way(NamedTuple):

@@ -28,10 +28,10 @@ BANDWIDTH, LITERAL = "copy bandwidth", "literal F.gumbel_softmax"
 def sample(device: torch.device, *, scale: str) -> Iterator[Finding]:
     """The sampler alone: its bandwidth beside a copy's, the reference, the literal form, and its growth."""
     sizes = {"smoke": [20_000], "cuda": [100_000_000, 10_000_000]}.get(scale, [10_000_000])
-    yield from largest_that_fits(sizes, lambda n: _bandwidths(n, device, scale), device, what="weights")
+    yield from largest_that_fits(sizes, lambda n: _bandwidths(n, device, scale), device, unit="weights")
     # The slow forms allocate many tensors, and on a CPU they take seconds.
     sizes = {"smoke": [20_000], "cuda": [100_000_000, 10_000_000]}.get(scale, [2_000_000])
-    yield from largest_that_fits(sizes, lambda n: _alternatives(n, device, scale), device, what="weights")
+    yield from largest_that_fits(sizes, lambda n: _alternatives(n, device, scale), device, unit="weights")
     yield from _growth(device, scale)
 
 

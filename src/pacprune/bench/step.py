@@ -44,7 +44,7 @@ def step(device: torch.device, *, scale: str) -> Iterator[Finding]:
     shape = small.get(scale, _Shape(1024, 4096, 8, 512))
     for amp in (True, False):
         measure = partial(_transformer, device, scale, shape, amp)
-        yield from largest_that_fits([8, 4, 2], measure, device, what=f"sequences of {shape.length} tokens")
+        yield from largest_that_fits([8, 4, 2], measure, device, unit=f"sequences of {shape.length} tokens")
     yield from decoder_step(device, scale=scale)
 
 
@@ -114,7 +114,7 @@ def decoder_step(device: torch.device, *, scale: str) -> Iterator[Finding]:
     shape, sizes = {"width": 64, "depth": 2, "heads": 2, "context": 32}, [2]
     if scale == "cuda":
         shape, sizes = {"width": 2048, "depth": 18, "heads": 16, "context": 1024}, [8, 4, 2]
-    yield from largest_that_fits(sizes, lambda n: _decoder(device, shape, n), device, what="sequences")
+    yield from largest_that_fits(sizes, lambda n: _decoder(device, shape, n), device, unit="sequences")
 
 
 def _decoder(device: torch.device, shape: dict[str, Any], batch: int) -> Iterator[Finding]:

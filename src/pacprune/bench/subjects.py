@@ -34,18 +34,18 @@ def run(
         raise ValueError(f"unknown subject {subject!r}; use one of {', '.join(SUBJECTS)}")
     if smoke and full:
         raise ValueError("smoke (tiny sizes) and full (slow ones as well) are both given; give only one of the two")
-    where = commands.check_device(device)
-    if where.type not in timing.SHORTEST:
+    torch_device = commands.check_device(device)
+    if torch_device.type not in timing.SHORTEST:
         raise ValueError(f"the benchmark runs on {' and '.join(timing.SHORTEST)}, not on {device!r}; use --device cpu")
-    scale = "smoke" if smoke else "full" if full and where.type == "cpu" else where.type
+    scale = "smoke" if smoke else "full" if full and torch_device.type == "cpu" else torch_device.type
     rows, notes = [], []
-    on_cuda = where.type == "cuda"
+    on_cuda = torch_device.type == "cuda"
     # CUDA graphs are recorded on the current device, so `device` has to be it.
     with (
-        torch.random.fork_rng(devices=[where] if on_cuda else []),
-        torch.cuda.device(where) if on_cuda else nullcontext(),
+        torch.random.fork_rng(devices=[torch_device] if on_cuda else []),
+        torch.cuda.device(torch_device) if on_cuda else nullcontext(),
     ):
-        for finding in SUBJECTS[subject](where, scale=scale):
+        for finding in SUBJECTS[subject](torch_device, scale=scale):
             if isinstance(finding, str):
                 notes.append(finding)
             else:
@@ -55,7 +55,7 @@ def run(
     return {
         "subject": subject,
         "sizes": scale,
-        "environment": timing.environment(where),
+        "environment": timing.environment(torch_device),
         "rows": rows,
         "notes": notes,
     }

@@ -121,14 +121,14 @@ def _gibbs(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Viol
         n, risk, _, violated = _at_worst(rng, trials, bound_at(function, kl, **fixed), sizes=large, networks=NETWORKS)
         yield Violations(name, "Gibbs", f"best of {NETWORKS:,} networks, n = {n}, risk {risk:.3f}", violated)
     n, risk, errors, _ = _at_worst(rng, trials, bound_at(bounds.seeger, kl), sizes=large, networks=NETWORKS)
-    where = f"n = {n}, risk {risk:.3f}"
-    twice = _per_trial(lambda k: bounds.seeger(k / n, n=2 * n, kl=kl, delta=delta), errors)
+    sizes = f"n = {n}, risk {risk:.3f}"
+    doubled = _per_trial(lambda k: bounds.seeger(k / n, n=2 * n, kl=kl, delta=delta), errors)
     yield Violations(
-        "Seeger-Maurer, n counted twice", "Gibbs", f"best of {NETWORKS:,} networks, {where}", twice < risk, True
+        "Seeger-Maurer, n counted twice", "Gibbs", f"best of {NETWORKS:,} networks, {sizes}", doubled < risk, True
     )
     undivided = _per_trial(lambda k: bounds.seeger(k / n, n=n, kl=0.0, delta=delta), errors)
     name = "Seeger-Maurer, delta not divided"
-    yield Violations(name, "Q = P", f"best of {NETWORKS:,} priors, {where}", undivided < risk, True)
+    yield Violations(name, "Q = P", f"best of {NETWORKS:,} priors, {sizes}", undivided < risk, True)
 
 
 def _held_out(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
@@ -219,9 +219,9 @@ def _excess(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Vio
     errors = rng.binomial(n, reference_risk, trials)
     plus, minus = np.empty_like(errors), np.empty_like(errors)
     for count in np.unique(errors).tolist():
-        same = errors == count
-        plus[same] = _fewest(rng, int(same.sum()), n=n - count, risk=added, networks=side)
-        minus[same] = count - _fewest(rng, int(same.sum()), n=count, risk=1.0 - mended, networks=side)
+        has_count = errors == count
+        plus[has_count] = _fewest(rng, int(has_count.sum()), n=n - count, risk=added, networks=side)
+        minus[has_count] = count - _fewest(rng, int(has_count.sum()), n=count, risk=1.0 - mended, networks=side)
     risk = reference_risk + (1.0 - reference_risk) * added - reference_risk * mended
     violated = _per_trial(lambda e, p, m: bound(e, p, m, n, math.log(side**2)), errors, plus, minus) < risk
     yield Violations("excess loss", "Gibbs", f"best of {side**2:,} networks, n = {n}, risk {risk:.3f}", violated)
@@ -332,11 +332,11 @@ def _certificates(
         upper = montecarlo.betting([0.0, 1.0], counts=[draws - k, k], delta=ledger.monte_carlo)
         return bounds.seeger(upper, n=n, kl=kls[kind], delta=ledger.pac_bayes)
 
-    where = f"{len(wrong):,} prunings of a {INPUTS}-{HIDDEN}-1 network, labels {NOISE:.0%} noise, n = {n}"
+    population = f"{len(wrong):,} prunings of a {INPUTS}-{HIDDEN}-1 network, labels {NOISE:.0%} noise, n = {n}"
     bound = _per_trial(lambda k, kind: certificate(k, kind, whole), errors, kind)
-    yield Violations("Seeger-Maurer at betting", "Gibbs", where, bound < q @ probability)
+    yield Violations("Seeger-Maurer at betting", "Gibbs", population, bound < q @ probability)
     # A tie counts as an error of the vote.
-    yield Violations("vote", "vote", where, _per_trial(bounds.vote, bound) < (q >= 0.5) @ probability)
+    yield Violations("vote", "vote", population, _per_trial(bounds.vote, bound) < (q >= 0.5) @ probability)
 
     x = rng.integers(2**INPUTS, size=(trials, inputs))
     disagreements = (wrong[draw(inputs)[0], 2 * x] != wrong[centre[:, None], 2 * x]).sum(axis=1)
@@ -346,7 +346,7 @@ def _certificates(
         return bounds.agreement(gibbs_bound, disagreements=disagreements, m=inputs, delta=less.unlabelled)
 
     bound = _per_trial(agreement, errors, kind, disagreements)
-    yield Violations("agreement", "thresholded", where, bound < wrong[centre] @ probability)
+    yield Violations("agreement", "thresholded", population, bound < wrong[centre] @ probability)
 
     mask, distance = (column[:, 0] for column in draw(1))
 
@@ -356,7 +356,7 @@ def _certificates(
         return bounds.disintegrated(k, n=n, log_ratio=ratio, delta=delta)
 
     bound = _per_trial(disintegrated, (counts * wrong[mask]).sum(axis=1), distance, kind)
-    yield Violations("disintegrated", "single draw", where, bound < wrong[mask] @ probability)
+    yield Violations("disintegrated", "single draw", population, bound < wrong[mask] @ probability)
 
     fitted = (counts / n @ wrong.T.astype(np.float64)).argmin(axis=1)
     for name, mask, fault in (
@@ -364,7 +364,7 @@ def _certificates(
         ("Clopper-Pearson, network saw the data", fitted, True),
     ):
         bound = _per_trial(lambda k: bounds.clopper_pearson(k, n=n, delta=delta), (counts * wrong[mask]).sum(axis=1))
-        yield Violations(name, "held-out", where, bound < wrong[mask] @ probability, fault)
+        yield Violations(name, "held-out", population, bound < wrong[mask] @ probability, fault)
 
 
 STUDIES = (_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real)

@@ -177,7 +177,7 @@ def duration(scale: str, usual: float) -> float:
 
 
 def largest_that_fits(
-    sizes: Sequence[int], measure: Callable[[int], Iterator[Finding]], device: torch.device, *, what: str
+    sizes: Sequence[int], measure: Callable[[int], Iterator[Finding]], device: torch.device, *, unit: str
 ) -> Iterator[Finding]:
     """The findings of the first size that fits into memory, after a sentence for each that does not."""
     for size, smaller in zip(sizes, (*sizes[1:], None), strict=True):
@@ -189,10 +189,10 @@ def largest_that_fits(
             yield from findings
             return
         # Outside the handler, the error no longer holds the tensors that did fit.
-        yield out_of_memory(f"{size:,} {what}", device, None if smaller is None else f"{smaller:,} {what}")
+        yield out_of_memory(f"{size:,} {unit}", device, None if smaller is None else f"{smaller:,} {unit}")
 
 
-def out_of_memory(what: str, device: torch.device, smaller: str | None) -> str:
+def out_of_memory(size: str, device: torch.device, smaller: str | None) -> str:
     """A sentence about a size that is too large for the device; frees the cached memory."""
     memory = "the memory"
     if device.type == "cuda":
@@ -200,7 +200,7 @@ def out_of_memory(what: str, device: torch.device, smaller: str | None) -> str:
         free, total = torch.cuda.mem_get_info(device)
         memory = f"the {free / 2**30:.1f} GiB that are free of {total / 2**30:.1f} GiB on {device_name(device)}"
     consequence = f"measured with {smaller}" if smaller else "not measured"
-    return f"{what} do not fit into {memory}; {consequence}: free the device of other programs, or pass --smoke."
+    return f"{size} do not fit into {memory}; {consequence}: free the device of other programs, or pass --smoke."
 
 
 def device_name(device: torch.device) -> str:

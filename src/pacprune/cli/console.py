@@ -61,5 +61,5 @@ def data_state(data_set: str, data_dir: Path | None) -> dict[str, Any]:
         detail = str(error)
     places = (folder / source.folder, folder)
     present = all(any((p / f).is_file() for p in places for f in (name, f"{name}.gz")) for name in source.contents)
-    where = str(folder / source.folder)
-    return {"name": data_set, "folder": where, "present": present, "usable": not detail, "detail": detail}
+    place = str(folder / source.folder)
+    return {"name": data_set, "folder": place, "present": present, "usable": not detail, "detail": detail}

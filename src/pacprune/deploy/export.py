@@ -281,7 +281,7 @@ class Packed(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         entry, slices = self._slices[self.tied[name]]
-        pieces = {part.partition(".")[0]: self._file.get_slice(part)[where] for part, where in slices.items()}
+        pieces = {part.partition(".")[0]: self._file.get_slice(part)[place] for part, place in slices.items()}
         if entry.kept is None:
             return pieces["rest"].reshape(entry.shape)
         keep = _unpack(pieces["mask"], math.prod(entry.shape))

@@ -152,8 +152,10 @@ def certify(folder: Path, *, delta: float, certified: int, device: str, out: Pat
     command, options = store.read_config(folder)
     result = store.result(folder)
     if not isinstance(options, Pruning):
-        where = folder / store.CERTIFICATE
-        raise ValueError(f"{folder} is a run of {command}, which has its certificate in {where}; verify that one")
+        certificate_folder = folder / store.CERTIFICATE
+        raise ValueError(
+            f"{folder} is a run of {command}, which has its certificate in {certificate_folder}; verify that one"
+        )
     if options.train_on != "prior":
         raise ValueError(
             f"the network in {folder} was trained on the bound set too (train_on is {options.train_on!r}), so nothing "

@@ -100,8 +100,8 @@ def _scalars(writer: Any, tag: str, row: dict[str, Any]) -> None:
 def _rows_so_far(folder: Path) -> Iterator[dict[str, Any]]:
     """The rows that the checkpoints of an unfinished run hold."""
     for path in _checkpoints(folder):
-        where = path.parent.relative_to(folder / store.CHECKPOINTS)
-        method = {} if where == Path() else {"method": str(where)}
+        subfolder = path.parent.relative_to(folder / store.CHECKPOINTS)
+        method = {} if subfolder == Path() else {"method": str(subfolder)}
         for history in json.loads(_content(path)["history"]):
             yield from ({**method, **row} for row in history)
 

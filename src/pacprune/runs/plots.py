@@ -275,8 +275,8 @@ def _certificate_table(folder: Path, result: dict[str, Any]) -> Table:
     entry = record["bounds"]["seeger"]["ledger"]
     delta = entry["pac_bayes"] / (entry["grid"] * entry["certified"])
     rows = []
-    for whose, key, name in (("posterior", "seeger", "posterior Q"), ("prior", "q_equals_p", "prior P (Q = P)")):
-        estimate = record["monte_carlo"][whose]
+    for distribution, key, name in (("posterior", "seeger", "posterior Q"), ("prior", "q_equals_p", "prior P (Q = P)")):
+        estimate = record["monte_carlo"][distribution]
         upper = estimate["risk_upper"]
         risk = min(estimate["risk"], upper)  # the plain mean is noisier than what the bound is made from
         free = min(total[key], bounds.seeger(upper, n=certificate.n, kl=0.0, delta=delta))

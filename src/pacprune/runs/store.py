@@ -16,11 +16,11 @@ from pacprune.types import History
 CHECKPOINTS, CERTIFICATE = "checkpoints", "certificate"
 
 
-def check_folder(folder: Path, what: str) -> None:
+def check_folder(folder: Path, content: str) -> None:
     """Refuses a folder that does not exist."""
     if not folder.is_dir():
         fault = "is not a folder" if folder.exists() else "does not exist"
-        raise ValueError(f"{folder} {fault}; name the folder of {what}")
+        raise ValueError(f"{folder} {fault}; name the folder of {content}")
 
 
 def claim(folder: Path, command: str, options: Any) -> dict[str, Any] | None:
