@@ -10,6 +10,7 @@ from pacprune._version import __version__ as __version__
 from pacprune.certification.audit import verify
 from pacprune.certification.certificate import Certificate
 from pacprune.certification.certify import certify, certify_held_out
+from pacprune.certification.commitment import Commitment, commit
 from pacprune.deploy import export, slim
 from pacprune.distributed import ranks
 from pacprune.masking import criteria as scores
@@ -37,6 +38,7 @@ __all__ = [
     "Budget",
     "Certificate",
     "Certified",
+    "Commitment",
     "Config",
     "Pruned",
     "SpikeSlab",
@@ -47,6 +49,7 @@ __all__ = [
     "bounds",
     "certify",
     "certify_held_out",
+    "commit",
     "data",
     "entropy",
     "error",

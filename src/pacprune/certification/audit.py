@@ -1,32 +1,31 @@
-"""Verification with the data at hand: the split replayed, deterministic networks counted again, draws replayed."""
+"""Verification with the data at hand: the split replayed, networks counted again, draws made again and made anew."""
 
 import copy
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pacprune import bounds, data, models
+from pacprune import bounds, data, models, philox
 from pacprune.bounds import Ledger, montecarlo
-from pacprune.certification import certify, decode, drawn_networks, rules
-from pacprune.certification.certificate import RECORD, Certificate
+from pacprune.certification import bounds_table, certify, decode, drawn_networks, rules
+from pacprune.certification import verify as arithmetic
+from pacprune.certification.certificate import RECORD, Certificate, rounded_up
 from pacprune.certification.drawn_networks import Counts
-from pacprune.certification.record import BoundEntry, Draws, PacBayesRecord
+from pacprune.certification.record import BoundEntry, PacBayesRecord
 from pacprune.certification.verify import Report
-from pacprune.certification.verify import verify as check_arithmetic
-from pacprune.data.splits import Split
+from pacprune.data.splits import Split, index_hash
 from pacprune.masking import weights
-from pacprune.masking.spikeslab import draw_masks, draw_weights
+from pacprune.masking.spikeslab import SpikeSlab, draw_masks, draw_weights
+from pacprune.training.evaluate import mistakes
 from pacprune.types import Progress
 
-AGAIN = 200
-"""How many of the issuer's own draws a replay makes again, from a place that it picks."""
 CONFIDENCE = 1e-6
-"""A replay refutes a certificate only at this level: a true one is called false once in a million replays."""
+"""Chance refutes a certificate only at this level: a true one is called false once in a million times."""
 
 
 def verify(
@@ -38,17 +37,18 @@ def verify(
     recount: bool = False,
     replay: bool = False,
     draws: int = 2000,
+    seals: tuple[str, ...] = (),
     seed: int | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Report:
     """Checks a certificate folder, by arithmetic alone or with the data at hand.
 
-    Level 1, always: all hashes, the KL and every bound, by the independent arithmetic of `verify.py`.
-    Level 2, with `recount`, a `split` or a `data_dir`: the split is replayed from its seed, and the errors of the
-    deterministic networks are counted again.
-    Level 3, with `replay`: fresh networks must not contradict what is stated, and some of the issuer's own draws are
-    made again.
+    Level 1, always: all hashes, the KL and every bound, by the independent arithmetic of `verify.py`. It shows that the
+    claim follows from the stated counts, and nothing about the network.
+    Level 2, with `recount`, a `split` or a `data_dir`: the split is replayed from its seed, the errors and the sparsity
+    of the fixed networks are counted again, and the test part must not refute the claim.
+    Level 3, with `replay`: the issuer's draws are made again, and so are fresh ones, which nobody could have foreseen.
 
     Args:
         folder: The folder that holds certificate.json.
@@ -56,63 +56,58 @@ def verify(
         model: The certified network, where it is not one of pacprune's own: a plain module, or a function that builds
             one.
         data_dir: Where the files of a data set lie; None for the usual place.
-        recount: Whether to check the split and the errors of the deterministic networks.
+        recount: Whether to check the split and the errors of the fixed networks.
         replay: Whether to draw networks as well.
-        draws: How many fresh networks a replay draws of each of P and Q.
-        seed: Seed of the fresh draws; None takes one that nobody can foresee.
+        draws: How many of the issuer's draws of each of P and Q are made again, at random, and how many fresh ones
+            beside them; as many as the certificate has, or more, make all of them again.
+        seals: Digests that the issuer published before; the certificate must have been made under them.
+        seed: Seed of what is drawn here; None takes one that nobody can foresee.
         device: Where networks are evaluated, such as "cpu" or "cuda".
         progress: Called as progress(stage, done, total, row) while networks are drawn.
 
     Returns:
-        A report: `valid` says whether the certificate holds, `failure` which rule does not, `checks` what was checked
-        and `trusted` what is taken on trust.
+        A report: `valid` says whether the certificate holds, `level` how far that was checked, `failure` which rule
+        does not hold, `checks` what was checked, `findings` what was computed beside it, and `trusted` what is taken on
+        trust.
 
     Raises:
         ValueError: If the folder cannot be read, or the data or the model does not fit.
 
     Example:
+        >>> history = pp.fit(model, split.prior, pp.Config(epochs=1, lr=0.1))
         >>> folder = pp.certify_held_out(model, split).save("network")
-        >>> pp.verify(folder).valid
-        True
-        >>> pp.verify(folder, split=split, model=model).valid
-        True
+        >>> pp.verify(folder).verdict
+        'VALID (level 1: the arithmetic follows from the stated counts)'
+        >>> pp.verify(folder, split=split, model=model).level
+        2
     """
     if seed is not None and not 0 <= seed < 2**63:
         raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {2**63 - 1}, or left out")
+    if draws < 1:
+        raise ValueError(f"draws is {draws}; at least 1 must be made again")
     if not Path(folder).is_dir():
         what = "is a file" if Path(folder).exists() else "does not exist"
         raise ValueError(f"{folder} {what}; name the folder that holds {RECORD}")
-    report = check_arithmetic(folder)
+    try:
+        contents = arithmetic.read(folder)  # once: every level looks at the same bytes
+    except arithmetic.Refused as refusal:
+        return Report(False, 1, (), str(refusal))
+    report = arithmetic.check(contents, seals)
     if not report.valid or not (recount or replay or split is not None or data_dir is not None):
         return report
-    cert = decode.load(folder)
-    try:
-        split = _replayed_split(cert, data_dir) if split is None else split
-        plain = _skeleton(cert, split, model).to(device)
-    except (KeyError, TypeError) as error:  # fields that the arithmetic does not need
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder} does not say which data to load ({what}); ask the issuer for it again") from error
+    cert = decode.certificate(contents)
+    split = _replayed_split(cert, data_dir) if split is None else split
+    plain = _skeleton(cert, split, model).to(device)
     audit = _Audit(cert, split, plain, draws, secrets.randbits(62) if seed is None else seed, progress)
+    level = 3 if replay and cert.record["kind"] == "pac-bayes" else 2
     checks = list(report.checks)
-    for sentence, check in audit.checks(replay=replay):
-        failure = check()
+    for sentence, find_failure in audit.checks(replay=replay):
+        failure = find_failure()
         if failure:
-            return replace(report, valid=False, failure=failure, checks=tuple(checks))
+            return Report(False, level, tuple(checks), failure)
         checks.append(sentence)
-    return replace(report, checks=tuple(checks), trusted=_still_trusted(report, cert, split, replay=replay))
-
-
-def _still_trusted(report: Report, cert: Certificate, split: Split, *, replay: bool) -> tuple[str, ...]:
-    """What is still taken on trust by somebody who has the data."""
-    lines = [line for line in report.trusted if line.startswith("the order")]
-    if cert.record["kind"] == "pac-bayes" and not replay:
-        lines.append(
-            "the draws: the errors of every one and the disagreements, which a replay compares with fresh ones"
-        )
-    lines.append("the model: that these tensors are the network in use")
-    if split.declared:
-        lines.append("the split: that it is random, as declared by the issuer")
-    return tuple(lines)
+    trusted = arithmetic.trusted(contents.record, level)
+    return replace(report, level=level, checks=tuple(checks), findings=tuple(audit.findings), trusted=trusted)
 
 
 # --- The data and the network, made again.
@@ -173,21 +168,19 @@ class _Audit:
     draws: int
     seed: int
     progress: Progress | None
+    findings: list[str] = field(default_factory=list)
 
     def checks(self, *, replay: bool) -> Iterator[tuple[str, Callable[[], str | None]]]:
         """Every check, with the sentence that says what holds when it passes."""
-        yield "the split: data files, index lists, disjoint parts, standardisation from S_P", self.split_failure
-        networks = "errors of the deterministic networks"
-        if self.cert.record["kind"] == "held-out":
-            yield networks, self.recount_failure
-            return
-        yield f"{networks}, and that the single one is the draw of its seed", self.recount_failure
-        if replay:
-            yield (
-                f"fresh draws (seed {self.seed}) contradict neither risks nor disagreements, and the issuer's own "
-                "draws come out again",
-                self.replay_failure,
-            )
+        yield "the split: data files, index lists, disjoint parts, copies, standardisation from S_P", self.split_failure
+        random = self.cert.record["kind"] == "pac-bayes"
+        single = ", and that the single one is the draw of its seed" if random else ""
+        yield f"errors and sparsity of the fixed networks{single}", self.recount_failure
+        if len(self.split.test):
+            yield f"{len(self.split.test):,} test examples do not refute the claim", self.test_failure
+        if replay and random:
+            yield f"the issuer's draws come out again (picked by the seed {self.seed})", self.repeat_failure
+            yield f"fresh draws (seed {self.seed}) contradict neither risks nor disagreements", self.fresh_failure
 
     # --- Level 2.
 
@@ -207,18 +200,20 @@ class _Audit:
         record, split = self.cert.record, self.split
         stated, constants = record["split"], record["standardisation"]
         yield "files", record["data"]["files"], dict(split.files)
+        yield "number of classes", record["data"]["classes"], split.classes
         yield "seed", stated["seed"], split.seed
         yield "prior_fraction", stated["prior_fraction"], split.prior_fraction
         yield "declared", stated["declared"], split.declared
         for part in (split.prior, split.bound, split.unlabelled):
             yield f"size of {part.name}", stated["sizes"][part.name], len(part)
-            yield f"indices of {part.name}", stated["indices"][part.name], certify.index_hash(part)
+            yield f"indices of {part.name}", stated["indices"][part.name], index_hash(part)
             yield f"content of {part.name}", stated["parts"][part.name], part.hash
         yield "standardisation", [constants["mean"], constants["std"]], [list(split.mean), list(split.std)]
         yield "duplicates", stated["duplicates"], split.duplicates
+        yield "repeats", stated["repeats"], split.repeats
 
     def recount_failure(self) -> str | None:
-        """The first deterministic network that is not what it should be, or that errs otherwise than stated."""
+        """The first fixed network that is not what it should be, or that errs otherwise than stated."""
         try:
             rules.refuse_batch_statistics(self.plain)
         except ValueError as error:
@@ -233,7 +228,7 @@ class _Audit:
                 f"in {list(prunable)}"
             )
         failure = self._single_draw_failure(record) if record["kind"] == "pac-bayes" else None
-        return failure or self._errors_failure()
+        return failure or self._sparsity_failure() or self._errors_failure()
 
     def _single_draw_failure(self, record: PacBayesRecord) -> str | None:
         """Whether mask or weights of the single network are another draw than that of its seed."""
@@ -249,16 +244,45 @@ class _Audit:
                 return f"recount: the single draw network is not the draw of its seed (another {name})"
         return None
 
-    def _errors_failure(self) -> str | None:
-        """The first deterministic network whose errors are not as stated."""
-        for what, network, stated in self._networks():
-            errors = int(drawn_networks.errors(self.plain, dict(network), self.split.bound).sum())
-            if errors != stated and not self._still_holds(what, errors, stated):
-                return f"recount: the {what.replace('_', ' ')} network makes {errors} errors, not {stated} as stated"
+    def _sparsity_failure(self) -> str | None:
+        """The first fixed network that has fewer zeros, or more, than stated."""
+        record, total = self.cert.record, self.cert.record["total"]
+        for what, network, _ in self._networks():
+            if record["kind"] == "held-out":
+                stated, tensors = record["sparsity"], dict(weights.prunable(self.plain))
+            elif what == "reference":  # whose sparsity no field states
+                continue
+            else:
+                stated, tensors = record[what]["sparsity"], network
+            counted = sum(int((w == 0).sum()) for w in tensors.values()) / total
+            if abs(counted - stated) > 1e-9:
+                return f"recount: the {what.replace('_', ' ')} network has sparsity {counted}, not {stated} as stated"
         return None
 
+    def _errors_failure(self) -> str | None:
+        """The first fixed network whose errors are not as stated, but for answers that rounding can turn."""
+        for what, network, stated in self._networks():
+            errors = int(drawn_networks.errors(self.plain, dict(network), self.split.bound).sum())
+            if errors == stated:
+                continue
+            close = self._close_calls(network, self.split.bound.x)
+            if abs(errors - stated) > close:
+                return (
+                    f"recount: the {what.replace('_', ' ')} network makes {errors} errors, not {stated} as stated "
+                    f"({close} of its answers could be turned by rounding)"
+                )
+        return None
+
+    def _close_calls(self, network: Mapping[str, Tensor], x: Tensor) -> int:
+        """How many answers of a fixed network another machine may give otherwise."""
+        device = next(self.plain.parameters()).device
+        tensors = {name: w.to(device) for name, w in network.items()}
+        return sum(
+            int(drawn_networks.close_calls(self.plain, tensors, part.to(device)).sum()) for part in x.split(1000)
+        )
+
     def _networks(self) -> Iterator[tuple[str, Mapping[str, Tensor], int]]:
-        """Every deterministic network by the field that describes it: its weights, and the errors that are stated."""
+        """Every fixed network by the field that describes it: its weights, and the errors that are stated."""
         record, tensors = self.cert.record, self.cert.tensors
         if record["kind"] == "held-out":
             yield "reference", {}, record["reference"]["errors"]
@@ -272,62 +296,147 @@ class _Audit:
         yield "single_draw", single, record["single_draw"]["errors"]
         yield "thresholded", fixed, record["thresholded"]["errors"]
 
-    def _still_holds(self, what: str, errors: int, stated: int) -> bool:
-        """Whether the bound stated for a network also covers another count (another machine may round otherwise)."""
-        record, n = self.cert.record, self.cert.n
-        entry = record["bounds"].get("held_out" if what == "reference" else what)
-        if entry is None or abs(errors - stated) > max(2, n // 1000):
-            return False
-        delta = _ledger(entry).delta_each
-        if what == "reference":
-            return bounds.clopper_pearson(errors, n=n, delta=delta) <= entry["bound"] + 1e-4
-        if what == "single_draw":
-            ratio = self.cert.pac_bayes["single_draw"]["log_ratio"]
-            return bounds.disintegrated(errors, n=n, log_ratio=ratio, delta=delta) <= entry["bound"] + 1e-4
-        return True  # no bound rests on the errors of the thresholded network
+    def test_failure(self) -> str | None:
+        """The first bound that the errors on the test part refute at CONFIDENCE."""
+        for what, stated, errors, size in self._test_errors():
+            lower = 1 - bounds.clopper_pearson(size - errors, n=size, delta=CONFIDENCE)
+            if lower > stated:
+                return (
+                    f"refuted by the test set: {what} errs on {errors} of {size} test examples, so on {lower:.4f} or "
+                    f"more of new ones, but at most {rounded_up(stated)} is stated"
+                )
+        return None
+
+    def _test_errors(self) -> Iterator[tuple[str, float, int, int]]:
+        """Each bound about something that can be tried: what it is, the bound, and its errors of so many examples."""
+        record, test = self.cert.record, self.split.test
+        stated = {name: entry["bound"] for name, entry in record["bounds"].items()}
+        about = {"reference": "held_out", "single_draw": "single_draw", "thresholded": "thresholded"}
+        for what, network, _ in self._networks():
+            if about[what] in stated:
+                errors = int(drawn_networks.errors(self.plain, dict(network), test).sum())
+                self.findings.append(f"test error of the {what.replace('_', ' ')} network: {errors / len(test):.4f}")
+                yield f"the {what.replace('_', ' ')} network", stated[about[what]], errors, len(test)
+        if record["kind"] == "held-out":
+            return
+        size = min(len(test), self.draws)
+        some = test.subset(philox.permutation(len(test), seed=self.seed % 2**32)[:size])
+        posterior, errors = decode.distribution(self.cert, "posterior", self.plain), 0
+        labels = some.y.to(next(self.plain.parameters()).device)
+        for steps, _, drawn in drawn_networks.one_draw_each(self.plain, posterior, some.x, seed=self.seed):
+            errors += int(mistakes(drawn, labels[steps]).sum())
+        self.findings.append(
+            f"test error of networks drawn from Q, one for each of {size:,} examples: {errors / size:.4f}"
+        )
+        yield "a network drawn from Q", record["claim"]["bound"], errors, size
 
     # --- Level 3.
 
-    def replay_failure(self) -> str | None:
-        """The first stated number that fresh draws contradict, or the issuer's draws when they do not come out again.
-
-        The seed is named: with it, anyone finds the same.
-        """
-        prior = decode.distribution(self.cert, "prior", self.plain)
-        reference = drawn_networks.errors(self.plain, drawn_networks.thresholded(prior), self.split.bound)
-        stated = self.cert.pac_bayes["monte_carlo"]
-        failure = (
-            self._draws_failure("posterior", stated["posterior"], reference)
-            or self._draws_failure("prior", stated["prior"], reference)
-            or self._disagreements_failure()
+    def repeat_failure(self) -> str | None:
+        """The issuer's draws that do not come out again, but for answers that rounding can turn."""
+        return (
+            self._repeated_failure("posterior")
+            or self._repeated_failure("prior")
+            or self._repeated_disagreements_failure()
         )
+
+    def _repeated_failure(self, whose: str) -> str | None:
+        """The first of the issuer's draws of P or Q, among those that are made again, that errs otherwise."""
+        stated, slab = self.cert.pac_bayes["monte_carlo"][whose], self._distribution(whose)
+        issued = decode.counts(self.cert, whose)
+        picked = philox.permutation(len(issued), seed=self.seed % 2**32)[: self.draws].sort().values
+        batch, seed = issued.batch, stated["seed"]
+        count = drawn_networks.draw_counter(self.plain, slab, self.split.bound, self._reference, seed=seed, batch=batch)
+        table = torch.stack([issued.wrong, issued.plus, issued.minus], dim=1).long()
+        repeated = []
+        for steps in picked.split(drawn_networks.chunk_size(slab, self._device)):
+            rows = count(steps.to(self._device))
+            repeated.append(rows)
+            differs = (rows != table[steps]).any(1)
+            for step, row in zip(steps[differs].tolist(), rows[differs], strict=True):
+                close = self._close_draw(slab, seed, batch, step)
+                if int((row - table[step]).abs().max()) > close:
+                    return (
+                        f"replay: draw {step} of the {whose} makes {int(row[0])} errors on its {batch} examples, not "
+                        f"{int(table[step, 0])} as stated ({close} of its answers could be turned by rounding)"
+                    )
+            if self.progress:
+                done = sum(len(part) for part in repeated)
+                self.progress(f"replay {whose}", done, len(picked), {})
+        self._add_repeated(whose, issued, picked, torch.cat(repeated))
+        return None
+
+    def _add_repeated(self, whose: str, issued: Counts, picked: Tensor, rows: Tensor) -> None:
+        """Says how many draws were made again, and which bound follows from all of them, or who would escape."""
+        kind = "Q" if whose == "posterior" else "P"
+        if len(picked) < len(issued):
+            escape = (1 - len(picked) / len(issued)) ** 100
+            self.findings.append(
+                f"{len(picked):,} of the {len(issued):,} draws of {kind} made again: whoever changed 100 of them would "
+                f"escape with probability {escape:.2g}; --draws {len(issued)} makes all"
+            )
+            return
+        if whose == "posterior":
+            counts = Counts(issued.batch, *rows.int().unbind(1))
+            self.findings.append(
+                f"all {len(issued):,} draws of {kind} made again: at most {rounded_up(self._bound_from(counts))}"
+            )
+        else:
+            self.findings.append(f"all {len(issued):,} draws of {kind} made again")
+
+    def _close_draw(self, slab: SpikeSlab, seed: int, batch: int, step: int) -> int:
+        """How many answers of one draw on its minibatch another machine may give otherwise."""
+        steps = torch.tensor([step], device=self._device)
+        part = self.split.bound
+        index = drawn_networks.minibatches(len(part), batch, seed=seed, steps=steps, device=self._device)[0].cpu()
+        network = draw_weights(slab, seed=seed, step=step)
+        return int(drawn_networks.close_calls(self.plain, network, part.x[index].to(self._device)).sum())
+
+    def _repeated_disagreements_failure(self) -> str | None:
+        """Whether the issuer's draws disagree with the thresholded network on other inputs than stated."""
+        stated = self.cert.pac_bayes["thresholded"]
+        if not stated["inputs"]:
+            return None
+        posterior, x = self._distribution("posterior"), self.split.unlabelled.x
+        network = drawn_networks.thresholded(posterior)
+        differs = drawn_networks.disagreements(self.plain, posterior, network, x, seed=stated["seed"])
+        counted = int(differs.sum())
+        if counted == stated["disagreements"]:
+            return None
+        close = self._close_calls(network, x)
+        for steps, inputs, _ in drawn_networks.one_draw_each(self.plain, posterior, x, seed=stated["seed"]):
+            drawn = draw_weights(posterior, seed=stated["seed"], step=steps)
+            close += int(drawn_networks.close_calls(self.plain, drawn, inputs[:, None]).sum())
+        if abs(counted - stated["disagreements"]) > close:
+            return (
+                f"replay: the draws disagree with the thresholded network on {counted} of {stated['inputs']} inputs, "
+                f"not on {stated['disagreements']} as stated ({close} answers could be turned by rounding)"
+            )
+        return None
+
+    def fresh_failure(self) -> str | None:
+        """The first stated number that fresh draws contradict. The seed is named: with it, anyone finds the same."""
+        failure = self._risk_failure("posterior") or self._risk_failure("prior") or self._fresh_disagreements_failure()
         return failure and f"{failure} (seed {self.seed})"
 
-    def _draws_failure(self, whose: str, stated: Draws, reference: Tensor) -> str | None:
-        """What fresh draws of P or Q contradict, or which of the issuer's own do not come out again."""
+    def _risk_failure(self, whose: str) -> str | None:
+        """The first share of errors that lies elsewhere, with high confidence, than the issuer's draws say."""
+        stated = self.cert.pac_bayes["monte_carlo"][whose]
         if self.seed == stated["seed"]:
             raise ValueError(f"seed {self.seed} is the certificate's own; replay with another one")
-        return self._risk_failure(whose, stated, reference) or self._repeated_failure(whose, stated, reference)
-
-    def _counts(self, whose: str, reference: Tensor, **options: Any) -> Counts:
-        slab = decode.distribution(self.cert, whose, self.plain)
-        return drawn_networks.monte_carlo(self.plain, slab, self.split.bound, reference, **options)
-
-    def _risk_failure(self, whose: str, stated: Draws, reference: Tensor) -> str | None:
-        """The first share of errors that lies elsewhere, with high confidence, than the issuer's draws say."""
-        fresh = self._counts(
-            whose,
-            reference,
+        fresh = drawn_networks.monte_carlo(
+            self.plain,
+            self._distribution(whose),
+            self.split.bound,
+            self._reference,
             seed=self.seed,
             batch=min(certify.BATCH, len(self.split.bound)),
             draws=self.draws,
-            stage=f"replay {whose}",
+            stage=f"fresh draws of {whose}",
             progress=self.progress,
         )
-        issued, delta = (
-            decode.counts(self.cert, whose),
-            _ledger(self.cert.record["bounds"]["excess"]).monte_carlo_each / 2,
-        )
+        issued = decode.counts(self.cert, whose)
+        delta = _ledger(self.cert.record["bounds"]["excess"]).monte_carlo_each / 2
         for what, lower, upper in (
             ("risk", _lower(fresh.wrong, fresh, CONFIDENCE), stated["risk_upper"]),
             ("share of new errors", _lower(fresh.plus, fresh, CONFIDENCE), _upper(issued.plus, issued, delta)),
@@ -335,38 +444,55 @@ class _Audit:
         ):
             if lower > upper:
                 return f"replay: the {whose}'s {what} is not as stated: {lower:.4f} or more, and {upper:.4f} or less"
+        if whose == "posterior":
+            self.findings.append(
+                f"by {len(fresh):,} fresh draws of your own, at most {rounded_up(self._bound_from(fresh))}; the claim, "
+                f"by {stated['draws']:,} draws of the issuer, is {rounded_up(self.cert.bound)}"
+            )
         return None
 
-    def _repeated_failure(self, whose: str, stated: Draws, reference: Tensor) -> str | None:
-        """Whether some of the issuer's own draws, made again, err otherwise."""
-        issued, first = decode.counts(self.cert, whose), self.seed % max(1, stated["draws"] - AGAIN)
-        repeated = self._counts(
-            whose,
-            reference,
-            seed=stated["seed"],
-            batch=issued.batch,
-            draws=min(AGAIN, stated["draws"]),
-            first=first,
-        )
-        end = first + len(repeated)
-        different = int((repeated.wrong - issued.wrong[first:end]).abs().sum())
-        if different > 2 + len(repeated) * repeated.batch // 100:  # another machine may round a few to the other side
-            return f"replay: draws {first} to {end - 1} of the {whose} err otherwise on {different} examples"
-        return None
-
-    def _disagreements_failure(self) -> str | None:
+    def _fresh_disagreements_failure(self) -> str | None:
         """Whether Q disagrees with the thresholded network on more inputs than stated."""
         record, inputs = self.cert.pac_bayes, len(self.split.unlabelled)
         if not record["thresholded"]["inputs"]:
             return None
-        posterior = decode.distribution(self.cert, "posterior", self.plain)
+        posterior = self._distribution("posterior")
         network = drawn_networks.thresholded(posterior)
-        counted = drawn_networks.disagreements(self.plain, posterior, network, self.split.unlabelled.x, seed=self.seed)
-        stated, delta = record["thresholded"]["disagreements"], _ledger(record["bounds"]["thresholded"]).unlabelled_each
+        differs = drawn_networks.disagreements(self.plain, posterior, network, self.split.unlabelled.x, seed=self.seed)
+        counted, stated = int(differs.sum()), record["thresholded"]["disagreements"]
+        delta = _ledger(record["bounds"]["thresholded"]).unlabelled_each
         lower = 1 - bounds.clopper_pearson(inputs - counted, n=inputs, delta=CONFIDENCE)
         if lower > bounds.clopper_pearson(stated, n=inputs, delta=delta):
             return f"replay: Q disagrees with the thresholded network on {counted} of {inputs} inputs, not on {stated}"
         return None
+
+    def _bound_from(self, counts: Counts) -> float:
+        """The claimed bound, had the issuer made these draws of Q."""
+        record = self.cert.pac_bayes
+        ledger = _ledger(record["bounds"]["seeger"])
+        summary = bounds_table.summarise(
+            counts,
+            record["reference"]["errors"] / record["n"],
+            delta=ledger.monte_carlo_each,
+            method=record["monte_carlo"]["method"],
+            seed=self.seed,
+        )
+        evidence: Any = {**record, "monte_carlo": {**record["monte_carlo"], "posterior": summary}}
+        shares = {"delta": ledger.delta, "grid": ledger.grid, "certified": ledger.certified}
+        return bounds_table.all_bounds(evidence, counts, **shares)[record["claim"]["family"]]["bound"]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.plain.parameters()).device
+
+    @property
+    def _reference(self) -> Tensor:
+        """Which bound examples the reference network gets wrong."""
+        network = drawn_networks.thresholded(self._distribution("prior"))
+        return drawn_networks.errors(self.plain, network, self.split.bound)
+
+    def _distribution(self, whose: str) -> SpikeSlab:
+        return decode.distribution(self.cert, whose, self.plain)
 
 
 def _ledger(entry: BoundEntry) -> Ledger:

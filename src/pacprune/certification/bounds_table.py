@@ -78,6 +78,13 @@ class Bound:
     """Whether a certificate may claim it: a bound on the error of a network drawn from Q."""
     needs_unlabelled: bool = False
     """Whether it rests on unlabelled inputs, and is left out without them."""
+    needs_fresh: bool = False
+    """Whether it is left out when something was evaluated on the bound set before Q was trained."""
+
+    def is_stated(self, evidence: Evidence) -> bool:
+        """Whether the evidence allows it."""
+        has_inputs, is_fresh = evidence["thresholded"]["inputs"] > 0, evidence["single_draw"]["fresh"]
+        return (has_inputs or not self.needs_unlabelled) and (is_fresh or not self.needs_fresh)
 
     def ledger(self, delta: float, *, grid: int = 1, certified: int = 1) -> Ledger:
         """How this bound spends delta, divided by the number of certificates to choose among."""
@@ -155,7 +162,7 @@ BOUNDS = {
     ),
     "q_equals_p": Bound("Gibbs of the prior, Q = P", _q_equals_p),
     "vote": Bound("majority vote, twice the Gibbs bound", _vote),
-    "single_draw": Bound("one drawn sparse network, disintegrated", _single_draw, shares=_NO_DRAWS),
+    "single_draw": Bound("one drawn sparse network, disintegrated", _single_draw, shares=_NO_DRAWS, needs_fresh=True),
     "thresholded": Bound(
         "thresholded network, by agreement with Q",
         _thresholded,
@@ -177,7 +184,7 @@ def all_bounds(
     entries: dict[str, BoundEntry] = {}
     # In the file, what rests on unlabelled inputs comes last.
     for name, bound in sorted(BOUNDS.items(), key=lambda row: row[1].needs_unlabelled):
-        if evidence["thresholded"]["inputs"] or not bound.needs_unlabelled:
+        if bound.is_stated(evidence):
             ledger = bound.ledger(delta, grid=grid, certified=certified)
             entries[name] = {"bound": bound.value(evidence, counts, ledger), "ledger": ledger.as_dict()}
     return entries

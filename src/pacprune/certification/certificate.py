@@ -16,6 +16,7 @@ from torch import Tensor
 from pacprune.bounds import Ledger
 from pacprune.certification.bounds_table import BOUNDS
 from pacprune.certification.record import PacBayesRecord, Record
+from pacprune.certification.tries import Tries
 from pacprune.files import write_atomically
 
 RECORD, PACKED = "certificate.json", "packed.safetensors"
@@ -31,8 +32,11 @@ class Certificate:
     Args:
         record: What certificate.json holds; every field is described in certification/record.py.
         tensors: The files beside it: tensors by name, by file name.
+        tries: How many certificates there were on the same examples; it is printed, and not saved. None for a
+            certificate that was read from a folder.
 
     Example:
+        >>> history = pp.fit(model, split.prior, pp.Config(epochs=1, lr=0.1))
         >>> certificate = pp.certify_held_out(model, split)
         >>> folder = certificate.save("network")
         >>> pp.verify(folder).valid
@@ -41,6 +45,7 @@ class Certificate:
 
     record: Record
     tensors: Mapping[str, Mapping[str, Tensor]]
+    tries: Tries | None = None
 
     @property
     def bound(self) -> float:
@@ -123,7 +128,19 @@ class Certificate:
     def _held_out_text(self) -> str:
         ledger, errors = self.ledger, self.record["reference"]["errors"]
         choice = f", divided by {ledger.certified} for a choice among {ledger.certified} networks"
-        return f"{self.statement}\n\n   {errors} errors; delta {ledger.delta:g}{choice if ledger.certified > 1 else ''}"
+        lines = [f"{errors} errors; delta {ledger.delta:g}{choice if ledger.certified > 1 else ''}", *self._remarks()]
+        return "\n".join([self.statement, "", *(f"   {line}" for line in lines)])
+
+    def _remarks(self) -> list[str]:
+        """What a reader should know of the examples and of other certificates on them."""
+        split, lines = self.record["split"], []
+        if split["duplicates"]:
+            lines.append(
+                f"{split['duplicates']} of the {self.n:,} bound examples also occur in the prior part: they are not new"
+            )
+        if split["repeats"]:
+            lines.append(f"{split['repeats']} of the {self.n:,} bound examples are copies of others")
+        return lines if self.tries is None else [*lines, str(self.tries)]
 
     def _pac_bayes_text(self, record: PacBayesRecord) -> str:
         lines = [self.statement, ""]
@@ -138,17 +155,8 @@ class Certificate:
             f"(Chernoff: {rounded_up(record['monte_carlo']['posterior']['chernoff'])}); "
             f"KL {self.kl:.3f} nats; n = {self.n:,}",
             f"   {self.ledger}",
+            *(f"   {line}" for line in self._remarks()),
         ]
-        if record["split"]["duplicates"]:
-            lines.append(
-                f"   {record['split']['duplicates']} of the {self.n:,} bound examples also occur, to the byte, "
-                "in the prior part: they are not new to P"
-            )
-        if record["certify_calls"] > 1:
-            lines.append(
-                f"   certified {record['certify_calls']} times against this prior: if you choose among these, "
-                "each must pay for the choice (certified=)"
-            )
         return "\n".join(lines)
 
     def save(self, folder: str | Path, *, packed: bool = False) -> Path:

@@ -2,12 +2,10 @@
 
 import copy
 import hashlib
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,48 +14,40 @@ from torch import Tensor, nn
 from pacprune import bounds
 from pacprune._version import __version__
 from pacprune.bounds import Ledger
-from pacprune.certification import bounds_table, drawn_networks, rules
+from pacprune.certification import bounds_table, drawn_networks, rules, tries
 from pacprune.certification.bounds_table import BOUNDS, RISK_BOUNDS
 from pacprune.certification.certificate import Certificate, percent, rounded_down, rounded_up
+from pacprune.certification.commitment import Commitment, plan_of, split_hashes
 from pacprune.certification.drawn_networks import Counts
 from pacprune.certification.record import (
     FORMAT,
     VERSION,
     BoundEntry,
+    CommitmentRecord,
     Conclusion,
     Draws,
     Evaluation,
     Evidence,
     HeldOutRecord,
     PacBayesRecord,
+    Plan,
     Provenance,
     SingleDraw,
     Thresholded,
 )
-from pacprune.data.splits import Part, Split, check_split
+from pacprune.certification.tries import Tries
+from pacprune.certification.verify import assumptions, digest
+from pacprune.data import trace
+from pacprune.data.splits import Split, check_split
 from pacprune.distributed import ranks
-from pacprune.files import write_atomically
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab, draw_masks, draw_weights, kl_per_layer, log_ratio
-from pacprune.training.posterior import flat, refuse_if_touched
+from pacprune.training.posterior import flat, touched
 from pacprune.types import Progress
 
 BATCH = 25
 """Bound examples per Monte-Carlo draw: at equal cost, many small batches give a tighter bound than few large ones."""
 EVALUATION: Evaluation = {"mode": "eval", "dtype": "float32", "autocast": False, "tf32": False, "augmentation": False}
-ASSUMPTIONS = (
-    "bound examples and new data are independent draws from one distribution, with labels as noisy as these",
-    "the split was made as described, before anything was trained",
-    "P was written before the bound set was used to train Q (the hash shows which P, not when)",
-    "the prior was shaped without the bound examples; what pacprune did not train or score is the issuer's word",
-    "bound family, Monte-Carlo method and number of draws were declared before the bound examples were looked at",
-    "no prior was tried on these bound examples beyond those counted in the ledger",
-)
-HELD_OUT_ASSUMPTIONS = (
-    *ASSUMPTIONS[:2],
-    "the network was trained without the bound examples; what pacprune did not train is the issuer's word",
-    "no network was tried on these bound examples beyond those counted in the ledger",
-)
 
 
 def certify(
@@ -74,14 +64,19 @@ def certify(
     tolerance: float | None = None,
     draws: int = 20_000,
     name: str | None = None,
+    declare: str | None = None,
+    commitment: Commitment | None = None,
+    beacon: str | None = None,
     progress: Progress | None = None,
 ) -> Certificate:
     """Certifies the model's present distribution Q against P on split.bound, or refuses with the reason.
 
-    It refuses when P saw the bound set. It refuses without a receipt of `fit_posterior`, which shows that this P was
-    written before this bound set was read. It refuses when anything outside Q moved.
-    All seeds follow from the hashes of P and Q: certifying twice gives the same certificate. Under torchrun all ranks
-    call it; they share the draws, and get one certificate.
+    It refuses when P saw the bound set, or something that pacprune cannot trace. It refuses without a receipt of
+    `fit_posterior`, which shows that this P was written before this bound set was read. It refuses when anything
+    outside Q moved.
+    All seeds follow from the hashes of P and Q, or from a commitment: certifying twice gives the same certificate.
+    Every certificate on a pool of examples is counted, and the count is printed with it (see certification/tries.py).
+    Under torchrun all ranks call it; they share the draws, and get one certificate.
 
     Args:
         model: A model with stochastic masks, trained by `fit_posterior`; its present gates and means are Q.
@@ -99,6 +94,11 @@ def certify(
             is more, since n examples cannot tell finer.
         draws: The most networks to draw of each of P and Q.
         name: Which of pacprune's models it is ("mlp"), so that verifiers can build it; None for a model of one's own.
+        declare: What shaped the prior, where pacprune cannot trace it to split.prior: the end of a sentence that begins
+            with "The issuer states that". It stands in the certificate's own sentence.
+        commitment: What `pp.commit` sealed before Q was trained, with Q sealed by its `sealed`; the settings here must
+            be those of its plan.
+        beacon: Under a commitment: randomness that is younger than its second seal, such as a public round's value.
         progress: Called as progress(stage, done, total, row) while networks are drawn.
 
     Returns:
@@ -116,65 +116,36 @@ def certify(
         >>> certificate.risk < certificate.bound <= 1
         True
     """
-    rules.check_declared(family, method, expected_risk)
     check_split(split)
-    tolerance = max(1e-3, 0.1 / math.sqrt(len(split.bound))) if tolerance is None else tolerance
+    plan = plan_of(
+        split,
+        delta=delta,
+        family=family,
+        expected_risk=expected_risk,
+        grid=grid,
+        certified=certified,
+        method=method,
+        tolerance=tolerance,
+        draws=draws,
+    )
+    declaration = rules.checked_declaration(declare)
     posterior = attachment.read(model)
-    receipt = _refuse_broken_rules(model, prior, posterior, split, grid)
-    ledger = BOUNDS["seeger"].ledger(delta, grid=grid, certified=certified)
-    candidate = _candidate(model, prior, posterior, split)
-    step = _MonteCarlo(candidate, ledger, method, tolerance, draws, progress)
-    of_q, q_counts = step.sample(posterior, "posterior draws")
-    of_p, p_counts = step.sample(prior, "prior draws")
-    divergences = _rounded_up_kl(posterior, prior)
-    single_draw, single_network, single_mask = _single_draw(candidate)
-    thresholded, fixed_network = _thresholded(candidate)
-    n, sparsity, hashes = len(split.bound), posterior.sparsity, candidate.hashes
-    calls = ranks.on_rank0(lambda: _count_calls(Path(receipt["written"]), hashes["prior"]))
-    evidence: Evidence = {
-        "format": FORMAT,
-        "version": VERSION,
-        "kind": "pac-bayes",
-        "model": name,
-        "n": n,
-        "kl": math.nextafter(math.fsum(divergences.values()), math.inf),
-        "kl_per_tensor": divergences,
-        "sparsity": sparsity,
-        "total": posterior.total,
-        "monte_carlo": {
-            "method": method,
-            "tolerance": tolerance,
-            "batch": step.batch,
-            "posterior": of_q,
-            "prior": of_p,
-        },
-        "catoni_c": _catoni_constant(expected_risk, n=n, delta=ledger.pac_bayes_each),
-        "reference": {"errors": step.reference_errors},
-        "single_draw": single_draw,
-        "thresholded": thresholded,
-        "examples_seen": len(prior.seen),
-        "certify_calls": max(calls, rules.remember(split, hashes["prior"], hashes["posterior"])),
-    }
-    rules.remember(split, "prior", hashes["prior"])
-    entries = bounds_table.all_bounds(evidence, q_counts, delta=delta, grid=grid, certified=certified)
-    chance = f"the {n:,} bound examples and of the {len(q_counts):,} sampled networks"
-    network = f"a network drawn from Q (expected sparsity {rounded_down(sparsity)})"
-    record: PacBayesRecord = {
-        **evidence,
-        **_conclusion(entries, family, delta, chance, network),
-        **_provenance(split, hashes, ASSUMPTIONS),
-    }
-    tensors = {
-        "distributions.safetensors": _distribution_tensors(prior, posterior),
-        "draws.safetensors": _draw_tensors(q_counts, p_counts, single_mask),
-        "single_draw.safetensors": {**single_network, **prior.rest},
-        "thresholded.safetensors": {**fixed_network, **prior.rest},
-    }
-    return Certificate(record, tensors)
+    _refuse_broken_rules(model, prior, posterior, split, declaration)
+    sealed = _sealed(commitment, beacon, plan, prior, posterior, split)
+    candidate = _candidate(model, prior, posterior, split, sealed)
+    evidence, tensors, q_counts = _evidence(candidate, plan, _is_fresh(model, split), name, progress)
+    certificate = Certificate(_record(evidence, q_counts, candidate, plan, declaration), tensors)
+    return replace(certificate, tries=_tries(certificate, split, q_counts))
 
 
 def certify_held_out(
-    model: nn.Module, split: Split, *, delta: float = 0.05, certified: int = 1, name: str | None = None
+    model: nn.Module,
+    split: Split,
+    *,
+    delta: float = 0.05,
+    certified: int = 1,
+    name: str | None = None,
+    declare: str | None = None,
 ) -> Certificate:
     """Certifies a deterministic network that never saw split.bound, by Clopper and Pearson's bound.
 
@@ -186,6 +157,8 @@ def certify_held_out(
         delta: Probability with which the certificate may fail, such as 0.05.
         certified: How many networks this one may be chosen among; delta is divided by it.
         name: Which of pacprune's models it is ("mlp"), so that verifiers can build it; None for a model of one's own.
+        declare: What shaped the network, where pacprune cannot trace it to split.prior: the end of a sentence that
+            begins with "The issuer states that". It stands in the certificate's own sentence.
 
     Returns:
         The certificate, with the network in it.
@@ -199,18 +172,18 @@ def certify_held_out(
         >>> pp.error(model, split.bound) < certificate.bound < 1
         True
     """
+    declaration = rules.checked_declaration(declare)
     rules.refuse_random(model)
     rules.refuse_split(split)
+    rules.refuse_repeats(split, declaration)
     rules.refuse_batch_statistics(model)
-    refuse_if_touched(weights.seen(model), split, "the network")
+    weights.note_changes([model])
+    rules.refuse_untraced(weights.seen(model), split, "the network", declaration)
     n, ledger = len(split.bound), BOUNDS["held_out"].ledger(delta, certified=certified)
     errors = int(drawn_networks.errors(model, {}, split.bound).sum())
     bound = bounds.clopper_pearson(errors, n=n, delta=ledger.delta_each)
     sparsity = weights.sparsity(model)
     state = {key: t.detach().clone() for key, t in (*model.named_parameters(), *model.named_buffers())}
-    model_hash = tensor_hash(state)
-    rules.refuse_unpaid(split, "network", model_hash, paid=certified, share="certified")
-    rules.remember(split, "network", model_hash)
     entries: dict[str, BoundEntry] = {"held_out": {"bound": bound, "ledger": ledger.as_dict()}}
     network = f"this network (sparsity {rounded_down(sparsity)})"
     record: HeldOutRecord = {
@@ -222,27 +195,60 @@ def certify_held_out(
         "sparsity": sparsity,
         "total": weights.total(model),
         "reference": {"errors": errors},
-        "examples_seen": len(weights.seen(model)),
-        **_conclusion(entries, "held_out", delta, f"the {n:,} bound examples", network),
-        **_provenance(split, {"model": model_hash}, HELD_OUT_ASSUMPTIONS),
+        "examples_seen": len(weights.seen(model).labelled),
+        **_conclusion(entries, "held_out", delta, f"the {n:,} bound examples", network, declaration, None),
+        **_provenance(split, {"model": tensor_hash(state)}),
     }
-    return Certificate(record, {"model.safetensors": state})
+    record["assumptions"] = assumptions(record)  # type: ignore[arg-type]
+    certificate = Certificate(record, {"model.safetensors": state})
+    return replace(certificate, tries=_tries(certificate, split))
 
 
 # --- Who is certified.
 
 
 def _refuse_broken_rules(
-    model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Split, grid: int
-) -> weights.Receipt:
-    """The receipt of fit_posterior, or a ValueError with the first rule that is broken."""
+    model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Split, declaration: str | None
+) -> None:
+    """A ValueError with the first rule that is broken."""
     rules.refuse_split(split)
-    refuse_if_touched(prior.seen, split, "the prior")
+    rules.refuse_repeats(split, declaration)
+    rules.refuse_untraced(prior.seen, split, "the prior", declaration)
     rules.refuse_seen_unlabelled(posterior, split)
-    receipt = rules.receipt(model, prior, split)
+    rules.refuse_without_receipt(model, prior, split)
     rules.refuse_moved_rest(prior, posterior)
-    rules.refuse_unpaid(split, "prior", prior.hash, paid=grid, share="grid")
-    return receipt
+
+
+def _is_fresh(model: nn.Module, split: Split) -> bool:
+    """Whether nothing was evaluated on the bound set before Q was trained: a drawn network could have been aimed at."""
+    return touched(trace.looked(before=weights.notes(model).changed), split.bound, apart_from=split.prior) == 0
+
+
+def _sealed(
+    commitment: Commitment | None,
+    beacon: str | None,
+    plan: Plan,
+    prior: SpikeSlab,
+    posterior: SpikeSlab,
+    split: Split,
+) -> CommitmentRecord | None:
+    """What a certificate says of its commitment, once that has sealed this prior, split, plan and Q."""
+    if commitment is None or beacon is None:
+        if commitment is not None or beacon is not None:
+            raise ValueError("a commitment and a beacon come together; give both, or neither")
+        return None
+    for what, sealed, present in (
+        ("prior", commitment.prior, prior.hash),
+        ("split", commitment.split, split_hashes(split)),
+        *((f"{key} of the plan", commitment.plan[key], value) for key, value in plan.items()),
+        ("posterior", commitment.posterior, posterior.hash),
+    ):
+        if sealed != present:
+            raise ValueError(
+                f"the commitment has sealed another {what} ({str(sealed)[:40]}) than the one here "
+                f"({str(present)[:40]}); certify what was sealed"
+            )
+    return commitment.record(beacon)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +261,17 @@ class _Candidate:
     posterior: SpikeSlab
     split: Split
     hashes: dict[str, str]
-    """Of prior, posterior and the rest that they share; all seeds follow from them."""
+    """Of prior, posterior and the rest that they share."""
+    commitment: CommitmentRecord | None
+    """Under which seals it is certified."""
+
+    def seed(self, purpose: str) -> int:
+        """The seed of some draws: the first 63 bits of SHA-256 of what was sealed, or of P and Q, and the purpose."""
+        sealed = self.commitment
+        base = (
+            f"{sealed['seal']}/{sealed['beacon']}" if sealed else f"{self.hashes['prior']}/{self.hashes['posterior']}"
+        )
+        return int.from_bytes(hashlib.sha256(f"{base}/{purpose}".encode()).digest()[:8], "big") >> 1
 
     def errors(self, network: dict[str, Tensor]) -> int:
         """Wrong answers on the bound set of the network with these weights."""
@@ -266,7 +282,9 @@ class _Candidate:
         return sum(int((w == 0).sum()) for w in network.values()) / self.posterior.total
 
 
-def _candidate(model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Split) -> _Candidate:
+def _candidate(
+    model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: Split, commitment: CommitmentRecord | None
+) -> _Candidate:
     """The candidate, which is the same on all ranks."""
     plain = attachment.harden(copy.deepcopy(model))
     rules.refuse_batch_statistics(plain)
@@ -278,18 +296,12 @@ def _candidate(model: nn.Module, prior: SpikeSlab, posterior: SpikeSlab, split: 
             "bound set": (split.bound.hash, "make the same split on every rank"),
         }
     )
-    return _Candidate(plain, prior, posterior, split, hashes)
+    return _Candidate(plain, prior, posterior, split, hashes, commitment)
 
 
 def tensor_hash(tensors: Mapping[str, Tensor]) -> str:
     """The SpikeSlab hash of plain tensors: of what P and Q share, or of a whole network."""
     return SpikeSlab({}, {}, {}, tensors, 0).hash
-
-
-def seed_of(hashes: Mapping[str, str], purpose: str) -> int:
-    """The first 63 bits of SHA-256(prior hash, posterior hash, purpose): nobody can fish for a lucky seed."""
-    content = f"{hashes['prior']}/{hashes['posterior']}/{purpose}"
-    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") >> 1
 
 
 # --- What is counted.
@@ -300,11 +312,14 @@ class _MonteCarlo:
     """The Monte-Carlo step: networks are drawn until the bound on their risk is good enough."""
 
     candidate: _Candidate
-    ledger: Ledger
-    method: str
-    tolerance: float
-    draws: int
+    plan: Plan
     progress: Progress | None
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """How delta is spent on the draws and the theorem."""
+        choices = {key: self.plan[key] for key in ("grid", "certified")}
+        return BOUNDS["seeger"].ledger(self.plan["delta"], **choices)
 
     @cached_property
     def reference(self) -> Tensor:
@@ -324,14 +339,14 @@ class _MonteCarlo:
 
     def sample(self, slab: SpikeSlab, purpose: str) -> tuple[Draws, Counts]:
         """Draws networks of a distribution; its risk in numbers, and the counts of every draw."""
-        n, seed = len(self.candidate.split.bound), seed_of(self.candidate.hashes, purpose)
+        n, seed = len(self.candidate.split.bound), self.candidate.seed(purpose)
         delta, reference_risk = self.ledger.monte_carlo_each, self.reference_errors / n
 
         def watch(counts: Counts) -> tuple[bool, dict[str, float]]:
-            upper = RISK_BOUNDS[self.method].upper(counts, reference_risk, delta)
-            enough = bounds_table.slack(counts, reference_risk, upper) <= self.tolerance
+            upper = RISK_BOUNDS[self.plan["method"]].upper(counts, reference_risk, delta)
+            enough = bounds_table.slack(counts, reference_risk, upper) <= self.plan["tolerance"]
             bound = bounds.seeger(upper, n=n, kl=0.0, delta=self.ledger.pac_bayes_each)
-            return enough and RISK_BOUNDS[self.method].at_any_time, {"bound": bound}
+            return enough and RISK_BOUNDS[self.plan["method"]].at_any_time, {"bound": bound}
 
         counts = drawn_networks.monte_carlo(
             self.candidate.plain,
@@ -340,13 +355,15 @@ class _MonteCarlo:
             self.reference,
             seed=seed,
             batch=self.batch,
-            draws=self.draws,
+            draws=self.plan["draws"],
             watch=watch,
             stage=purpose,
             progress=self.progress,
             over_ranks=True,
         )
-        return bounds_table.summarise(counts, reference_risk, delta=delta, method=self.method, seed=seed), counts
+        return bounds_table.summarise(
+            counts, reference_risk, delta=delta, method=self.plan["method"], seed=seed
+        ), counts
 
 
 def _rounded_up_kl(posterior: SpikeSlab, prior: SpikeSlab) -> dict[str, float]:
@@ -355,9 +372,9 @@ def _rounded_up_kl(posterior: SpikeSlab, prior: SpikeSlab) -> dict[str, float]:
     return {name: math.nextafter(float(term) * (1 + 1e-12), math.inf) for name, term in terms.items()}
 
 
-def _single_draw(candidate: _Candidate) -> tuple[SingleDraw, dict[str, Tensor], dict[str, Tensor]]:
+def _single_draw(candidate: _Candidate, fresh: bool) -> tuple[SingleDraw, dict[str, Tensor], dict[str, Tensor]]:
     """One network h ~ Q for deployment: its numbers, its weights and its mask."""
-    posterior, seed = candidate.posterior, seed_of(candidate.hashes, "single draw")
+    posterior, seed = candidate.posterior, candidate.seed("single draw")
     network, mask = draw_weights(posterior, seed=seed, step=0), draw_masks(posterior, seed=seed, step=0)
     ratio = log_ratio(posterior, candidate.prior, network, mask)
     entry: SingleDraw = {
@@ -365,6 +382,7 @@ def _single_draw(candidate: _Candidate) -> tuple[SingleDraw, dict[str, Tensor], 
         "errors": candidate.errors(network),
         "log_ratio": ratio + abs(ratio) * 1e-12 + 1e-12,
         "sparsity": candidate.sparsity(network),
+        "fresh": fresh,
     }
     return entry, network, mask
 
@@ -372,51 +390,127 @@ def _single_draw(candidate: _Candidate) -> tuple[SingleDraw, dict[str, Tensor], 
 def _thresholded(candidate: _Candidate) -> tuple[Thresholded, dict[str, Tensor]]:
     """The thresholded network, and how often it disagrees with draws of Q on inputs that no fit has seen."""
     plain, posterior, unlabelled = candidate.plain, candidate.posterior, candidate.split.unlabelled
-    seed, network = seed_of(candidate.hashes, "unlabelled draws"), drawn_networks.thresholded(posterior)
+    seed, network = candidate.seed("unlabelled draws"), drawn_networks.thresholded(posterior)
     entry: Thresholded = {
         "seed": seed,
         "inputs": len(unlabelled),
-        "disagreements": drawn_networks.disagreements(plain, posterior, network, unlabelled.x, seed=seed),
+        "disagreements": int(drawn_networks.disagreements(plain, posterior, network, unlabelled.x, seed=seed).sum()),
         "errors": candidate.errors(network),
         "sparsity": candidate.sparsity(network),
     }
     return entry, network
 
 
-def _catoni_constant(expected_risk: float | None, *, n: int, delta: float) -> float | None:
-    """The constant that is the best for a guessed risk; None leaves it to the grid."""
-    return None if expected_risk is None else bounds.catoni_constant(expected_risk, n=n, kl=0.0, delta=delta)
-
-
-def _count_calls(folder: Path, prior_hash: str) -> int:
-    """How often this prior has been certified against, kept beside the written prior so that processes add up."""
-    path = folder / "certify-calls.json"
-    calls = json.loads(path.read_text()) if path.is_file() else {}
-    calls[prior_hash] = calls.get(prior_hash, 0) + 1
-    write_atomically(path, json.dumps(calls).encode())
-    return calls[prior_hash]
+def _evidence(
+    candidate: _Candidate, plan: Plan, fresh: bool, name: str | None, progress: Progress | None
+) -> tuple[Evidence, dict[str, dict[str, Tensor]], Counts]:
+    """What the bounds follow from, the files beside it, and the counts of Q's draws."""
+    prior, posterior, split = candidate.prior, candidate.posterior, candidate.split
+    step = _MonteCarlo(candidate, plan, progress)
+    of_q, q_counts = step.sample(posterior, "posterior draws")
+    of_p, p_counts = step.sample(prior, "prior draws")
+    divergences = _rounded_up_kl(posterior, prior)
+    single_draw, single_network, single_mask = _single_draw(candidate, fresh)
+    thresholded, fixed_network = _thresholded(candidate)
+    evidence: Evidence = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": "pac-bayes",
+        "model": name,
+        "n": len(split.bound),
+        "kl": math.nextafter(math.fsum(divergences.values()), math.inf),
+        "kl_per_tensor": divergences,
+        "sparsity": posterior.sparsity,
+        "total": posterior.total,
+        "monte_carlo": {
+            "method": plan["method"],
+            "tolerance": plan["tolerance"],
+            "batch": step.batch,
+            "posterior": of_q,
+            "prior": of_p,
+        },
+        "catoni_c": plan["catoni_c"],
+        "reference": {"errors": step.reference_errors},
+        "single_draw": single_draw,
+        "thresholded": thresholded,
+        "examples_seen": len(prior.seen.labelled),
+    }
+    tensors = {
+        "distributions.safetensors": _distribution_tensors(prior, posterior),
+        "draws.safetensors": _draw_tensors(q_counts, p_counts, single_mask),
+        "single_draw.safetensors": {**single_network, **prior.rest},
+        "thresholded.safetensors": {**fixed_network, **prior.rest},
+    }
+    return evidence, tensors, q_counts
 
 
 # --- What is written.
 
 
-def _conclusion(entries: dict[str, BoundEntry], family: str, delta: float, chance: str, network: str) -> Conclusion:
+def _record(
+    evidence: Evidence, q_counts: Counts, candidate: _Candidate, plan: Plan, declaration: str | None
+) -> PacBayesRecord:
+    """The evidence with its bounds, the claim, and where everything came from."""
+    shares = {key: plan[key] for key in ("delta", "grid", "certified")}
+    entries = bounds_table.all_bounds(evidence, q_counts, **shares)
+    chance = f"the {evidence['n']:,} bound examples and of the {len(q_counts):,} sampled networks"
+    network = f"a network drawn from Q (expected sparsity {rounded_down(evidence['sparsity'])})"
+    commitment = candidate.commitment
+    record: PacBayesRecord = {
+        **evidence,
+        **_conclusion(entries, plan["family"], plan["delta"], chance, network, declaration, commitment),
+        **_provenance(candidate.split, candidate.hashes),
+    }
+    record["assumptions"] = assumptions(record)  # type: ignore[arg-type]
+    return record
+
+
+def _tries(certificate: Certificate, split: Split, q_counts: Counts | None = None) -> Tries:
+    """Counts this certificate among those on the same examples."""
+    record, ledger = certificate.record, certificate.ledger
+
+    def bound_at(share: float) -> float:
+        if q_counts is None:
+            delta = ledger.delta_each * share
+            return bounds.clopper_pearson(record["reference"]["errors"], n=certificate.n, delta=delta)
+        shares = {"delta": ledger.delta * share, "grid": ledger.grid, "certified": ledger.certified}
+        return bounds_table.all_bounds(certificate.pac_bayes, q_counts, **shares)[record["claim"]["family"]]["bound"]
+
+    subject = digest({"hashes": record["hashes"], "split": split_hashes(split)})
+    return tries.count(split.pool, subject, declared=ledger.grid * ledger.certified, bound_at=bound_at)
+
+
+def _conclusion(
+    entries: dict[str, BoundEntry],
+    family: str,
+    delta: float,
+    chance: str,
+    network: str,
+    declaration: str | None,
+    commitment: CommitmentRecord | None,
+) -> Conclusion:
     """The bounds, the declared one among them, and the sentence about it."""
     bound = entries[family]["bound"]
+    statement = (
+        f"With probability at least {percent(delta)} % over the draw of {chance}, the error rate on new data of "
+        f"{network} is at most {rounded_up(bound)}."
+    )
+    if commitment is not None:
+        statement += f" The draws follow from the commitment {commitment['digest'][:12]} and a later beacon."
+    if declaration is not None:
+        statement += f" The issuer states that {declaration}."
     return {
         "bounds": entries,
         "claim": {"family": family, "bound": bound},
-        "statement": (
-            f"With probability at least {percent(delta)} % over the draw of {chance}, the error rate on new data of "
-            f"{network} is at most {rounded_up(bound)}."
-        ),
+        "statement": statement,
+        "declaration": declaration,
+        "commitment": commitment,
     }
 
 
-def _provenance(split: Split, hashes: dict[str, str], assumptions: tuple[str, ...]) -> Provenance:
-    """Where the data came from, how it was cut and standardised, what was hashed, and what is assumed."""
+def _provenance(split: Split, hashes: dict[str, str]) -> Provenance:
+    """Where the data came from, how it was cut and standardised, and what was hashed."""
     parts = {part.name: part for part in (split.prior, split.bound, split.unlabelled)}
-    declared = ["the split is random as declared by the issuer"] if split.declared else []
     return {
         "data": {"dataset": split.dataset, "files": dict(split.files), "classes": split.classes},
         "split": {
@@ -425,20 +519,15 @@ def _provenance(split: Split, hashes: dict[str, str], assumptions: tuple[str, ..
             "sizes": {name: len(part) for name, part in parts.items()},
             "declared": split.declared,
             "duplicates": split.duplicates,
-            "parts": {name: part.hash for name, part in parts.items()},
-            "indices": {name: index_hash(part) for name, part in parts.items()},
+            "repeats": split.repeats,
+            **split_hashes(split),
         },
         "standardisation": {"mean": list(split.mean), "std": list(split.std)},
         "evaluation": EVALUATION,
         "hashes": hashes,
-        "assumptions": [*assumptions, *declared],
+        "assumptions": [],
         "software": {"pacprune": __version__, "torch": torch.__version__},
     }
-
-
-def index_hash(part: Part) -> str:
-    """SHA-256 of the positions of a part's examples in their source."""
-    return hashlib.sha256(part.index.numpy().tobytes()).hexdigest()
 
 
 def _distribution_tensors(prior: SpikeSlab, posterior: SpikeSlab) -> dict[str, Tensor]:

@@ -1,75 +1,43 @@
-"""The one reader of a certificate's files: the folder as a Certificate, and its tensors as what they stand for."""
+"""A certificate folder as a Certificate, by the one reader of verify.py; its tensors as what they stand for."""
 
-import json
-import math
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
-from pacprune.certification.certificate import PACKED, RECORD, Certificate
+from pacprune.certification import verify
+from pacprune.certification.certificate import Certificate
 from pacprune.certification.drawn_networks import Counts
-from pacprune.certification.record import FORMAT, VERSION, Record
 from pacprune.masking import weights
 from pacprune.masking.spikeslab import SpikeSlab
 
 
 def load(folder: str | Path) -> Certificate:
-    """A saved certificate, unchecked: `pp.verify` checks it."""
-    folder = Path(folder)
-    record = _read_record(folder)
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for name in record.get("files", {}):
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"{folder / name} is missing, though {RECORD} names it; ask the issuer for the whole folder"
-            )
-        try:
-            if name == PACKED:
-                tensors |= unpack(folder / name)
-            else:
-                tensors[name] = load_tensors((folder / name).read_bytes())
-        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{folder / name} cannot be read ({error}); ask the issuer for it again") from error
-    return Certificate(record, tensors)
-
-
-def _read_record(folder: Path) -> Record:
-    path = folder / RECORD
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no {RECORD}; give the folder that `save` wrote")
+    """A saved certificate, of which the form and all hashes of files are right; `pp.verify` checks the rest."""
     try:
-        record = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is not valid JSON ({error}); it was cut short or changed, ask the issuer for it again"
-        ) from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("version") != VERSION:
-        content = (
-            f"{record.get('format')!r} version {record.get('version')!r}"
-            if isinstance(record, dict)
-            else type(record).__name__
-        )
-        raise ValueError(f"{path} is {content}, but this is for {FORMAT!r} version {VERSION}; use a matching pacprune")
-    return record  # pyright: ignore[reportReturnType] - `verify` checks its fields
+        return certificate(verify.read(folder))
+    except verify.Refused as refusal:
+        raise ValueError(f"{folder} is no certificate: {refusal}; ask the issuer for it again") from refusal
 
 
-def unpack(path: Path) -> dict[str, dict[str, Tensor]]:
-    """The files that `certificate.pack` made one of."""
-    with safe_open(path, framework="pt") as file:
-        blobs, index = {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["index"])  # noqa: SIM118
+def certificate(contents: verify.Folder) -> Certificate:
+    """What was read, with torch's tensors."""
+    tensors = {
+        f"{file}.safetensors": {name: _tensor(array) for name, array in entries.items()}
+        for file, entries in contents.tensors.items()
+    }
+    return Certificate(contents.record, tensors)  # type: ignore[arg-type]
 
-    def tensor(dtype: str, shape: list[int], values: str, *bits: str) -> Tensor:
-        flat = blobs[values].to(getattr(torch, dtype))
-        if bits:
-            differs = torch.from_numpy(np.unpackbits(blobs[bits[0]].numpy())[: math.prod(shape)] == 1)
-            flat = flat[:1].repeat(len(differs)).masked_scatter(differs, flat[1:].expand(int(differs.sum())))
-        return flat.reshape(shape)
 
-    return {file: {name: tensor(*entry) for name, entry in entries.items()} for file, entries in index.items()}
+def _tensor(array: np.ndarray) -> Tensor:
+    """The same numbers; bfloat16, which numpy lacks, was read as uint16."""
+    copied = np.array(array)
+    return (
+        torch.from_numpy(copied.view(np.int16)).view(torch.bfloat16)
+        if copied.dtype == np.uint16
+        else torch.from_numpy(copied)
+    )
 
 
 def distribution(cert: Certificate, whose: str, plain: nn.Module) -> SpikeSlab:

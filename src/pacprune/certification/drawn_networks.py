@@ -1,7 +1,8 @@
 """Errors of networks drawn from a SpikeSlab, many draws at a time: a population of K networks in one call."""
 
+import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +19,8 @@ from pacprune.masking.spikeslab import SpikeSlab, draw_weights, top_mask
 from pacprune.training.evaluate import evaluating, mistakes
 from pacprune.types import Progress
 
+_MACHINES = 4
+"""How much larger another machine's rounding errors may be than those that are measured on this one."""
 WEIGHTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**28}
 """About how many weights are drawn at once: what a cache holds, or what keeps a GPU busy while Python prepares more."""
 
@@ -111,17 +114,9 @@ def monte_carlo(
     if draws < 1:
         raise ValueError(f"draws is {draws}; at least 1 is needed")
     device = device_of(plain)
-    x, y, reference, chunk = part.x.to(device), part.y.to(device), reference.to(device), _chunk(slab, device)
+    chunk, count = chunk_size(slab, device), draw_counter(plain, slab, part, reference, seed=seed, batch=batch)
     pieces: list[Counts] = []
     row: dict[str, float] = {}
-
-    def count(steps: Tensor) -> Tensor:
-        """Rows of (wrong, plus, minus), one for each draw."""
-        with evaluating(plain):
-            index = minibatches(len(part), batch, seed=seed, steps=steps, device=device)
-            wrong = mistakes(outputs(plain, slab, x[index], seed=seed, steps=steps), y[index])
-        expected = reference[index]
-        return torch.stack([wrong.sum(1), (wrong & ~expected).sum(1), (~wrong & expected).sum(1)], dim=1).cpu()
 
     def count_range(low: int, high: int) -> Counts | None:
         """Counts of draws low to high - 1, a chunk at a time; None when there are none."""
@@ -149,6 +144,48 @@ def monte_carlo(
     return merge(pieces)
 
 
+def draw_counter(
+    plain: nn.Module, slab: SpikeSlab, part: Part, reference: Tensor, *, seed: int, batch: int
+) -> Callable[[Tensor], Tensor]:
+    """A function of the numbers of some draws: rows of (wrong, plus, minus), one for each, on its own minibatch."""
+    device = device_of(plain)
+    x, y, reference = part.x.to(device), part.y.to(device), reference.to(device)
+
+    def count(steps: Tensor) -> Tensor:
+        with evaluating(plain):
+            index = minibatches(len(part), batch, seed=seed, steps=steps, device=device)
+            wrong = mistakes(outputs(plain, slab, x[index], seed=seed, steps=steps), y[index])
+        expected = reference[index]
+        return torch.stack([wrong.sum(1), (wrong & ~expected).sum(1), (~wrong & expected).sum(1)], dim=1).cpu()
+
+    return count
+
+
+def close_calls(plain: nn.Module, networks: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Which answers of a network rounding can turn: another machine may count these otherwise.
+
+    Two classes lie closer together, in float64, than `_MACHINES` times the largest rounding error of a float32 output
+    on these inputs, on both sides. A K-fold leading dimension of `networks` and `x` is K networks, each on its inputs.
+    """
+    exact = copy.deepcopy(plain).double()
+    with evaluating(plain), evaluating(exact):
+        rough = _call(plain, networks, x).double()
+        fine = _call(exact, {name: w.double() for name, w in networks.items()}, x.double())
+    rounding = (rough - fine).abs().flatten(-2).amax(-1)[..., None]
+    best = fine.topk(2, dim=-1).values
+    return best[..., 0] - best[..., 1] <= 2 * _MACHINES * rounding
+
+
+def _call(plain: nn.Module, networks: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Outputs of one network on x, or of networks[k] on x[k]."""
+    one = next(iter(networks.values()), None)
+    if one is None or one.ndim == dict(plain.named_parameters())[next(iter(networks))].ndim:
+        return functional_call(plain, networks, (x,))
+    return torch.stack(
+        [functional_call(plain, {name: w[k] for name, w in networks.items()}, (x[k],)) for k in range(len(x))]
+    )
+
+
 def merge(parts: Sequence[Counts]) -> Counts:
     """The counts of several workers in the order of their draws; a gap is refused, since no draw may be dropped."""
     ordered = sorted(parts, key=lambda part: part.first)
@@ -163,7 +200,7 @@ def merge(parts: Sequence[Counts]) -> Counts:
     return _counts(table, ordered[0].batch, ordered[0].first)
 
 
-def _chunk(slab: SpikeSlab, device: torch.device) -> int:
+def chunk_size(slab: SpikeSlab, device: torch.device) -> int:
     """How many networks to draw at once."""
     size = sum(p.numel() for p in slab.keep_prob.values())
     return max(1, min(WEIGHTS_AT_ONCE.get(device.type, WEIGHTS_AT_ONCE["cuda"]) // size, 256))
@@ -174,15 +211,25 @@ def _counts(pieces: list[Tensor], batch: int, first: int) -> Counts:
     return Counts(batch, table[:, 0], table[:, 1], table[:, 2], first)
 
 
-def disagreements(plain: nn.Module, slab: SpikeSlab, weights: dict[str, Tensor], x: Tensor, *, seed: int) -> int:
-    """On how many inputs an independent draw of `slab` predicts another class than the fixed network does."""
+def one_draw_each(
+    plain: nn.Module, slab: SpikeSlab, x: Tensor, *, seed: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Independent draws, one for each input, some at a time: (numbers of the draws, their inputs, their outputs)."""
     device = device_of(plain)
-    chunk, count = _chunk(slab, device), 0
-    with evaluating(plain):
-        for start in range(0, len(x), chunk):
-            inputs = x[start : start + chunk].to(device)
-            steps = torch.arange(start, start + len(inputs), device=device)
+    chunk = chunk_size(slab, device)
+    for start in range(0, len(x), chunk):
+        inputs = x[start : start + chunk].to(device)
+        steps = torch.arange(start, start + len(inputs), device=device)
+        with evaluating(plain):
+            drawn = outputs(plain, slab, inputs[:, None], seed=seed, steps=steps).squeeze(1)
+        yield steps, inputs, drawn
+
+
+def disagreements(plain: nn.Module, slab: SpikeSlab, weights: dict[str, Tensor], x: Tensor, *, seed: int) -> Tensor:
+    """On which inputs an independent draw of `slab` predicts another class than the fixed network does."""
+    differs = [torch.empty(0, dtype=torch.bool)]
+    for _, inputs, drawn in one_draw_each(plain, slab, x, seed=seed):
+        with evaluating(plain):
             fixed = functional_call(plain, weights, (inputs,)).argmax(dim=-1)
-            drawn = outputs(plain, slab, inputs[:, None], seed=seed, steps=steps).squeeze(1).argmax(dim=-1)
-            count += int((fixed != drawn).sum())
-    return count
+        differs.append((fixed != drawn.argmax(dim=-1)).cpu())
+    return torch.cat(differs)

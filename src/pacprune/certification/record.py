@@ -8,7 +8,7 @@ from typing import Literal, NotRequired, TypedDict
 from pacprune.bounds.risk import LedgerEntry
 
 FORMAT: Literal["pacprune certificate"] = "pacprune certificate"
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 
 
 class Reference(TypedDict):
@@ -59,6 +59,8 @@ class SingleDraw(TypedDict):
     """log dQ/dP(h), rounded up."""
     sparsity: float
     """Counted share of zeros."""
+    fresh: bool
+    """Whether nothing was evaluated on the bound set before Q was trained; its bound is stated only then."""
 
 
 class Thresholded(TypedDict):
@@ -117,7 +119,9 @@ class SplitRecord(TypedDict):
     declared: bool
     """Whether the issuer brought the index lists and declared them random."""
     duplicates: int
-    """Bound examples that also occur in the prior part, to the byte."""
+    """Bound examples that also occur in the prior part; see data/trace.py for what is taken for equal."""
+    repeats: int
+    """Bound examples that are copies of others; beyond 1 % of n they need a declaration."""
     parts: dict[str, str]
     """SHA-256 of x, y and index."""
     indices: dict[str, str]
@@ -157,6 +161,40 @@ class Software(TypedDict):
     """Version."""
 
 
+class Plan(TypedDict):
+    """What is fixed before Q exists."""
+
+    delta: float
+    """Probability with which the certificate may fail."""
+    family: str
+    """The bound to claim."""
+    catoni_c: float | None
+    """Catoni's constant; None for the best of the grid."""
+    grid: int
+    """Priors that are paid for."""
+    certified: int
+    """Certificates that are paid for."""
+    method: str
+    """The bound on the Monte-Carlo error."""
+    tolerance: float
+    """Sampling stops when the Monte-Carlo slack is at most this."""
+    draws: int
+    """The most networks to draw of each of P and Q."""
+
+
+class CommitmentRecord(TypedDict):
+    """Under which seals the draws were made."""
+
+    plan: Plan
+    """What was declared."""
+    digest: str
+    """The first seal: of the prior, the split and the plan."""
+    seal: str
+    """The second seal: of the first and of Q."""
+    beacon: str
+    """Randomness that is younger than the second seal."""
+
+
 class Subject(TypedDict):
     """The fields that stand at the head of both kinds."""
 
@@ -186,7 +224,11 @@ class Conclusion(TypedDict):
     claim: Claim
     """The declared one."""
     statement: str
-    """What is proved, in one sentence."""
+    """What is proved, in one sentence, and what the issuer states beside it."""
+    declaration: str | None
+    """What the issuer states of what pacprune could not trace; it completes "The issuer states that"."""
+    commitment: CommitmentRecord | None
+    """Under which seals the draws were made; None where nothing was sealed, and for a deterministic network."""
 
 
 class Provenance(TypedDict):
@@ -203,7 +245,7 @@ class Provenance(TypedDict):
     hashes: dict[str, str]
     """SHA-256 of prior, posterior and rest, or of the model."""
     assumptions: list[str]
-    """What no arithmetic can show."""
+    """What no computation can show, in the words of verify.py's `assumptions`."""
     software: Software
     """What issued it."""
     files: NotRequired[dict[str, str]]
@@ -229,8 +271,6 @@ class Evidence(Subject):
     """One drawn network."""
     thresholded: Thresholded
     """The deterministic network behind Q."""
-    certify_calls: int
-    """How often this prior was certified against on these examples."""
 
 
 class PacBayesRecord(Evidence, Conclusion, Provenance):

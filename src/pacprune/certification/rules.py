@@ -6,10 +6,12 @@ import torch
 from torch import nn
 
 from pacprune.certification.bounds_table import FAMILIES, RISK_BOUNDS
+from pacprune.data import trace
 from pacprune.data.splits import Split, check_split
+from pacprune.data.trace import Trace
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab
-from pacprune.training.posterior import touched
+from pacprune.training.posterior import refuse_if_touched, touched
 
 # --- What is declared.
 
@@ -25,6 +27,19 @@ def check_declared(family: str, method: str, expected_risk: float | None) -> Non
             f"expected_risk is {expected_risk}; it must lie strictly between 0 and 1: give a fraction, or None for "
             "a constant that is chosen on a fixed grid and paid for"
         )
+
+
+def checked_declaration(declare: str | None) -> str | None:
+    """The issuer's own words as a certificate has them: they complete "The issuer states that"."""
+    if declare is None:
+        return None
+    words = declare.strip().removesuffix(".")
+    if not 10 <= len(words) <= 500 or not words.isprintable():
+        raise ValueError(
+            f"declare is {declare!r:.80}; give one sentence of 10 to 500 characters that goes on after "
+            '"The issuer states that", such as "the network was trained on ImageNet alone"'
+        )
+    return words
 
 
 # --- The data.
@@ -61,6 +76,41 @@ def refuse_standardisation(split: Split) -> None:
             f"the inputs are not standardised by the prior part, whose mean and std are {float(mean[channel]):.2g} "
             f"and {float(std[channel]):.4g} in channel {channel}, not 0 and 1; constants from elsewhere may have "
             "seen the bound set: use those of split.prior"
+        )
+
+
+def refuse_repeats(split: Split, declaration: str | None) -> None:
+    """Copies made by oversampling are not independent: they need the issuer's word that new data repeat as often."""
+    if split.repeats * 100 > len(split.bound) and declaration is None:
+        raise ValueError(
+            f"{split.repeats} of the {len(split.bound)} bound examples are copies of others, and copies are not "
+            "independent; remove them, or say by declare= why new data repeat as often"
+        )
+
+
+# --- What training used.
+
+
+def refuse_untraced(seen: Trace, split: Split, who: str, declaration: str | None) -> None:
+    """What shaped a network is known to be split.prior, or the issuer says what it was."""
+    refuse_if_touched(seen, split, who)
+    if declaration is not None:
+        return
+    remedy = (
+        "train it by pacprune on split.prior (its .augmented(transform) and .loader(...) are known as such), or say "
+        'what shaped it: declare="it was trained on ..."'
+    )
+    if not len(seen.labelled):
+        raise ValueError(f"pacprune has never trained {who}, so that nobody knows what it has seen; {remedy}")
+    unknown = seen.labelled[~torch.isin(seen.labelled, split.prior.known.labelled)]
+    if trace.FOREIGN in unknown:
+        raise ValueError(f"the weights of {who} were changed by something other than pacprune; {remedy}")
+    if trace.UNKNOWN_MASK in unknown:
+        raise ValueError(f"a mask of {who} was not computed by pacprune from this network; {remedy}")
+    if len(unknown):
+        raise ValueError(
+            f"{who} was trained on {len(unknown)} examples or labels that are not those of split.prior, so that nobody "
+            f"knows whether they tell of the bound set; {remedy}"
         )
 
 
@@ -108,8 +158,8 @@ def refuse_moved_rest(prior: SpikeSlab, posterior: SpikeSlab) -> None:
 # --- The order in time.
 
 
-def receipt(model: nn.Module, prior: SpikeSlab, split: Split) -> weights.Receipt:
-    """What `fit_posterior` left on the model: it shows that this P was written before this bound set was read."""
+def refuse_without_receipt(model: nn.Module, prior: SpikeSlab, split: Split) -> None:
+    """`fit_posterior` leaves a receipt: it shows that this P was written before this bound set was read."""
     written = weights.notes(model).receipt
     if written is None:
         raise ValueError(
@@ -125,26 +175,3 @@ def receipt(model: nn.Module, prior: SpikeSlab, split: Split) -> weights.Receipt
                 f"fit_posterior was run with another {what} ({noted[:12]}) than the one given ({present[:12]}); "
                 "use the same one"
             )
-    return written
-
-
-# --- The choice among several.
-
-
-def refuse_unpaid(split: Split, kind: str, content_hash: str, *, paid: int, share: str) -> None:
-    """The ledger pays for every prior or network that was certified on these examples."""
-    tried = {*split.issued.get(kind, []), content_hash}
-    if len(tried) > paid:
-        raise ValueError(
-            f"this is {kind} number {len(tried)} certified on these bound examples, but the ledger pays for "
-            f"{share}={paid}; fix the number of candidates in advance and give it as {share}=: each pays its part"
-        )
-
-
-def remember(split: Split, key: str, content_hash: str) -> int:
-    """Notes on the split what was certified on it: a prior, a network, or a Q under the hash of its P.
-
-    Returns how many certificates it has seen under this key.
-    """
-    split.issued.setdefault(key, []).append(content_hash)
-    return len(split.issued[key])

@@ -2,11 +2,17 @@
 
 Hashes, KL, bounds, shares of delta and sentence are computed again by arithmetic of this file's own: a fault of the
 issuing code is not repeated. `python verify.py FOLDER` exits with 0: valid, 1: a rule fails, 2: cannot be read.
+
+Nothing in a folder is believed. Only regular files with the known names are opened, sizes are checked before memory is
+asked for, and everything that is read is hashed.
 """
 
 import hashlib
 import json
 import math
+import os
+import re
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +22,23 @@ from typing import Any
 
 import numpy as np
 
-FORMAT, VERSION, RECORD, PACKED = "pacprune certificate", 1, "certificate.json", "packed.safetensors"
+FORMAT, VERSION, RECORD, PACKED = "pacprune certificate", 2, "certificate.json", "packed.safetensors"
 FILES = {"pac-bayes": ("distributions", "draws", "single_draw", "thresholded"), "held-out": ("model",)}
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
+PACKED_DTYPES = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "uint8": "u1",
+    "bool": "?",
+}
+MOST_RECORD, MOST_FILE, MOST_GROWTH = 2**24, 2**30, 1000
+"""Bytes of certificate.json, and of a file beside it; how much larger than its file what is packed may be."""
+MOST_COUNT = 10**9
+"""The largest number of examples, draws or weights."""
 EVALUATION = {"mode": "eval", "dtype": "float32", "autocast": False, "tf32": False, "augmentation": False}
 PARTS, COUNTS, BOTH = ("keep_prob", "mean", "std"), ("wrong", "plus", "minus"), ("posterior", "prior")
 PURPOSES = ("posterior draws", "prior draws", "single draw", "unlabelled draws")
@@ -30,76 +50,208 @@ SHARES = {
     "thresholded": (0.2, 0.0, 0.2),  # stated if there are unlabelled inputs
 }
 FAMILIES = ["seeger", "catoni", "excess"]  # the bounds that can be claimed
-TRUSTED = (
-    "the counts: errors of the reference, single and thresholded networks and of every draw; disagreements",
-    "the split: that its parts are disjoint, were cut at random and are the examples that their hashes name",
-    "the order in time: that priors, reference and catoni_c, as stated, were fixed before the bound set was looked at",
-    "the draws: that they come from Q and P by the seeds, which are checked, and that none was left out",
-    "the data and the model: files, duplicates, standardisation, and that these tensors are the network in use",
-)
+LEVELS = {
+    1: "the arithmetic follows from the stated counts",
+    2: "the fixed networks err on the data as stated; the rest follows from the stated counts",
+    3: "fixed and drawn networks err on the data as stated",
+}
+"""What a verdict of each level means; the first needs no data and says nothing about the network."""
 Array = np.ndarray
 Tensors = dict[str, Array]  # bfloat16, which numpy lacks, as uint16
 Slab = dict[str, list[Array]]  # keep_prob, mean and std of every tensor, in float64
-Rules = Iterator[tuple[str, dict[str, Any]]]  # what is checked, and what certificate.json must state for it
+Rules = Iterator[tuple[str, dict[str, Any], float]]  # what is checked, what the record must state, absolute rounding
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a verification found: the rules that hold, the first one that fails, and what is taken on trust."""
+    """What a verification found: the rules that hold, the first one that fails, and what is taken on trust.
+
+    Args:
+        valid: Whether every rule of this level holds.
+        level: 1 for the arithmetic, 2 with fixed networks counted again, 3 with draws made again.
+        checks: What was checked.
+        failure: The first rule that does not hold, or None.
+        trusted: What nobody checked.
+        findings: What else was computed on the way, such as the bound by the verifier's own draws.
+    """
 
     valid: bool
+    level: int
     checks: tuple[str, ...]
     failure: str | None
-    trusted: tuple[str, ...] = TRUSTED
+    trusted: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """VALID with the level and what it means, or INVALID with the first rule that fails."""
+        return f"VALID (level {self.level}: {LEVELS[self.level]})" if self.valid else f"INVALID: {self.failure}"
 
     def __str__(self) -> str:
         checks, trusted = [f"  checked: {x}" for x in self.checks], [f"  on trust: {x}" for x in self.trusted]
-        words = (f"{x[:12]}..." if len(x) == 64 else x for x in f"INVALID: {self.failure}".split(" "))  # short hashes
-        return "\n".join([*checks, *trusted, "VALID"] if self.valid else [" ".join(words), *checks])
+        findings = [f"  found: {x}" for x in self.findings]
+        words = (f"{x[:12]}..." if re.fullmatch("[0-9a-f]{64}", x) else x for x in self.verdict.split(" "))
+        verdict = " ".join(words)  # with short hashes
+        lines = [*checks, *findings, *trusted, verdict] if self.valid else [verdict, *checks]
+        return "\n".join(printable(line) for line in lines)
 
 
 class Refused(Exception):
     """A rule that does not hold: the certificate can be read, and is false."""
 
 
-def verify(folder: str | Path) -> Report:
-    """Recomputes all that follows from the files of a certificate folder; ValueError when they cannot be read."""
+@dataclass(frozen=True)
+class Folder:
+    """What a certificate folder holds, once its form is right: record, tensors by file, and SHA-256 of the files."""
+
+    record: dict[str, Any]
+    tensors: dict[str, Tensors]
+    hashes: dict[str, str]
+
+
+def verify(folder: str | Path, *, seals: tuple[str, ...] = ()) -> Report:
+    """Recomputes all that follows from the files of a certificate folder; ValueError when they cannot be read.
+
+    Args:
+        folder: The folder that holds certificate.json.
+        seals: SHA-256 digests that the issuer published beforehand; the certificate must have been made under them.
+    """
+    try:
+        contents = read(folder)
+    except Refused as refusal:
+        return Report(False, 1, (), str(refusal))
+    return check(contents, seals)
+
+
+def check(contents: Folder, seals: tuple[str, ...] = ()) -> Report:
+    """Recomputes all that follows from what was read."""
     checks: list[str] = []
     try:
-        record = _read_record(Path(folder))
-        for check, expected in _rules(Path(folder), record):
-            _compare(record, expected, slack=1e-12 + 1e-15 * _get(record, "total", least=1))
-            checks.append(check)
+        with np.errstate(all="ignore"):  # what is infinite or no number is refused by its name
+            for rule, expected, slack in _rules(contents, seals):
+                _compare(contents.record, expected, slack=slack)
+                checks.append(rule)
     except Refused as refusal:
-        return Report(False, tuple(checks), str(refusal))
-    except OSError as error:
-        raise ValueError(f"{folder} is no whole certificate folder ({error}); ask the issuer for it") from error
-    drawn = record["kind"] == "pac-bayes"
-    return Report(True, tuple(checks), None, tuple(x for x in TRUSTED if drawn or not x.startswith("the draws")))
+        return Report(False, 1, tuple(checks), str(refusal))
+    except ArithmeticError as error:
+        return Report(False, 1, tuple(checks), f"a bound cannot be computed ({error})")
+    return Report(True, 1, tuple(checks), None, trusted(contents.record, 1))
 
 
-def _rules(folder: Path, record: dict[str, Any]) -> Rules:
-    yield f"the SHA-256 and the layout of {RECORD}", {"format": FORMAT}
-    if (kind := _get(record, "kind", kind=str)) not in FILES:
-        raise ValueError(f"{RECORD} is of the kind {kind!r}, but must be one of {list(FILES)}; use a matching verifier")
-    files, hashes = _read_files(folder, record, FILES[kind])
-    yield f"the SHA-256 of {', '.join(hashes)}", {"files": hashes}
-    n, size = _get(record, "n", least=1), _get(record, "split", "sizes", "bound")
+# --- What is taken on trust.
+
+
+def assumptions(record: dict[str, Any]) -> list[str]:
+    """What no computation can show, in the words that a certificate must have."""
+    split, ledger = record["split"], record["bounds"]["held_out"]["ledger"]
+    random = record["kind"] == "pac-bayes"
+    lines = [
+        "bound examples and new data are independent draws from one distribution, with labels as noisy as these",
+        "the split is random, as the issuer declares"
+        if split["declared"]
+        else "the seed of the split was fixed before anything was known about its parts",
+        f"no more was tried on these bound examples than the ledger pays for: grid {ledger['grid']}, certified "
+        f"{ledger['certified']}",
+    ]
+    subject = "prior" if random else "network"
+    if record["declaration"] is None:
+        lines.append(
+            f"all that shaped the {subject} is in pacprune's notes, and its first weights knew no bound example"
+        )
+    else:
+        lines.append(f"what pacprune could not trace is as the issuer states: {record['declaration']}")
+    if random and record["commitment"] is None:
+        lines += [
+            "the prior was written before the bound examples were used to train Q",
+            "bound family, Monte-Carlo method, most draws and Catoni's constant were declared before they were used",
+            "Q was not changed because of its draws, which follow from Q: nobody sealed it before they were known",
+        ]
+    if record["commitment"] is not None:
+        lines.append(
+            "the first seal was published before Q was trained, and the beacon is younger than the second seal"
+        )
+    return lines
+
+
+def trusted(record: dict[str, Any], level: int) -> tuple[str, ...]:
+    """What a verification of this level takes on trust."""
+    random, lines = record["kind"] == "pac-bayes", []
+    if level < 2:
+        lines += [
+            "the counts: errors of every network, and disagreements",
+            "the data: files, parts, indices, duplicates and standardisation",
+        ]
+    if level == 2 and random:
+        lines.append("the draws: their errors and disagreements, which --replay makes again")
+    return (
+        *lines,
+        "the model: that these tensors are the network in use",
+        "the software that is named",
+        *record["assumptions"],
+    )
+
+
+# --- The rules.
+
+
+def _rules(contents: Folder, seals: tuple[str, ...]) -> Rules:
+    record = contents.record
+    yield f"the form and the SHA-256 of {RECORD}", {"format": FORMAT}, 0.0
+    yield f"the SHA-256 of {', '.join(contents.hashes)}", {"files": contents.hashes}, 0.0
+    n, size = record["n"], record["split"]["sizes"]["bound"]
     _require(n == size, f"n is {n}, but the split has {size} bound examples")
-    yield f"n = {n:,} is the size of the bound set; evaluation", {"evaluation": EVALUATION}
-    yield from _held_out(record, n, *files) if kind == "held-out" else _pac_bayes(record, n, *files)
+    repeats = record["split"]["repeats"]
+    _require(
+        repeats * 100 <= n or record["declaration"] is not None,
+        f"{repeats} of the {n} bound examples repeat others, which needs a declaration of the issuer",
+    )
+    yield f"n = {n:,} is the size of the bound set; evaluation", {"evaluation": EVALUATION}, 0.0
+    _require(
+        record["assumptions"] == assumptions(record), "assumptions are not in the words that this certificate must have"
+    )
+    yield from _commitment(record, seals)
+    tensors = [contents.tensors[name] for name in FILES[record["kind"]]]
+    yield from (_held_out if record["kind"] == "held-out" else _pac_bayes)(record, n, *tensors)
+
+
+def _commitment(record: dict[str, Any], seals: tuple[str, ...]) -> Rules:
+    """Both seals follow from what they seal, the plan is what was done, and the seals are those that were published."""
+    commitment, stated = record["commitment"], []
+    if commitment is not None:
+        plan, hashes, monte_carlo = commitment["plan"], record["hashes"], record["monte_carlo"]
+        split = {key: record["split"][key] for key in ("parts", "indices")}
+        first = digest({"prior": hashes["prior"], "split": split, "plan": plan})
+        second = digest({"commitment": first, "posterior": hashes["posterior"]})
+        stated = [first, second]
+        yield "the seals of the commitment", {"commitment": {"digest": first, "seal": second}}, 0.0
+        ledger = record["bounds"]["held_out"]["ledger"]
+        plan_as_done = {
+            "family": record["claim"]["family"],
+            "catoni_c": record["catoni_c"],
+            **{key: monte_carlo[key] for key in ("method", "tolerance")},
+            **{key: ledger[key] for key in ("delta", "grid", "certified")},
+        }
+        for key, value in plan_as_done.items():
+            _require(plan[key] == value, f"the commitment's plan has {key} {plan[key]}, but {value} was done")
+        most = max(monte_carlo[whose]["draws"] for whose in BOTH)
+        _require(most <= plan["draws"], f"the commitment's plan has {plan['draws']} draws, but {most} were made")
+        yield "the plan of the commitment is what was done", {}, 0.0
+    for seal in seals:
+        _require(seal in stated, f"the certificate was not made under the published seal {seal}")
+        yield f"the published seal {seal[:12]}", {}, 0.0
 
 
 def _held_out(record: dict[str, Any], n: int, model: Tensors) -> Rules:
-    total, sparsity = record["total"], _get(record, "sparsity", kind=float)
+    total, sparsity = record["total"], record["sparsity"]
     weights = [_values(w) for w in model.values() if w.ndim >= 2 and _values(w).dtype.kind == "f"]
     size, zeros = sum(w.size for w in weights), sum(int((w == 0).sum()) for w in weights)
     # Buffers of two or more dimensions are no weights, and the file does not tell which they are.
     _require(total <= size, f"total is {total}, but the file holds {size} numbers in two or more dimensions")
     possible = min(max(zeros + total - size, round(sparsity * total)), zeros)
-    yield "hash and zeros of the network", {"hashes": {"model": tensor_hash(model, "")}, "sparsity": possible / total}
+    expected = {"hashes": {"model": tensor_hash(model, "")}, "sparsity": possible / total}
+    yield "hash and zeros of the network", expected, 1e-12
     ledgers, shares = _ledgers(record, ["held_out"])
-    bound = clopper_pearson(_get(record, "reference", "errors", most=n), n, sum(shares["held_out"]))
+    bound = clopper_pearson(_count(record, "reference", "errors", most=n), n, sum(shares["held_out"]))
     subject = f"the {n:,} bound examples, the error rate on new data of this network (sparsity"
     yield from _claim(record, ledgers, {"held_out": bound}, ["held_out"], subject)
 
@@ -107,44 +259,61 @@ def _held_out(record: dict[str, Any], n: int, model: Tensors) -> Rules:
 def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors, *nets: Tensors) -> Rules:
     hashes = {w: tensor_hash(tensors, *(f"{w}/{part}/" for part in PARTS), "rest/") for w in BOTH}
     hashes["rest"] = tensor_hash(tensors, "rest/")
-    yield "the hashes of P, of Q and of what they share", {"hashes": hashes}
-    names, base = record["kl_per_tensor"], f"{hashes['prior']}/{hashes['posterior']}/"
-    digests = (hashlib.sha256((base + purpose).encode()).hexdigest() for purpose in PURPOSES)
-    of_q, of_p, of_h, of_f = ({"seed": int(digest[:16], 16) >> 1} for digest in digests)
-    yield "the seeds", {"monte_carlo": {"posterior": of_q, "prior": of_p}, "single_draw": of_h, "thresholded": of_f}
+    yield "the hashes of P, of Q and of what they share", {"hashes": hashes}, 0.0
+    yield "the seeds", _seeds(record, hashes), 0.0
+    names = record["kl_per_tensor"]
     for rest in (tensor_hash({f"rest/{key}": net[key] for key in net if key not in names}, "rest/") for net in nets):
         _require(rest == hashes["rest"], f"a network is saved with the frozen tensors {rest} and not {hashes['rest']}")
     q, p = ({name: _slab(tensors, whose, name) for name in names} for whose in BOTH)
     total, size = record["total"], sum(lam.size for lam, _, _ in q.values())
     limit = size + sum(t.size for key, t in tensors.items() if key.startswith("rest/") and t.ndim >= 2)
-    _require(size <= total <= limit, f"total is {total}, but the tensors hold {size} to {limit} weights")
+    _require(0 < size <= total <= limit, f"total is {total}, but the tensors hold {size} to {limit} weights")
+    rounding = 1e-12 + 1e-15 * size
     sparsity = sum(float((1 - lam).sum()) for lam, _, _ in q.values()) / total
     kl = sum((terms := {name: divergence(name, *q[name], *p[name]) for name in q}).values())
-    yield f"sparsity and KL, {kl:.6g} nats, in float64", {"sparsity": sparsity, "kl_per_tensor": terms, "kl": kl}
-    inputs, batch = _get(record, "split", "sizes", "unlabelled"), _get(record, "monte_carlo", "batch")
-    ledgers, shares = _ledgers(record, [name for name in SHARES if inputs or name != "thresholded"])
-    errors, single, _ = (_get(record, w, "errors", most=n) for w in ("reference", "single_draw", "thresholded"))
-    method, delta = record["monte_carlo"].get("method"), shares["seeger"][1]
-    drawn = {w: _monte_carlo(draws, w, batch, errors / n, delta, method) for w in BOTH}
-    yield "Monte Carlo: draws, mean risk, betting and Chernoff bounds, of Q and of P", {"monte_carlo": drawn}
+    expected = {"sparsity": sparsity, "kl_per_tensor": terms, "kl": kl}
+    yield f"sparsity and KL, {kl:.6g} nats, in float64", expected, rounding
     ratio, zeros = _single_draw(p, q, draws, nets[0])
-    yield "the single network and log dQ/dP", {"single_draw": {"log_ratio": ratio, "sparsity": zeros / total}}
+    expected = {"single_draw": {"log_ratio": ratio, "sparsity": zeros / total}}
+    yield "the single network and log dQ/dP", expected, rounding
     zeros = _thresholded(q, nets[1], size - total + round((1 - record["sparsity"]) * total))
-    yield "the thresholded network", {"thresholded": {"sparsity": zeros / total, "inputs": inputs}}
+    inputs = record["split"]["sizes"]["unlabelled"]
+    yield "the thresholded network", {"thresholded": {"sparsity": zeros / total, "inputs": inputs}}, 1e-12
+    yield from _bounds(record, n, draws, kl, ratio)
+
+
+def _seeds(record: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any]:
+    """The seeds of all draws: of the hashes of P and Q, or of the second seal and the beacon that came after it."""
+    sealed = record["commitment"]
+    base = f"{hashes['prior']}/{hashes['posterior']}" if sealed is None else f"{sealed['seal']}/{sealed['beacon']}"
+    hexes = (hashlib.sha256(f"{base}/{purpose}".encode()).hexdigest() for purpose in PURPOSES)
+    of_q, of_p, of_h, of_f = ({"seed": int(digits[:16], 16) >> 1} for digits in hexes)
+    return {"monte_carlo": {"posterior": of_q, "prior": of_p}, "single_draw": of_h, "thresholded": of_f}
+
+
+def _bounds(record: dict[str, Any], n: int, draws: Tensors, kl: float, ratio: float) -> Rules:
+    """The Monte-Carlo step, and every bound with its ledger."""
+    inputs, batch = record["split"]["sizes"]["unlabelled"], record["monte_carlo"]["batch"]
+    stated = {"thresholded": inputs > 0, "single_draw": record["single_draw"]["fresh"]}
+    ledgers, shares = _ledgers(record, [name for name in SHARES if stated.get(name, True)])
+    errors, single, _ = (_count(record, w, "errors", most=n) for w in ("reference", "single_draw", "thresholded"))
+    method, delta = record["monte_carlo"]["method"], shares["seeger"][1]
+    drawn = {w: _monte_carlo(draws, w, batch, errors / n, delta, method) for w in BOTH}
+    yield "Monte Carlo: draws, mean risk, betting and Chernoff bounds, of Q and of P", {"monte_carlo": drawn}, 1e-12
     risk, count = drawn["posterior"]["risk_upper"], drawn["posterior"]["draws"]
-    pac, delta = shares["seeger"][0], sum(shares["held_out"])
-    c = None if record.get("catoni_c") is None else _get(record, "catoni_c", kind=float)
+    pac, delta, c = shares["seeger"][0], sum(shares["held_out"]), record["catoni_c"]
     _require(c is None or 1e-3 <= c <= 100, f"catoni_c is {c}, but must be null or lie in [0.001, 100]")
     values = gibbs(risk, n, kl, pac, c) | {
         "q_equals_p": kl_inverse(drawn["prior"]["risk_upper"], complexity(n, 0.0, pac)),
-        "single_draw": kl_inverse(single / n, max(0.0, complexity(n, ratio, delta))),
         "held_out": clopper_pearson(errors, n, delta),
     }
+    if stated["single_draw"]:
+        values["single_draw"] = kl_inverse(single / n, max(0.0, complexity(n, ratio, delta)))
     pac, mc, ref, _ = shares["excess"]
     plus, minus = draws["posterior/plus"] / batch, 1 - draws["posterior/minus"] / batch
     gained, lost = (kl_inverse(betting(x, mc / 2), complexity(n, kl, pac / 2)) for x in (plus, minus))
     values["excess"] = min(1.0, max(0.0, clopper_pearson(errors, n, ref) + gained - (1 - lost)))
-    disagreements = _get(record, "thresholded", "disagreements", most=inputs)
+    disagreements = _count(record, "thresholded", "disagreements", most=inputs)
     if inputs:
         pac, _, _, agree = shares["thresholded"]
         transfer = clopper_pearson(disagreements, inputs, agree)
@@ -155,21 +324,26 @@ def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors,
 
 
 def _claim(record: Any, ledgers: dict[str, Any], values: dict[str, float], families: list[str], subject: str) -> Rules:
-    yield "all bounds and their ledgers", {"bounds": {x: {"ledger": ledgers[x], "bound": values[x]} for x in values}}
-    family = _get(record, "claim", "family", kind=str)
+    entries = {x: {"ledger": ledgers[x], "bound": values[x]} for x in values}
+    yield "all bounds and their ledgers", {"bounds": entries}, 1e-12
+    family = record["claim"]["family"]
     _require(family in families, f"claim.family is {family!r}, but must be one of {families}")
     bound, delta = record["bounds"][family]["bound"], ledgers[family]["delta"]
     upper = math.ceil(bound * 1e4 - 1e-9) / 1e4  # a certificate must not be rounded in its own favour
     subject += f" {math.floor(record['sparsity'] * 1e4 + 1e-2) / 1e4:.4f})"
     sure = f"{(100 - 100 * Decimal(f'{delta:.12g}')).normalize():f}"
     statement = f"With probability at least {sure} % over the draw of {subject} is at most {upper:.4f}."
-    yield f"the claim, at most {upper:.4f}, and its sentence", {"claim": {"bound": bound}, "statement": statement}
+    if record["commitment"] is not None:
+        statement += f" The draws follow from the commitment {record['commitment']['digest'][:12]} and a later beacon."
+    if record["declaration"] is not None:
+        statement += f" The issuer states that {record['declaration']}."
+    yield f"the claim, at most {upper:.4f}, and its sentence", {"claim": {"bound": bound}, "statement": statement}, 0.0
 
 
 def _ledgers(record: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """How each bound spends delta, in fixed fractions, and its shares as they are used, divided by the choices made."""
-    delta = _get(record, "bounds", "held_out", "ledger", "delta", kind=float)
-    choices = {key: _get(record, "bounds", "held_out", "ledger", key) for key in ("grid", "certified")}
+    held_out = record["bounds"]["held_out"]["ledger"]
+    delta, choices = held_out["delta"], {key: held_out[key] for key in ("grid", "certified")}
     _require(0 < delta < 1 <= min(choices.values()), f"the ledgers have the impossible delta {delta} or {choices}")
     _require(
         set(record["bounds"]) == set(names), f"bounds are given for {list(record['bounds'])}, not for {tuple(names)}"
@@ -182,7 +356,7 @@ def _ledgers(record: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], 
     return ledgers, shares
 
 
-def _monte_carlo(draws: Tensors, whose: str, batch: int, reference: float, delta: float, method: Any) -> dict[str, Any]:
+def _monte_carlo(draws: Tensors, whose: str, batch: int, reference: float, delta: float, method: str) -> dict[str, Any]:
     """What follows from the counts per draw: the mean risk, its betting bound with the control variate, Chernoff's."""
     wrong, plus, minus = (_take(draws, f"{whose}/{x}", (draws[f"{whose}/wrong"].size,), kind="i") for x in COUNTS)
     fits = (plus >= 0) & (plus <= wrong) & (wrong <= batch) & (minus >= 0) & (minus <= batch - wrong)
@@ -305,102 +479,293 @@ def betting(values: Array, delta: float) -> float:
     return _bisect(float(x[0]), 1.0, lambda m: np.logaddexp.reduce(np.log1p(f * ((m - x) / (1 - m))) @ times) >= goal)
 
 
-def _require(holds: Any, rule: str) -> None:
-    if not holds:
-        raise Refused(rule)
+# --- Reading. Nothing is believed: form and size are checked before memory is asked for.
+
+_NAMES = {"*": "name"}
+_LEDGER = {
+    **dict.fromkeys(("delta", "pac_bayes", "monte_carlo", "reference", "unlabelled"), "fraction"),
+    **dict.fromkeys(("grid", "certified"), "count"),
+}
+_DRAWS = {"draws": "count", "risk": "fraction", "risk_upper": "fraction", "chernoff": "fraction", "seed": "seed"}
+_PLAN = {
+    **{key: _LEDGER[key] for key in ("delta", "grid", "certified")},
+    "family": "name",
+    "method": "name",
+    "tolerance": "number",
+    "draws": "count",
+    "catoni_c": (None, "number"),
+}
+_COMMON = {
+    "format": "name",
+    "version": "count",
+    "kind": "name",
+    "model": (None, "name"),
+    "n": "count",
+    "sparsity": "fraction",
+    "total": "count",
+    "reference": {"errors": "count"},
+    "examples_seen": "count",
+    "bounds": {"*": {"bound": "fraction", "ledger": _LEDGER}},
+    "claim": {"family": "name", "bound": "fraction"},
+    "statement": "text",
+    "declaration": (None, "text"),
+    "data": {"dataset": "name", "files": {"*": "hash"}, "classes": "count"},
+    "split": {
+        "seed": "seed",
+        "prior_fraction": "fraction",
+        "sizes": dict.fromkeys(("prior", "bound", "unlabelled"), "count"),
+        "declared": "flag",
+        "duplicates": "count",
+        "repeats": "count",
+        "parts": dict.fromkeys(("prior", "bound", "unlabelled"), "hash"),
+        "indices": dict.fromkeys(("prior", "bound", "unlabelled"), "hash"),
+    },
+    "standardisation": {"mean": ["real"], "std": ["real"]},
+    "evaluation": {"mode": "name", "dtype": "name", "autocast": "flag", "tf32": "flag", "augmentation": "flag"},
+    "assumptions": ["text"],
+    "software": {"pacprune": "name", "torch": "name"},
+    "files": {"*": "hash"},
+    "digest": "hash",
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "held-out": {**_COMMON, "hashes": {"model": "hash"}, "commitment": None},
+    "pac-bayes": {
+        **_COMMON,
+        "hashes": dict.fromkeys(("prior", "posterior", "rest"), "hash"),
+        "kl": "number",
+        "kl_per_tensor": {"*": "number"},
+        "monte_carlo": {
+            "method": "name",
+            "tolerance": "number",
+            "batch": "count",
+            "posterior": _DRAWS,
+            "prior": _DRAWS,
+        },
+        "catoni_c": (None, "number"),
+        "single_draw": {
+            "seed": "seed",
+            "errors": "count",
+            "log_ratio": "real",
+            "sparsity": "fraction",
+            "fresh": "flag",
+        },
+        "thresholded": {
+            "seed": "seed",
+            "inputs": "count",
+            "disagreements": "count",
+            "errors": "count",
+            "sparsity": "fraction",
+        },
+        "commitment": (None, {"plan": _PLAN, "digest": "hash", "seal": "hash", "beacon": "name"}),
+    },
+}
+"""Every field of certificate.json by its kind: {"*": f} is a table of names, [f] a list, (None, f) may be null."""
 
 
-def _get(value: Any, *keys: str, kind: type = int, least: int = 0, most: int = 2**53) -> Any:
-    """What a record holds under the keys, once it is of this kind and, if it is a count, within these limits."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    if type(value) is not kind and not (kind is float and type(value) is int and abs(value) <= 2**53):
-        raise ValueError(f"{RECORD} needs {'.'.join(keys)} of type {kind.__name__}, not {value!r}; ask the issuer")
-    _require(kind is not int or least <= value <= most, f"{'.'.join(keys)} is {value}, not in [{least}, {most}]")
-    return value
+def _number(value: Any) -> bool:
+    """A finite number as JSON has it; no Boolean."""
+    return type(value) in (int, float) and abs(value) <= 2.0**63
 
 
-def _compare(record: dict[str, Any], expected: Any, *keys: str, slack: float = 0.0) -> None:
-    """What is recomputed is stated: floats up to rounding, mostly upwards; an infinite one (NaN below) never is."""
-    if isinstance(expected, dict):
-        for key, value in expected.items():
-            _compare(record, value, *keys, key, slack=slack)
-        return
-    stated = _get(record, *keys, kind=type(expected), most=2**63)
-    near = False
-    if type(expected) is float:
-        above, size = stated - expected, abs(expected)
-        near = 0 <= above + 1e-9 * size + slack <= 1e-7 * size + 2 * slack
-    _require(near or stated == expected, f"{'.'.join(keys)}: {stated} is stated, {expected} is recomputed")
+LEAVES: dict[str, Callable[[Any], bool]] = {
+    "name": lambda v: type(v) is str and 0 < len(v) <= 500 and v.isprintable(),
+    "text": lambda v: type(v) is str and 0 < len(v) <= 5000 and v.isprintable(),
+    "hash": lambda v: type(v) is str and re.fullmatch("[0-9a-f]{64}", v) is not None,
+    "flag": lambda v: type(v) is bool,
+    "count": lambda v: type(v) is int and 0 <= v <= MOST_COUNT,
+    "seed": lambda v: type(v) is int and 0 <= v < 2**63,
+    "fraction": lambda v: _number(v) and 0 <= v <= 1,
+    "number": lambda v: _number(v) and v >= 0,
+    "real": _number,
+}
+"""The kinds of values, each with the test of it."""
+
+
+def _check_form(value: Any, form: Any, path: str = "") -> None:
+    """Refuses a record with other keys, or other kinds of values, than a certificate has."""
+    if isinstance(form, tuple):
+        if value is not None:
+            _check_form(value, form[1], path)
+    elif isinstance(form, dict):
+        _require(isinstance(value, dict), f"{path or RECORD} is no table")
+        keys = set(value) if "*" in form else set(form)
+        for key in sorted(keys ^ set(value)):
+            fault = "is missing" if key in keys else "is a key that no certificate has"
+            raise Refused(f"{path}{'.' if path else ''}{key!r} {fault}")
+        for key in value:
+            _require("*" not in form or LEAVES["name"](key), f"{path} has the unprintable key {key!r}")
+            _check_form(value[key], form.get("*", form.get(key)), f"{path}.{key}" if path else key)
+    elif isinstance(form, list):
+        _require(isinstance(value, list), f"{path} is no list")
+        for i, entry in enumerate(value):
+            _check_form(entry, form[0], f"{path}[{i}]")
+    else:
+        holds = value is None if form is None else LEAVES[form](value)
+        _require(holds, f"{path} is {value!r:.80}, which is no {form or 'null'}")
+
+
+def read(folder: str | Path) -> Folder:
+    """The one reader of a certificate folder, for every level; ValueError when it cannot be read."""
+    try:
+        return _read(Path(folder))
+    except OSError as error:
+        raise ValueError(f"{folder} is no whole certificate folder ({error}); ask the issuer for it") from error
+
+
+def _read(folder: Path) -> Folder:
+    record = _read_record(folder)
+    files = FILES[record["kind"]]
+    packed = set(record["files"]) == {PACKED}
+    names = [PACKED] if packed else [f"{name}.safetensors" for name in files]
+    _require(
+        set(record["files"]) == set(names), f"files are {list(record['files'])}, but must be {names} or {[PACKED]}"
+    )
+    tensors, hashes = {}, {}
+    for name in names:
+        content = _read_bytes(folder / name, MOST_FILE)
+        hashes[name] = hashlib.sha256(content).hexdigest()
+        _compare(record, {"files": hashes})  # a changed file is refused as such, also when it cannot be read
+        try:
+            tensors |= unpack(content, files) if packed else {name.removesuffix(".safetensors"): read_tensors(content)}
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"{name} cannot be read as safetensors ({error}); ask the issuer for it again") from error
+    _check_tensors(record, tensors)
+    return Folder(record, tensors, hashes)
+
+
+def _read_bytes(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most so many bytes: no link, no pipe, no device."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path} is no regular file; ask the issuer for the folder itself")
+        if status.st_size > most:
+            raise ValueError(f"{path} has {status.st_size:,} bytes, but at most {most:,} are read")
+        return file.read(most)
+
+
+def _parsed(text: bytes | str) -> Any:
+    """JSON, in which no table names a key twice."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a key is given twice")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=table)
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    content = (path := folder / RECORD).read_bytes()
+    content = _read_bytes(path := folder / RECORD, MOST_RECORD)
     try:
-        record = json.loads(content.decode())
-        layout = json.dumps(record, indent=2, allow_nan=False) + "\n"
+        record = _parsed(content.decode())
+        layout = (json.dumps(record, indent=2, allow_nan=False) + "\n").encode()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); ask the issuer for it again") from error
     header = (record.get("format"), record.get("version")) if isinstance(record, dict) else type(record).__name__
     if header != (FORMAT, VERSION):
         raise ValueError(f"{path} is {header}, but this reads {(FORMAT, VERSION)}; use a matching verifier")
-    canonical = json.dumps({k: v for k, v in record.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
-    _compare(record, {"digest": hashlib.sha256(canonical.encode()).hexdigest()})
+    if record.get("kind") not in tuple(FORMS):
+        kind = record.get("kind")
+        raise ValueError(f"{path} is of the kind {kind!r:.80}, but must be one of {list(FORMS)}; use another verifier")
+    _check_form(record, FORMS[record["kind"]])
+    _compare(record, {"digest": digest({key: value for key, value in record.items() if key != "digest"})})
     # Another space or an 18th digit changes nothing that is computed, but the file is then not the one that was issued.
-    _require(content == layout.encode(), f"{RECORD} is not laid out as issued: {len(content)} bytes, not {len(layout)}")
+    _require(content == layout, f"{RECORD} is not laid out as issued: {len(content)} bytes, not {len(layout)}")
     return record
 
 
-def _read_files(folder: Path, record: dict[str, Any], files: tuple[str, ...]) -> tuple[list[Tensors], dict[str, str]]:
-    """The tensors of all files, which have the names and are the numbers they must be, and the SHA-256 of the files."""
-    contents, hashes, packed = [], {}, PACKED in _get(record, "files", kind=dict)
-    for path in (folder / name for name in ([PACKED] if packed else [f"{x}.safetensors" for x in files])):
-        content = path.read_bytes()
-        hashes[path.name] = hashlib.sha256(content).hexdigest()
-        try:
-            contents += unpack(content, files) if packed else [read_tensors(content)]
-        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-            _compare(record, {"files": hashes})  # a changed file is refused as such, also when it cannot be read
-            raise ValueError(f"{path} cannot be read as safetensors ({error}); ask the issuer for it again") from error
-    for name, tensors in zip(files, contents, strict=True):
-        for key in (key for key, t in tensors.items() if t.dtype.kind in "fu" and np.isnan(_values(t)).any()):
-            raise ValueError(f"{key} in {name}.safetensors holds NaN; ask the issuer for another certificate")
-    if len(files) > 1:
-        names, rest = list(_get(record, "kl_per_tensor", kind=dict)), [x for x in contents[0] if x.startswith("rest/")]
-        slabs = [f"{whose}/{part}/{name}" for whose in BOTH for part in PARTS for name in names]
-        counts = [f"{whose}/{key}" for whose in BOTH for key in COUNTS] + [f"single_draw/{name}" for name in names]
-        nets = [names + [key.removeprefix("rest/") for key in rest]] * 2
-        for file, tensors, expected in zip(files, contents, (slabs + rest, counts, *nets), strict=True):
-            for name in sorted(set(expected) ^ set(tensors)):
-                fault = "missing from" if name in expected else "unknown in"
-                raise ValueError(f"{name} is {fault} {file}.safetensors; ask the issuer for the whole folder")
-    return contents, hashes
+def digest(value: Any) -> str:
+    """SHA-256 of canonical JSON: sorted keys, no spaces."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def unpack(content: bytes, files: tuple[str, ...]) -> list[Tensors]:
-    """Files packed as one: by the header's index, [dtype, shape, values], or values[0] but where a bit is set."""
-    blobs, header = read_tensors(content), json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    index, contents = json.loads(header["__metadata__"]["index"]), []
-    for entries in (index[f"{name}.safetensors"] for name in files):
-        contents.append(tensors := {})
-        for name, (dtype, shape, values, *bits) in entries.items():
-            flat = blobs[values].astype(DTYPES["BF16"] if dtype == "bfloat16" else dtype)
-            for keep in (np.unpackbits(blobs[x])[: math.prod(shape)] for x in bits):
-                flat = flat[np.minimum(np.cumsum(keep), flat.size - 1) * keep]  # the one other value, or one for each
-            tensors[name] = flat.reshape(shape)
-    return contents
+def _check_tensors(record: dict[str, Any], tensors: dict[str, Tensors]) -> None:
+    """Refuses tensors with other names than they must have, with names that cannot be printed, and with NaN."""
+    for file, entries in tensors.items():
+        for name, tensor in entries.items():
+            if not LEAVES["name"](name):
+                raise ValueError(f"{file}.safetensors holds the unprintable name {name!r:.80}; ask the issuer")
+            if tensor.dtype.kind in "fu" and np.isnan(_values(tensor)).any():
+                raise ValueError(f"{name} in {file}.safetensors holds NaN; ask the issuer for another certificate")
+    if record["kind"] != "pac-bayes":
+        return
+    names, rest = list(record["kl_per_tensor"]), [x for x in tensors["distributions"] if x.startswith("rest/")]
+    slabs = [f"{whose}/{part}/{name}" for whose in BOTH for part in PARTS for name in names]
+    counts = [f"{whose}/{key}" for whose in BOTH for key in COUNTS] + [f"single_draw/{name}" for name in names]
+    network = names + [key.removeprefix("rest/") for key in rest]
+    expected = {"distributions": slabs + rest, "draws": counts, "single_draw": network, "thresholded": network}
+    for file, entries in tensors.items():
+        for name in sorted(set(expected[file]) ^ set(entries)):
+            fault = "missing from" if name in expected[file] else "unknown in"
+            raise ValueError(f"{name} is {fault} {file}.safetensors; ask the issuer for the whole folder")
+
+
+def unpack(content: bytes, files: tuple[str, ...]) -> dict[str, Tensors]:
+    """Files packed as one, by the header's index: [dtype, shape, values], or with bits, values[0] where none is set."""
+    blobs, header = read_tensors(content), _parsed(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    if set(header["__metadata__"]) != {"index"}:
+        raise ValueError("its metadata is not an index alone")
+    index = _parsed(header["__metadata__"]["index"])
+    if set(index) != {f"{name}.safetensors" for name in files}:
+        raise ValueError(f"it holds {list(index)} and not {files}")
+    entries = [entry for table in index.values() for entry in table.values()]
+    unused = set(blobs) - {key for entry in entries for key in entry[2:]}
+    if unused:
+        raise ValueError(f"nothing refers to {sorted(unused)[:3]}")
+    size = sum(_size(entry[1]) * np.dtype(PACKED_DTYPES[entry[0]]).itemsize for entry in entries)
+    if size > MOST_GROWTH * len(content):
+        raise ValueError(f"{len(content):,} bytes would become {size:,}")
+    return {
+        file.removesuffix(".safetensors"): {name: _unpacked(blobs, *entry) for name, entry in table.items()}
+        for file, table in index.items()
+    }
+
+
+def _unpacked(blobs: Tensors, dtype: str, shape: list[int], values: str, bits: str | None = None) -> Array:
+    """One packed tensor; every size has to fit before anything is made of it."""
+    flat, size = blobs[values], _size(shape)
+    exact = flat.dtype == np.dtype(PACKED_DTYPES[dtype])
+    if not exact and not (dtype in ("int64", "int32") and flat.dtype == np.uint8):
+        raise ValueError(f"{dtype} is stored as {flat.dtype}")
+    flat = flat.astype(PACKED_DTYPES[dtype])
+    if bits is not None:
+        mask = blobs[bits]
+        if mask.dtype != np.uint8 or mask.size != (size + 7) // 8 or mask.ndim != 1:
+            raise ValueError(f"a mask of {mask.size} bytes does not fit {size} entries")
+        differs = np.unpackbits(mask)
+        if differs[size:].any() or flat.ndim != 1 or flat.size not in (2, 1 + int(differs.sum())):
+            raise ValueError(f"{flat.size} values do not fit a mask of {int(differs.sum())}")
+        flat = flat[np.minimum(np.cumsum(differs[:size], dtype=np.int64), flat.size - 1) * differs[:size]]
+    if flat.size != size:
+        raise ValueError(f"{flat.size} values do not fit the shape {shape}")
+    return flat.reshape(shape)
+
+
+def _size(shape: Any) -> int:
+    """The number of entries of a shape, if it is one."""
+    if not isinstance(shape, list) or len(shape) > 32 or not all(type(n) is int and 0 <= n <= 2**40 for n in shape):
+        raise ValueError(f"{shape!r:.80} is no shape")
+    return math.prod(shape)
 
 
 def read_tensors(content: bytes) -> Tensors:
     """The tensors of a safetensors file: 8 bytes with the length of a JSON header, the header, and the raw data."""
     start = 8 + int.from_bytes(content[:8], "little")
-    header, data, tensors, end, gap = json.loads(content[8:start]), memoryview(content)[start:], {}, 0, False
+    if len(content) < 8 or start > len(content):
+        raise ValueError(f"its header would end at byte {start:,} of {len(content):,}")
+    header, data, tensors, end = _parsed(content[8:start]), memoryview(content)[start:], {}, 0
     header.pop("__metadata__", None)
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, stop = entry["data_offsets"]
-        tensors[name] = np.frombuffer(data[begin:stop], DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        gap, end = gap or begin != end, stop
-    if gap or end != len(data):
+        if set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{name!r:.80} has the fields {sorted(entry)}")
+        (begin, stop), dtype = entry["data_offsets"], np.dtype(DTYPES[entry["dtype"]])
+        if begin != end or stop - begin != _size(entry["shape"]) * dtype.itemsize or stop > len(data):
+            raise ValueError(f"{name!r:.80} does not fill the bytes {begin} to {stop} of {len(data)}")
+        tensors[name] = np.frombuffer(data[begin:stop], dtype).reshape(entry["shape"])
+        end = stop
+    if end != len(data):
         raise ValueError(f"its tensors do not fill its {len(data)} bytes of data one by one")
     return tensors
 
@@ -419,18 +784,63 @@ def _take(tensors: Tensors, name: str, *shapes: tuple[int, ...], kind: str = "f"
 
 def tensor_hash(tensors: Tensors, *prefixes: str) -> str:
     """SHA-256 over names, types, shapes and bytes, part by part, in the order of the names."""
-    digest = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for prefix, key in ((x, key) for x in prefixes for key in sorted(tensors) if key.startswith(x)):
         name, tensor = key.removeprefix(prefix), tensors[key]
         dtype = "bfloat16" if tensor.dtype == np.uint16 else tensor.dtype.name
-        digest.update(f"{name} torch.{dtype} {tensor.shape};".encode() + tensor.tobytes())
-    return digest.hexdigest()
+        sha256.update(f"{name} torch.{dtype} {tensor.shape};".encode() + tensor.tobytes())
+    return sha256.hexdigest()
+
+
+def printable(text: str) -> str:
+    """The text with everything escaped that a terminal would act on."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# --- Comparing.
+
+
+def _require(holds: Any, rule: str) -> None:
+    if not holds:
+        raise Refused(rule)
+
+
+def _count(record: dict[str, Any], *keys: str, most: int) -> int:
+    """What a record holds under the keys, once it is at most this."""
+    value: Any = record
+    for key in keys:
+        value = value[key]
+    _require(value <= most, f"{'.'.join(keys)} is {value}, not in [0, {most}]")
+    return value
+
+
+def _compare(stated: Any, expected: Any, *keys: str, slack: float = 0.0) -> None:
+    """What is recomputed is stated: floats up to rounding, mostly upwards; an infinite one (NaN below) never is."""
+    if isinstance(expected, dict):
+        for key, value in expected.items():
+            _require(isinstance(stated, dict) and key in stated, f"{'.'.join([*keys, key])} is not stated")
+            _compare(stated[key], value, *keys, key, slack=slack)
+        return
+    near = stated == expected and type(stated) is type(expected)
+    if type(expected) is float and _number(stated):
+        above, size = stated - expected, abs(expected)
+        near = 0 <= above + 1e-9 * size + slack <= 1e-7 * size + 2 * slack
+    _require(near, f"{'.'.join(keys)}: {stated} is stated, {expected} is recomputed")
+
+
+def _main(arguments: list[str]) -> int:
+    """`python verify.py FOLDER`: prints the report and returns the exit status."""
+    if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
+        print(f"usage: python verify.py FOLDER\n\n{__doc__}")
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    try:
+        report = verify(arguments[0])
+    except ValueError as error:
+        print(printable(str(error)), file=sys.stderr)
+        return 2
+    print(report)
+    return 0 if report.valid else 1
 
 
 if __name__ == "__main__":
-    try:
-        print(report := verify(sys.argv[-1]))
-        sys.exit(not report.valid)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(_main(sys.argv[1:]))

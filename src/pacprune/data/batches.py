@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from pacprune.data import splits
+from pacprune.data import splits, trace
+from pacprune.data.trace import Trace
 from pacprune.types import Data
 
-_read_hashes: dict[int, tuple[weakref.ref[Any], Tensor, Tensor]] = {}
-"""Hashes of the x and y of Datasets and DataLoaders by id: reading one again may take as long as an epoch."""
+_read_hashes: dict[int, tuple[weakref.ref[Any], int, Tensor, Tensor]] = {}
+"""Size, and hashes of x and y, of Datasets and DataLoaders by id: reading one again may take as long as an epoch."""
 _hashes: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor]] = {}
 """Hashes of tensors by id, with the state that changes when a tensor is written to."""
 
@@ -58,22 +59,49 @@ def _source(data: Data) -> Any:
     return data.dataset if isinstance(data, DataLoader) else data
 
 
+def use_of(data: Data) -> Trace:
+    """What training or scoring on these data leaves behind.
+
+    Examples that something was evaluated on before count as used, too: the result may have decided what is trained now.
+    """
+    part = _part(data)
+    if part is not None:
+        return part.trace | trace.looked()
+    pair = tensors(data)
+    x, y = _read(data) if pair is None else (_hashes_of(pair[0]), trace.label_hashes(pair[1]))
+    return trace.of(x, trace.labelled(x, y)) | trace.looked()
+
+
+def look_at(data: Data) -> None:
+    """Notes that something is evaluated on these data."""
+    part = _part(data)
+    trace.look(example_hashes(data) if part is None else part.known.examples)
+
+
+def _part(data: Data) -> splits.Part | None:
+    """The part that the data are read from, if nothing else can come in between."""
+    source = _source(data)
+    if isinstance(data, DataLoader) and data.collate_fn is not default_collate:
+        return None
+    if isinstance(source, splits.Augmented):
+        return source.part
+    return source if isinstance(source, splits.Part) else None
+
+
 def example_hashes(data: Data) -> Tensor:
-    """64-bit hashes of all examples, under which `seen` remembers them: by content, and for a Part by origin too."""
-    pair, source = tensors(data), _source(data)
-    if isinstance(source, splits.Part):
-        return torch.cat([source.example_hashes, source.ids])
+    """64-bit hashes of all examples by their content, in their order."""
+    pair = tensors(data)
     return _read(data)[0] if pair is None else _hashes_of(pair[0])
 
 
 def _hashes_of(x: Tensor) -> Tensor:
-    """`splits.example_hashes`, once for a tensor that is used again, as by the members of a population."""
+    """`trace.example_hashes`, once for a tensor that is used again, as by the members of a population."""
     if x.is_inference():  # nobody counts how often it was written to
-        return splits.example_hashes(x)
+        return trace.example_hashes(x)
     key, state = id(x), (x._version, _checksum(x), *x.shape)
     entry = _hashes.get(key)
     if entry is None or entry[0]() is not x or entry[1] != state:
-        _hashes[key] = entry = weakref.ref(x, lambda _: _hashes.pop(key, None)), state, splits.example_hashes(x)
+        _hashes[key] = entry = weakref.ref(x, lambda _: _hashes.pop(key, None)), state, trace.example_hashes(x)
     return entry[2]
 
 
@@ -86,26 +114,25 @@ def _checksum(x: Tensor) -> int:
 
 def label_hashes(data: Data) -> Tensor:
     """64-bit hashes of all labels, in the order of the examples."""
-    pair, source = tensors(data), _source(data)
-    if isinstance(source, splits.Part):
-        return _hashes_of(source.y)
-    return _read(data)[1] if pair is None else _hashes_of(pair[1])
+    pair = tensors(data)
+    return _read(data)[1] if pair is None else trace.label_hashes(pair[1])
 
 
 def _read(data: Data) -> tuple[Tensor, Tensor]:
     """The hashes of all x and of all y of a Dataset or a DataLoader."""
     source, entry = _source(data), _read_hashes.get(id(data))
-    if entry is not None and entry[0]() is data and len(entry[1]) == len(source):
-        return entry[1], entry[2]
-    collate: Any = default_collate
-    if isinstance(data, DataLoader) and data.batch_sampler is not None:
-        collate = data.collate_fn
+    if entry is not None and entry[0]() is data and entry[1] == len(source):
+        return entry[2], entry[3]
+    if isinstance(data, DataLoader) and data.batch_sampler is None:  # what it reads are batches already
+        collate: Any = lambda items: data.collate_fn(items[0])  # noqa: E731
+    else:
+        collate = data.collate_fn if isinstance(data, DataLoader) else default_collate
     pairs = (collate([source[i]]) for i in range(len(source)))
     with isolated_rng(torch.device("cpu"), data, seed=0):  # random augmentation gives the same hashes every time
-        hashes = [(splits.example_hashes(x), splits.example_hashes(torch.as_tensor(y))) for x, y in pairs]
+        hashes = [(trace.example_hashes(x), trace.label_hashes(torch.as_tensor(y))) for x, y in pairs]
     x, y = (torch.cat(column) for column in zip(*hashes, strict=True))
     key = id(data)
-    _read_hashes[key] = weakref.ref(data, lambda _: _read_hashes.pop(key, None)), x, y
+    _read_hashes[key] = weakref.ref(data, lambda _: _read_hashes.pop(key, None)), len(source), x, y
     return x, y
 
 

@@ -1,14 +1,18 @@
 """Examples cut at random into parts that are named by their use."""
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from pacprune import philox
+from pacprune.data import trace
+from pacprune.data.trace import Trace, as_bytes, example_hashes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -23,6 +27,7 @@ class Part:
         source: Names what `index` points into; empty when unknown.
         raw: Hashes of the examples before they were standardised, or None. Training on the raw tensors counts as
             having seen these examples.
+        origin: The part that these examples are changed copies of, or None. Training on them is training on it.
 
     Example:
         >>> split.bound
@@ -36,6 +41,7 @@ class Part:
     index: Tensor
     source: str = ""
     raw: Tensor | None = None
+    origin: "Part | None" = None
 
     def __repr__(self) -> str:
         return f"Part({self.name}: {len(self):,} examples of shape {tuple(self.x.shape[1:])})"
@@ -48,23 +54,80 @@ class Part:
 
     @cached_property
     def example_hashes(self) -> Tensor:
-        """One 64-bit hash per example, of the bytes of x."""
+        """One 64-bit hash per example, of the canonical form of x."""
         return example_hashes(self.x)
 
     @cached_property
-    def ids(self) -> Tensor:
-        """More 64-bit hashes of each example: of (source, index), and of its raw bytes; none when unknown.
+    def known(self) -> Trace:
+        """All that these examples are known by: content, origin, and content before it was standardised.
 
-        Two splits of one source standardise by different constants, so that their `example_hashes` differ;
-        their `ids` agree.
+        With its label, an example is known by its content alone.
         """
-        origin = self.index + int(self.source[:15], 16) if self.source else self.index[:0]
-        return origin if self.raw is None else torch.cat([origin, self.raw.T.reshape(-1)])
+        contents = [self.example_hashes] if self.raw is None else [self.example_hashes, *self.raw.T]
+        labels = trace.label_hashes(self.y)
+        pairs = torch.cat([trace.labelled(content.contiguous(), labels) for content in contents])
+        return trace.of(self.ids.reshape(-1), pairs)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """What training on this part leaves behind."""
+        if self.origin is not None:  # content of its own, and what it was made from
+            return Trace(examples=self.known.examples) | self.origin.trace
+        pairs = trace.labelled(self.example_hashes, trace.label_hashes(self.y))
+        return trace.of(self.ids.reshape(-1), pairs)
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """All 64-bit hashes of each example, a row of one for every example: content, place in its source, raw content.
+
+        Two splits of one source may standardise by different constants, so that contents differ; the others agree.
+        """
+        place = [self.index + int(self.source[:15], 16)] if self.source else []
+        return torch.stack([self.example_hashes, *place, *(() if self.raw is None else self.raw.T)])
 
     @cached_property
     def hash(self) -> str:
         """SHA-256 of the bytes of x, y and index."""
         return _sha256(self.x, self.y, self.index)
+
+    def augmented(self, transform: Callable[[Tensor], Tensor]) -> "Augmented":
+        """The part as a Dataset whose inputs pass through `transform` each time they are read.
+
+        Training on it is traced to this part, so that a certificate needs no declaration. That the transform looks at
+        nothing but its input is the issuer's word.
+
+        Args:
+            transform: (one input) -> the input that the network sees; it may be random.
+
+        Returns:
+            A map-style Dataset of (x, y) pairs.
+
+        Example:
+            >>> noisy = split.prior.augmented(lambda image: image + 0.1 * torch.randn_like(image))
+            >>> history = pp.fit(model, noisy, pp.Config(epochs=1, lr=0.1))
+            >>> certificate = pp.certify_held_out(model, split)
+        """
+        return Augmented(self, transform)
+
+    def loader(self, batch_size: int, *, transform: Callable[[Tensor], Tensor] | None = None, **options: Any) -> Any:
+        """A DataLoader over this part, traced to it.
+
+        Args:
+            batch_size: Examples per batch.
+            transform: As of `augmented`; None leaves the inputs as they are.
+            **options: What else `torch.utils.data.DataLoader` takes, such as shuffle=True; no collate_fn, which could
+                read anything.
+
+        Returns:
+            The DataLoader, of (x, y) batches.
+
+        Example:
+            >>> x, y = next(iter(split.prior.loader(32, shuffle=True)))
+            >>> x.shape
+            torch.Size([32, 1, 8, 8])
+        """
+        source: Any = self if transform is None else self.augmented(transform)
+        return DataLoader(source, batch_size, **options)
 
     def subset(self, positions: Tensor) -> "Part":
         """The examples at some positions of this part.
@@ -77,6 +140,20 @@ class Part:
         """
         x, y, index = self.x[positions], self.y[positions], self.index[positions]
         return Part(self.name, x, y, index, self.source, None if self.raw is None else self.raw[positions])
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """A part whose inputs pass through a transform each time they are read."""
+
+    def __init__(self, part: Part, transform: Callable[[Tensor], Tensor]) -> None:
+        self.part, self.transform = part, transform
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        x, y = self.part[i]
+        return self.transform(x), y
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,7 +174,6 @@ class Split:
         files: SHA-256 of the (decompressed) content of each source file or tensor.
         classes: Number of classes; 0 for regression.
         declared: True when the user gave the index lists and declared them random. Such a split cannot be replayed.
-        issued: Hashes of what was certified on `bound`, by kind. Choosing among them must be paid for.
 
     Example:
         >>> split
@@ -119,7 +195,6 @@ class Split:
     files: dict[str, str]
     classes: int
     declared: bool = False
-    issued: dict[str, list[str]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         sizes = f"{len(self.prior):,} prior + {len(self.bound):,} bound = {len(self.train):,} train"
@@ -131,8 +206,25 @@ class Split:
 
     @cached_property
     def duplicates(self) -> int:
-        """How many examples of `bound` have an x that also occurs in `prior`, to the byte."""
+        """How many examples of `bound` also occur in `prior`, images up to their scale and a 256th of their range."""
         return int(torch.isin(self.bound.example_hashes, self.prior.example_hashes).sum())
+
+    @cached_property
+    def repeats(self) -> int:
+        """How many examples of `bound` are copies of others of `bound`: n less the number of different ones."""
+        return len(self.bound) - len(torch.unique(self.bound.example_hashes))
+
+    @cached_property
+    def pool(self) -> str:
+        """SHA-256 of the examples of all parts but `test`, in no order: every split of one data set has the same."""
+        parts = (self.prior, self.bound, self.unlabelled)
+        hashes = [part.example_hashes if part.raw is None else part.raw[:, 0] for part in parts]
+        return _sha256(torch.cat(hashes).sort().values)
+
+
+def index_hash(part: Part) -> str:
+    """SHA-256 of the positions of a part's examples in their source."""
+    return hashlib.sha256(part.index.numpy().tobytes()).hexdigest()
 
 
 def check_split(split: object) -> None:
@@ -146,14 +238,6 @@ def check_split(split: object) -> None:
             f"split has {split.classes} classes and labels of shape {tuple(split.prior.y.shape)}; "
             "a certificate bounds the error of a classifier, so give one class number per example"
         )
-
-
-def example_hashes(x: Tensor) -> Tensor:
-    """One 64-bit blake2b per example, of its bytes; labels, and how they are coded, do not matter."""
-    digests = bytearray()
-    for example in _bytes(x):
-        digests += hashlib.blake2b(example, digest_size=8).digest()
-    return torch.from_numpy(np.frombuffer(digests, "<i8").copy())
 
 
 def split(
@@ -369,13 +453,8 @@ def _standardise_(x: Tensor, test_x: Tensor, k: int) -> tuple[tuple[float, ...],
     return tuple(mean.reshape(-1).tolist()), tuple(std.reshape(-1).tolist())
 
 
-def _bytes(values: Tensor) -> np.ndarray:
-    """The memory of a tensor as one row of bytes per example."""
-    return values.detach().cpu().unsqueeze(-1).flatten(1).contiguous().view(torch.uint8).numpy()
-
-
 def _sha256(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for values in tensors:
-        digest.update(_bytes(values).data)
+        digest.update(as_bytes(values).data)
     return digest.hexdigest()

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pacprune import kernels
+from pacprune.data import trace
+from pacprune.data.trace import Trace
 from pacprune.distributed import Across, across, first_index, is_sharded, local, refuse_sharded, sharded
 from pacprune.kernels.law import bounded
 from pacprune.masking import patterns, weights
@@ -178,34 +180,35 @@ def attach(
     elif train_std or any(std.ndim for std in slab.std.values()):
         refuse_sharded(plain.values(), "std")
     check_fits(plain, slab, pattern)
-    _take_over(model, slab)
-    offset, pool = 0, Pool()
-    for name, weight in plain.items():
-        if name not in slab.keep_prob:
-            continue
-        first, constant = _start_values(name, weight, slab, mapping, coupling, train_std)
-        owners = list(_owners(model, weight))
-        sampler = Sampler(
-            first,
-            constant,
-            pool,
-            offset=offset + first_index(weight),
-            seed=seed,
-            mapping=mapping,
-            coupling=coupling,
-            estimator=estimator,
-            beta=beta,
-            cast=not is_sharded(weight) and all(casts(module) for module, _ in owners),
-        )
-        sampler.train(model.training)
-        if is_sharded(weight):
-            Shards(weight, sampler).join(*owners[0])
-        else:
-            _install(sampler, owners)
-        offset += weight.numel()
-    shards = _shards(model)
-    if shards:
-        model.__dict__[_SAMPLING] = model.register_forward_pre_hook(lambda *_: sample_shards_(shards), prepend=True)
+    with weights.changing(model):
+        _take_over(model, slab)
+        offset, pool = 0, Pool()
+        for name, weight in plain.items():
+            if name not in slab.keep_prob:
+                continue
+            first, constant = _start_values(name, weight, slab, mapping, coupling, train_std)
+            owners = list(_owners(model, weight))
+            sampler = Sampler(
+                first,
+                constant,
+                pool,
+                offset=offset + first_index(weight),
+                seed=seed,
+                mapping=mapping,
+                coupling=coupling,
+                estimator=estimator,
+                beta=beta,
+                cast=not is_sharded(weight) and all(casts(module) for module, _ in owners),
+            )
+            sampler.train(model.training)
+            if is_sharded(weight):
+                Shards(weight, sampler).join(*owners[0])
+            else:
+                _install(sampler, owners)
+            offset += weight.numel()
+        shards = _shards(model)
+        if shards:
+            model.__dict__[_SAMPLING] = model.register_forward_pre_hook(lambda *_: sample_shards_(shards), prepend=True)
     return model
 
 
@@ -331,13 +334,15 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
             std[site.name] = torch.zeros((), device=site.gate.device) if constant is None else constant.clone()
     # A penalty, made at every step, need not know what was seen; a prior must, and by its gradient it is told apart.
     carries = any(p.requires_grad for p in keep_prob.values())
+    if not carries:
+        weights.note_changes([model])
     return SpikeSlab(
         keep_prob=keep_prob,
         mean=mean,
         std=std,
         rest={n: t.detach().clone() for n, t in _rest(model)} if detach else {},
         total=total(model),
-        seen=torch.empty(0, dtype=torch.int64) if carries else weights.seen(model),
+        seen=Trace() if carries else weights.seen(model),
     )
 
 
@@ -415,7 +420,9 @@ def final_mask(model: nn.Module, *, sparsity: float | None = None, min_per_layer
     listed = attached(model)
     if listed[0].sampler.pattern is None:
         return top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
-    return {site.name: site.sampler.chosen(site.mean, site.gate) for site in listed}
+    mask = {site.name: site.sampler.chosen(site.mean, site.gate) for site in listed}
+    trace.note(mask, weights.seen(model))
+    return mask
 
 
 @torch.no_grad()
@@ -438,22 +445,23 @@ def harden(model: nn.Module, mask: dict[str, Tensor] | None = None) -> nn.Module
     listed = attached(forget(model))
     if mask is None:
         mask = final_mask(model)
-    plain = {
-        id(site.where): nn.Parameter(site.mean.detach().clone(), requires_grad=site.mean.requires_grad)
-        for site in listed
-    }
-    owners = [
-        (module, attribute, id(parametrization))
-        for module in model.modules()
-        if parametrize.is_parametrized(module)
-        for attribute, parametrization in module.parametrizations.items()  # type: ignore[union-attr]
-    ]
-    for module, attribute, key in owners:
-        if key in plain:
-            _unparametrize(module, attribute, plain[key])
-    if _SAMPLING in model.__dict__:
-        model.__dict__.pop(_SAMPLING).remove()
-    weights.apply_mask(model, mask)
+    with weights.changing(model):
+        plain = {
+            id(site.where): nn.Parameter(site.mean.detach().clone(), requires_grad=site.mean.requires_grad)
+            for site in listed
+        }
+        owners = [
+            (module, attribute, id(parametrization))
+            for module in model.modules()
+            if parametrize.is_parametrized(module)
+            for attribute, parametrization in module.parametrizations.items()  # type: ignore[union-attr]
+        ]
+        for module, attribute, key in owners:
+            if key in plain:
+                _unparametrize(module, attribute, plain[key])
+        if _SAMPLING in model.__dict__:
+            model.__dict__.pop(_SAMPLING).remove()
+        weights.apply_mask(model, mask)
     return model
 
 

@@ -5,9 +5,11 @@ A new criterion is a function `f(model, data) -> scores` and its row in `CRITERI
 Whatever takes a criterion by name takes such a function too.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import ParamSpec
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pacprune import philox
-from pacprune.data.batches import batches, device_of, example_hashes, isolated_rng
+from pacprune.data import trace
+from pacprune.data.batches import batches, device_of, isolated_rng, use_of
 from pacprune.distributed import across, across_model, count, first_index, like, local, ranks, refuse_sharded
 from pacprune.masking import weights
 from pacprune.types import Data, Loss
@@ -25,13 +28,29 @@ __all__ = ["CRITERIA", "EXAMPLES", "Criterion", "grasp", "magnitude", "random", 
 
 Criterion = Callable[..., Mapping[str, Tensor]]
 """f(model, data) -> scores, with any of the keywords loss, seed and prunable."""
+_P = ParamSpec("_P")
 EXAMPLES = 4096
 """How many examples snip and grasp look at, unless `examples` says otherwise."""
+
+
+def _traced(criterion: Callable[_P, dict[str, Tensor]]) -> Callable[_P, dict[str, Tensor]]:
+    """A criterion whose scores carry the trace of what the model, and so they, were computed from."""
+
+    @functools.wraps(criterion)
+    def scores_of(*args: _P.args, **kwargs: _P.kwargs) -> dict[str, Tensor]:
+        model = next(value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module))
+        weights.note_changes([model])
+        scores = criterion(*args, **kwargs)
+        trace.note(scores, weights.seen(model))
+        return scores
+
+    return scores_of
 
 
 # --- The criteria
 
 
+@_traced
 def magnitude(
     model: nn.Module, data: Data | None = None, *, prunable: weights.Prunable = weights.prunable
 ) -> dict[str, Tensor]:
@@ -53,6 +72,7 @@ def magnitude(
     return {name: w.detach().abs() for name, w in prunable(model).items()}
 
 
+@_traced
 def random(
     model: nn.Module, data: Data | None = None, *, seed: int = 0, prunable: weights.Prunable = weights.prunable
 ) -> dict[str, Tensor]:
@@ -81,6 +101,7 @@ def random(
     return scores
 
 
+@_traced
 def snip(
     model: nn.Module,
     data: Data,
@@ -115,6 +136,7 @@ def snip(
     return {name: (w.detach() * g).abs() for (name, w), g in zip(chosen.items(), gradient, strict=True)}
 
 
+@_traced
 def grasp(
     model: nn.Module,
     data: Data,
@@ -153,6 +175,7 @@ def grasp(
     return {name: w.detach() * hg for (name, w), hg in zip(chosen.items(), product, strict=True)}
 
 
+@_traced
 def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weights.prunable) -> dict[str, Tensor]:
     """|w dR/dw| with R = sum of the outputs of the network |w| on an input of ones (Tanaka et al. 2020), one round.
 
@@ -180,7 +203,7 @@ def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weight
     with isolated_rng(device, data, seed=0):
         x = next(batches(data, 1, device=device, limit=1))[0][:1]
     if not x.is_floating_point():
-        weights.mark_seen(model, example_hashes(data))
+        weights.mark_seen(model, use_of(data))
     chosen = prunable(model)
     state = {n: t.double() if t.is_floating_point() else t for n, t in _copies(model).items()}
     state |= {n: state[n].abs() for n, _ in model.named_parameters()}
@@ -207,6 +230,7 @@ _NEEDS_WHOLE_WEIGHTS = ("grasp", "synflow")
 # --- Criteria by name
 
 
+@_traced
 def score(
     criterion: str | Criterion,
     model: nn.Module,
@@ -249,7 +273,7 @@ def score(
         return dict(_called(CRITERIA[criterion], model, data, options))
     scores = _called(criterion, model, data, options)
     _check_scores(getattr(criterion, "__name__", repr(criterion)), scores, prunable(model))
-    weights.mark_seen(model, example_hashes(data))
+    weights.mark_seen(model, use_of(data))
     return {name: scores[name].detach() for name in prunable(model)}
 
 
@@ -351,7 +375,7 @@ def _gradient(
                 gradient = torch.autograd.grad(dot, leaves, materialize_grads=True)
             sums = [s + g.detach() * len(x) for s, g in zip(sums, gradient, strict=True)]
             seen += len(x)
-    weights.mark_seen(model, example_hashes(data))
+    weights.mark_seen(model, use_of(data))
     return [s / seen for s in sums]
 
 
@@ -365,7 +389,7 @@ def _shards_gradient(
         for x, y in batches(data, 256, device=device, limit=examples):
             _add_shards_gradient(sums, model, chosen, x, y, loss)
             seen += len(x)
-    weights.mark_seen(model, example_hashes(data))
+    weights.mark_seen(model, use_of(data))
     return [s / seen for s in sums]
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pacprune.data import trace
 from pacprune.distributed import Across, across, count, like, local, refuse_sharded
 from pacprune.kernels.law import LOGIT_MAX
 from pacprune.masking import patterns
@@ -111,7 +112,7 @@ def top_k(
                 f"the pattern {pattern} keeps the same share of every layer, so that scope={scope!r} and "
                 f"min_per_layer={min_per_layer} have nothing to decide; leave them out"
             )
-        return patterns.top(scores, pattern, ties)
+        return patterns.top(scores, pattern, ties)  # which carries the trace
     sizes = [s.numel() for s in scores.values()]
     k = _kept_count(sizes, sparsity, total)
     floors = _floors(sizes, min_per_layer, k, sparsity)
@@ -127,8 +128,18 @@ def top_k(
         chosen = _largest_of_each(flat, second, counts, rank)
     pairs = zip(scores.items(), chosen, strict=True)
     if between is None:
-        return {name: keep.reshape(s.shape) for (name, s), keep in pairs}
-    return {name: like(keep.reshape(local(s).shape), s) for (name, s), keep in pairs}
+        mask = {name: keep.reshape(s.shape) for (name, s), keep in pairs}
+    else:
+        mask = {name: like(keep.reshape(local(s).shape), s) for (name, s), keep in pairs}
+    trace.note(mask, trace.noted([*scores.values(), *({} if ties is None else ties).values()]))
+    return mask
+
+
+def all_kept(weights: Scores) -> Mask:
+    """The mask that prunes nothing."""
+    mask = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
+    trace.note(mask, trace.Trace())
+    return mask
 
 
 def _check_scores(scores: Scores) -> None:

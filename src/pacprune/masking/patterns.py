@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pacprune import philox
+from pacprune.data import trace
 
 __all__ = ["KERNEL", "PATTERNS", "check", "sparsity", "to_semi_structured", "top"]
 
@@ -92,13 +93,16 @@ def top(scores: Mapping[str, Tensor], pattern: str, ties: Mapping[str, Tensor] |
             order = order.gather(-1, torch.argsort(key.gather(-1, order), dim=-1, descending=True, stable=True))
         keep = torch.zeros(groups.shape, dtype=torch.bool, device=score.device)
         mask[name] = keep.scatter_(-1, order[..., :n], True).reshape(score.shape)
+    trace.note(mask, trace.noted([*scores.values(), *({} if ties is None else ties).values()]))
     return mask
 
 
 def protected_scores(scores: Mapping[str, Tensor], pattern: str) -> dict[str, Tensor]:
     """The scores, infinite where the pattern keeps a weight: pruned by these step by step, a model ends in it."""
     mask = top(scores, pattern)
-    return {name: torch.where(mask[name], torch.inf, score) for name, score in scores.items()}
+    protected = {name: torch.where(mask[name], torch.inf, score) for name, score in scores.items()}
+    trace.note(protected, trace.noted(mask.values()))
+    return protected
 
 
 def check(weight: Tensor, n: int, m: int, *, name: str = "the weight") -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pacprune import kernels
+from pacprune.data import trace
+from pacprune.data.trace import Trace
 from pacprune.distributed import across, check_alike, count, full_value, local, span
 from pacprune.kernels.law import bounded
 from pacprune.masking import masks, patterns, weights
@@ -29,7 +31,7 @@ class SpikeSlab:
         std: The standard deviation of a kept weight: one number per tensor, or one per weight.
         rest: Every other parameter and buffer, by value.
         total: D, the number of weights that sparsity is counted in.
-        seen: Hashes of the examples that shaped all of this.
+        seen: What was used to shape all of this.
 
     Example:
         >>> pp.isotropic(model, sparsity=0.9)
@@ -41,7 +43,7 @@ class SpikeSlab:
     std: Mapping[str, Tensor]
     rest: Mapping[str, Tensor]
     total: int
-    seen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    seen: Trace = field(default_factory=Trace)
 
     @property
     def sparsity(self) -> float:
@@ -66,8 +68,14 @@ class SpikeSlab:
         )
 
 
-def _around(model: nn.Module, keep_prob: Mapping[str, Tensor], std: float | Mapping[str, Tensor]) -> SpikeSlab:
-    """The SpikeSlab with these keep probabilities around the model's present weights."""
+def _around(
+    model: nn.Module,
+    keep_prob: Mapping[str, Tensor],
+    std: float | Mapping[str, Tensor],
+    made_from: Mapping[str, Tensor] | None = None,
+) -> SpikeSlab:
+    """The SpikeSlab with these keep probabilities, made from scores or a mask, around the model's present weights."""
+    weights.note_changes([model])
     plain = weights.prunable(model)
     unknown = [name for name in keep_prob if name not in plain]
     if unknown:
@@ -83,7 +91,7 @@ def _around(model: nn.Module, keep_prob: Mapping[str, Tensor], std: float | Mapp
         std=dict(std),
         rest=rest_of(model, set(chosen)),
         total=weights.total(model),
-        seen=weights.seen(model),
+        seen=weights.seen(model) | (Trace() if made_from is None else trace.noted(made_from.values())),
     )
 
 
@@ -161,7 +169,7 @@ def block_isotropic(model: nn.Module, mask: Mapping[str, Tensor], *, eps: float,
         )
         high = eps = kept / size
     high = min(high, 1 - 1e-6)
-    return _around(model, {n: torch.where(m, high, eps).to(torch.float32) for n, m in mask.items()}, std)
+    return _around(model, {n: torch.where(m, high, eps).to(torch.float32) for n, m in mask.items()}, std, mask)
 
 
 def score_monotone(
@@ -196,7 +204,8 @@ def score_monotone(
     density = masks.density(sparsity, size=sum(s.numel() for s in scores.values()), total=weights.total(model))
     rows, between = [local(x) for x in logits.values()], across(logits.values())
     tau = masks.logit_shift(rows, density, between=between)
-    return _around(model, {n: torch.sigmoid(bounded(x - tau).double()) for n, x in logits.items()}, std)
+    keep_prob = {n: torch.sigmoid(bounded(x - tau).double()) for n, x in logits.items()}
+    return _around(model, keep_prob, std, scores)
 
 
 def check_fits(plain: Mapping[str, Tensor], slab: SpikeSlab, pattern: tuple[int, int] | None) -> None:
@@ -238,13 +247,15 @@ def top_mask(slab: SpikeSlab, *, sparsity: float | None = None, min_per_layer: i
 
     Another `sparsity` gives another k.
     """
-    return masks.top_k(
+    mask = masks.top_k(
         slab.keep_prob,
         sparsity=slab.sparsity if sparsity is None else sparsity,
         min_per_layer=min_per_layer,
         ties={name: m.abs() for name, m in slab.mean.items()},
         total=slab.total,
     )
+    trace.note(mask, slab.seen)
+    return mask
 
 
 def kl_per_layer(

@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn, TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pacprune.distributed import across_model, check_alike, count, local
+from pacprune.data import trace
+from pacprune.data.trace import Trace
+from pacprune.distributed import across_model, check_alike, count, is_sharded, local
 
 Prunable = Callable[[nn.Module], Mapping[str, Tensor]]
 """The type of `prunable`: pass your own function wherever a `prunable=` is taken to restrict what is pruned."""
@@ -122,13 +123,18 @@ class Notes:
     """What pacprune has noted about a module: a plain attribute of it, which a deepcopy copies.
 
     Args:
-        seen: The hashes (sorted int64) of all examples that any training or scoring used; None where there was none.
+        seen: What any training or scoring used; None where there was none.
+        changed: When pacprune last trained or pruned it, as `trace.now` counts; None where it never did.
+        fingerprint: Of all parameters and buffers after the last training or pruning by pacprune, so that a change by
+            something else is noticed; None where there was none.
         mask: Which weights are kept, by their names in this module; `fit` keeps the others at zero. None: no mask.
         total: D, the number of weights that sparsity is counted in; None until a mask or gates were given.
         receipt: What training on a bound left; None where there was no such training.
     """
 
-    seen: Tensor | None = None
+    seen: Trace | None = None
+    changed: int | None = None
+    fingerprint: int | None = None
     mask: dict[str, Tensor] | None = None
     total: int | None = None
     receipt: Receipt | None = None
@@ -167,29 +173,89 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def seen(model: nn.Module) -> Tensor:
-    """The hashes (sorted int64) of all examples that any fit, criterion or BatchNorm estimate used on this model."""
-    # Most modules share one tensor; the others are few.
-    distinct = {id(note.seen): note.seen for _, note in noted(model) if note.seen is not None}
-    return next(iter(distinct.values())) if len(distinct) == 1 else _union(*distinct.values())
+def seen(model: nn.Module) -> Trace:
+    """What any fit, criterion, mask or BatchNorm estimate used on this model."""
+    together = Trace()
+    # Most modules share one trace; the others are few.
+    for part in {id(note.seen): note.seen for _, note in noted(model) if note.seen is not None}.values():
+        together = together | part
+    return together
 
 
-def mark_seen(models: nn.Module | Sequence[nn.Module], hashes: Tensor) -> None:
-    """Adds example hashes to what the models have seen; a certificate is refused when the prior saw the bound set."""
-    unions: list[tuple[Tensor, Tensor]] = []  # members have mostly seen the same, and sorting millions takes its time
+def mark_seen(models: nn.Module | Sequence[nn.Module], use: Trace) -> None:
+    """Adds to what the models have seen; a certificate is refused when the prior saw the bound set."""
+    unions: list[tuple[Trace, Trace]] = []  # members have mostly seen the same, and sorting millions takes its time
     for model in [models] if isinstance(models, nn.Module) else models:
         before = seen(model)
-        after = next((union for same, union in unions if torch.equal(same, before)), None)
+        after = next((union for same, union in unions if same.equal(before)), None)
         if after is None:
-            after = before if hashes is before else _union(before, hashes.cpu())
+            after = before | use
             unions.append((before, after))
         for module in model.modules():
             notes(module).seen = after
 
 
-def _union(*hashes: Tensor) -> Tensor:
-    """All that occur, once, sorted; by numpy, which sorts integers twenty times as fast as torch."""
-    return torch.from_numpy(np.unique(np.concatenate([np.empty(0, np.int64), *(part.numpy() for part in hashes)])))
+@contextmanager
+def changing(model: nn.Module) -> Iterator[None]:
+    """While pacprune changes the weights: what something else did to them before is noted, and so is their new state.
+
+    A model that pacprune has not changed yet is taken as it is.
+    """
+    note_changes([model])
+    forget_stamps([model])
+    yield
+    stamp([model])
+
+
+def note_changes(models: Sequence[nn.Module]) -> None:
+    """Notes on every model whether something other than pacprune has changed its weights since `stamp`."""
+    for model in models:
+        stamped = [(module, note.fingerprint) for module, note in noted(model) if note.fingerprint is not None]
+        if any(fingerprint(module) != known for module, known in stamped):
+            mark_seen(model, trace.foreign())
+
+
+def forget_stamps(models: Sequence[nn.Module]) -> None:
+    """While pacprune itself changes the weights, no stamp is right."""
+    for model in models:
+        for _, note in noted(model):
+            note.fingerprint = None
+
+
+def stamp(models: Sequence[nn.Module]) -> None:
+    """Notes the present state of every model's weights as pacprune's own."""
+    for model in models:
+        forget_stamps([model])
+        notes(model).fingerprint, notes(model).changed = fingerprint(model), trace.now()
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> int | None:
+    """64 bits that another value anywhere in the model's parameters or buffers is almost sure to change.
+
+    The samplers' own numbers (seeds, steps, budgets) do not count. A model that is cut into shards has none.
+    """
+    samplers = {id(b) for m in model.modules() if type(m).__module__ == "pacprune.masking.sampler" for b in m.buffers()}
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.numel() and id(t) not in samplers]
+    if any(is_sharded(t) or t.is_meta for t in tensors):
+        return None
+    sums = [_sum_of_bits(t.detach().contiguous().view(-1)) for t in tensors]
+    value = 0
+    for part in torch.stack([s.to(sums[0].device) for s in sums]).tolist() if sums else []:
+        value = (value * 1_000_003 + part) % 2**64
+    return value
+
+
+def _sum_of_bits(flat: Tensor) -> Tensor:
+    """The sum of all numbers' bits, each multiplied by an odd number that follows from its place, modulo 2^64."""
+    size = flat.element_size()
+    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(bits), 2**22):
+        part = bits[start : start + 2**22].long()
+        place = torch.arange(start, start + len(part), device=flat.device)
+        total += (part * (place * 0x5851F42D4C957F2D + 0x14057B7EF767814F | 1)).sum()
+    return total
 
 
 def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module:
@@ -227,9 +293,11 @@ def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module
             )
         check_alike(keep, weights[name], what=f"the mask of {name}")
     note = notes(model)
-    note.mask = {n: keep.to(weights[n].device, torch.bool, copy=True) for n, keep in mask.items()}
-    note.total = total(model)
-    zero_pruned_(masked(model))
+    with changing(model):
+        mark_seen(model, trace.noted(mask.values()))
+        note.mask = {n: keep.to(weights[n].device, torch.bool, copy=True) for n, keep in mask.items()}
+        note.total = total(model)
+        zero_pruned_(masked(model))
     return model
 
 

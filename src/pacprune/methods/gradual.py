@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -92,7 +91,7 @@ def gmp(
     mask_config, tune_config = split_epochs(config, mask_share)
     stage = stage_maker(model, data, loss, seed, folder, progress)
     history = (yield stage("dense", dense)) if dense else []
-    weights.apply_mask(model, {name: torch.ones_like(w, dtype=torch.bool) for name, w in prunable(model).items()})
+    weights.apply_mask(model, masks.all_kept(prunable(model)))
     history += yield stage("masks", mask_config, budget)
     mask = reachable_mask(model, sparsity, prunable, min_per_layer, pattern)
     weights.apply_mask(model, mask)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pacprune import bounds, data, models
 from pacprune.certification import drawn_networks
 from pacprune.certification.certificate import RECORD, Certificate
-from pacprune.data.batches import example_hashes
+from pacprune.data.batches import use_of
 from pacprune.data.splits import Part, Split
 from pacprune.files import write_atomically
 from pacprune.masking import attachment, weights
@@ -207,7 +207,7 @@ def moved(part: Part, motion: Motion, *, seed: int = 0, device: torch.device | s
             images.append(F.grid_sample(x.to(device), grid, padding_mode="border", align_corners=False).cpu())
     raw = None if part.raw is None else part.raw.repeat(motion.copies, 1)
     y, index = part.y.repeat(motion.copies), part.index.repeat(motion.copies)
-    return Part(part.name, torch.cat(images), y, index, part.source, raw)
+    return Part(part.name, torch.cat(images), y, index, part.source, raw, origin=part)
 
 
 # --- The rows.
@@ -286,7 +286,7 @@ def _centres(
     centres = [models.build(setting.model, split, seed=cell.seed).to(job.device) for cell in cells]
     for path, centre in zip(paths, centres, strict=True):
         centre.load_state_dict(load_file(path))
-    weights.mark_seen(centres, example_hashes(part))
+    weights.mark_seen(centres, use_of(part))
     return centres
 
 

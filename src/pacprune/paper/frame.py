@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pacprune.data.batches import example_hashes
+from pacprune.data.batches import use_of
 from pacprune.data.splits import Part
 from pacprune.deploy import export
 from pacprune.files import write_atomically
@@ -370,5 +370,5 @@ def dense_networks(
         net.load_state_dict(load_file(paths[seed]))
         net.eval()
     if loaded := [nets[seed] for seed in seeds if seed not in missing]:
-        weights.mark_seen(loaded, example_hashes(data))
+        weights.mark_seen(loaded, use_of(data))
     return nets

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pacprune.data import trace
 from pacprune.distributed import Across, is_sharded, refuse_sharded
 from pacprune.masking import attachment, masks, patterns, weights
 from pacprune.masking.attachment import AttachedWeight
@@ -390,7 +391,9 @@ def _one_control(plans: Sequence[Budget]) -> str:
 @torch.no_grad()
 def keep_means_(model: nn.Module, mask: Mapping[str, Tensor]) -> nn.Module:
     """mean <- mean * mask for the tensors that `mask` names, in place: a weight that is hardly ever kept is then 0."""
-    for site in attachment.attached(attachment.forget(model)):
-        if site.name in mask:
-            site.mean.masked_fill_(~mask[site.name], 0.0)
+    with weights.changing(model):
+        weights.mark_seen(model, trace.noted(mask.values()))
+        for site in attachment.attached(attachment.forget(model)):
+            if site.name in mask:
+                site.mean.masked_fill_(~mask[site.name], 0.0)
     return model

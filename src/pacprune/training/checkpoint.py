@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pacprune.data import trace
 from pacprune.data.batches import example_hashes, generators
+from pacprune.data.trace import Trace
 from pacprune.distributed import is_sharded, local, ranks
 from pacprune.files import digest, write_atomically
 from pacprune.masking import attachment, weights
@@ -110,11 +112,15 @@ def stored_scores(
     content = load(path, identity)
     if content is None:
         scores = make()
-        save(path, identity=identity, made={name: t.cpu() for name, t in scores.items()}, seen=weights.seen(model))
+        seen = weights.seen(model)
+        made = {name: t.cpu() for name, t in scores.items()}
+        save(path, identity=identity, made=made, seen=[seen.examples, seen.labelled])
         return scores
-    weights.mark_seen(model, content["seen"])
+    weights.mark_seen(model, Trace(*content["seen"]))
     device = next(model.parameters()).device
-    return {name: t.to(device) for name, t in content["made"].items()}
+    scores = {name: t.to(device) for name, t in content["made"].items()}
+    trace.note(scores, weights.seen(model))
+    return scores
 
 
 # --- Which run it is.

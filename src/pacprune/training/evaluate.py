@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune.data.batches import batches, device_of, example_hashes, isolated_rng
+from pacprune.data.batches import batches, device_of, isolated_rng, look_at, use_of
 from pacprune.masking import attachment, weights
 from pacprune.training.population import Population
 from pacprune.types import Data, Loss
@@ -56,7 +56,8 @@ def error(model: Sequence[nn.Module], data: Data) -> list[float]: ...
 def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[float]:
     """The fraction of wrong predictions, in eval mode and float32; an attached model is taken with its present draw.
 
-    There is one prediction per label, so that of a language model every token counts.
+    There is one prediction per label, so that of a language model every token counts. The examples are noted as looked
+    at: what is trained afterwards may have been chosen by them, so no held-out certificate on them is issued for it.
 
     Args:
         model: The network; or a list of networks of one architecture, which are evaluated in one call.
@@ -70,6 +71,7 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[fl
         >>> pp.error(model, split.test) < 0.2
         True
     """
+    look_at(data)
     if not isinstance(model, nn.Module):
         return _errors(Population(model), data)
     wrong, count, device = 0, 0, device_of(model)
@@ -115,6 +117,7 @@ def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10) -> float:
 
 def mean_loss(model: nn.Module, data: Data, *, loss: Loss = F.cross_entropy) -> float:
     """The mean loss in eval mode, every example weighted alike."""
+    look_at(data)
     total, count, device = 0.0, 0, device_of(model)
     with evaluating(model), isolated_rng(device, data):
         for x, y in batches(data, BATCH, device=device):
@@ -150,7 +153,14 @@ def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256)
     ]
     if not norms:
         return model
-    weights.mark_seen(model, example_hashes(data))
+    with weights.changing(model):
+        weights.mark_seen(model, use_of(data))
+        _reestimate(model, norms, data, batch_size)
+    return model
+
+
+def _reestimate(model: nn.Module, norms: Sequence[Any], data: Data, batch_size: int) -> None:
+    """Each of these BatchNorms' statistics, as means over the data."""
     momenta, device, count = [norm.momentum for norm in norms], device_of(model), 0
     with weights.modes_kept(model), isolated_rng(device, data):
         model.eval()
@@ -168,4 +178,3 @@ def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256)
             model(x)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
-    return model

@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune.data.batches import device_of, example_hashes, label_hashes, tensors
+from pacprune.data.batches import device_of, example_hashes, label_hashes, tensors, use_of
 from pacprune.distributed import across_model, ranks, refuse_sharded
 from pacprune.files import digest
 from pacprune.masking import weights
@@ -95,7 +95,7 @@ def fit(
     loss_value = cohort.prepare(data, loss)
     budgets = cohort.budgets(budget)
     seen = {"data": example_hashes(data), **({} if validation is None else {"validation": example_hashes(validation)})}
-    cohort.mark_seen(seen.values())
+    cohort.mark_seen(data, *([] if validation is None else [validation]))
     # `prepare` saw the labels of tensors only; on an accelerator, looking at every batch would cost a stop.
     check_each = loss is F.cross_entropy and tensors(data) is None and cohort.device.type == "cpu"
     plan = Stage(
@@ -175,10 +175,10 @@ class Cohort:
         check_budgets(self.trained, budgets or [])
         return budgets
 
-    def mark_seen(self, hashes: Iterable[Tensor]) -> None:
-        """Notes the examples with these hashes on every member."""
-        for part in hashes:
-            weights.mark_seen(self.models, part)
+    def mark_seen(self, *used: Data) -> None:
+        """Notes on every member that it is trained on, or judged by, these data."""
+        for data in used:
+            weights.mark_seen(self.models, use_of(data))
 
     def objective(self, loss: Loss, *, check_each: bool) -> Callable[[Tensor, Tensor], Tensor]:
         """(x, y) -> the loss of the model, or of every member; `check_each` looks at the labels of every batch."""
@@ -219,6 +219,13 @@ class Cohort:
 
         Where the device's memory does not hold all members, `train_slice` trains them in halves.
         """
+        weights.note_changes(self.models)
+        weights.forget_stamps(self.models)
+        history = self._train(data, stage, train_slice, **options)
+        weights.stamp(self.models)
+        return history
+
+    def _train(self, data: Data, stage: Stage, train_slice: TrainSlice, **options: Any) -> History:
         # A validation writes into the members, and halves have to begin where all of them began.
         validated = self.models if stage.validate and self.population else []
         start = [copy.deepcopy(model.state_dict()) for model in validated]

@@ -16,6 +16,7 @@ from pacprune import bounds
 from pacprune.bounds import numeric
 from pacprune.data.batches import example_hashes, label_hashes
 from pacprune.data.splits import Part, Split, check_split
+from pacprune.data.trace import Trace
 from pacprune.distributed import ranks, refuse_sharded
 from pacprune.files import digest, write_atomically
 from pacprune.masking import attachment, weights
@@ -203,7 +204,7 @@ def fit_posterior(
     cohort.prepare(data, F.cross_entropy)
     training = BoundTraining(cohort, priors, objective, n=n, delta=pac_bayes, kl_weights=kl_weights)
     seen = example_hashes(data)
-    cohort.mark_seen([seen])
+    cohort.mark_seen(data)
     budgets = cohort.budgets(budget)
     plan = Stage(
         name=stage,
@@ -320,21 +321,21 @@ def stacked(slabs: Sequence[SpikeSlab]) -> SpikeSlab:
     return replace(first, keep_prob=stack("keep_prob"), mean=stack("mean"), std=stack("std"), rest={})
 
 
-def refuse_if_touched(seen: Tensor, split: Split, who: str) -> None:
-    """Raises when the examples `seen` include one of the bound set (exact duplicates of prior examples apart)."""
+def refuse_if_touched(seen: Trace, split: Split, who: str) -> None:
+    """Raises when the examples `seen` include one of the bound set (duplicates of prior examples apart)."""
     count = touched(seen, split.bound, apart_from=split.prior)
     if count:
         raise ValueError(
             f"{who} has seen the bound set: {count} of its {len(split.bound)} examples "
-            f"were used to train or to score it; train {who} on split.prior alone"
+            f"were used to train, to score or to choose it; train {who} on split.prior alone, before anything is "
+            "evaluated on split.bound"
         )
 
 
-def touched(seen: Tensor, part: Part, *, apart_from: Part) -> int:
-    """How many examples of a part are among `seen`, exact duplicates of another part's examples not counted."""
+def touched(seen: Trace, part: Part, *, apart_from: Part) -> int:
+    """How many examples of a part are among `seen`, duplicates of another part's examples not counted."""
     if not len(part):
         return 0
-    hashes = example_hashes(part)
-    leaks = torch.isin(hashes, seen) & ~torch.isin(hashes, example_hashes(apart_from))
     # An example is known by its content and by its origin; either is enough.
-    return int(leaks.reshape(-1, len(part)).any(dim=0).sum())
+    leaks = torch.isin(part.ids, seen.examples) & ~torch.isin(part.ids, apart_from.known.examples)
+    return int(leaks.any(dim=0).sum())

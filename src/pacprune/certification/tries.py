@@ -1,0 +1,103 @@
+"""Tries: every certificate on a pool of examples is counted, across processes, in a file of the user's.
+
+Best of many certificates is a choice that has to be paid for. What was declared beforehand (grid=, certified=) is paid
+in the bound itself. What was not is counted here and printed beside the claim: as the j-th try that nobody declared, it
+would have to hold at delta / (j (j + 1)), since these add up to delta over all j.
+
+The file is `certificates.jsonl` in $XDG_STATE_HOME/pacprune, or ~/.local/state/pacprune: a line for each certificate.
+PACPRUNE_LEDGER=off turns the count off, and the text says so.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pacprune.distributed import ranks
+
+FILE = "certificates.jsonl"
+_memory: list[dict[str, str]] = []
+"""The tries of this process, where the file cannot be written."""
+
+
+@dataclass(frozen=True)
+class Tries:
+    """How many certificates there were on a pool, and what this one would be if nobody had declared it.
+
+    Args:
+        number: Which try on these examples this is, counted on this machine; None where nobody counts.
+        declared: How many tries the bound pays for.
+        undeclared_bound: The bound at delta / (j (j + 1)), j being `number`; None where nobody counts.
+        kept: Whether the count is written to the file.
+    """
+
+    number: int | None
+    declared: int
+    undeclared_bound: float | None
+    kept: bool = True
+
+    def __str__(self) -> str:
+        if self.number is None:
+            return "tries are not counted (PACPRUNE_LEDGER=off): that there were no others is the issuer's word"
+        where = "on this machine" if self.kept else "in this process (the ledger file cannot be written)"
+        count = f"certificate number {self.number} on these examples {where}; {self.declared} declared and paid for"
+        if self.number <= self.declared:
+            return count
+        return (
+            f"{count}: if this is chosen among them, take {self.undeclared_bound:.4f} instead, the bound at "
+            f"delta / ({self.number} x {self.number + 1})"
+        )
+
+
+def count(pool: str, subject: str, *, declared: int, bound_at: Callable[[float], float]) -> Tries:
+    """Counts a certificate, the same subject once; on rank 0, whose count all ranks get.
+
+    Args:
+        pool: The hash of all examples that the split was cut from: another cut is another try on the same examples.
+        subject: The hash of what is certified and of the split.
+        declared: How many tries the bound pays for.
+        bound_at: A share of delta in (0, 1] -> the bound of this certificate with that share.
+    """
+    if os.environ.get("PACPRUNE_LEDGER", "").lower() == "off":
+        return Tries(None, declared, None)
+    number, kept = ranks.on_rank0(lambda: _number(pool, subject))
+    return Tries(number, declared, bound_at(1 / (number * (number + 1))), kept)
+
+
+def folder() -> Path:
+    """Where the count is kept."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "pacprune"
+
+
+def _number(pool: str, subject: str) -> tuple[int, bool]:
+    """Which of the pool's subjects this is, in the order of their first certificates, and whether that is kept."""
+    entry = {"pool": pool, "subject": subject}
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        if entry not in _entries():
+            # One short line in one write: two processes do not mix theirs, and each then reads both.
+            with (folder() / FILE).open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+        entries, kept = _entries(), True
+    except OSError:
+        if entry not in _memory:
+            _memory.append(entry)
+        entries, kept = _memory, False
+    subjects = dict.fromkeys(e["subject"] for e in entries if e["pool"] == pool)
+    return list(subjects).index(subject) + 1, kept
+
+
+def _entries() -> list[dict[str, str]]:
+    """All lines of the file; what is no entry, such as a line that was cut short, is passed over."""
+    path = folder() / FILE
+    entries = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and {"pool", "subject"} <= entry.keys():
+            entries.append({key: entry[key] for key in ("pool", "subject")})
+    return entries

@@ -1,0 +1,162 @@
+"""What has been used: examples are known by hashes of their content, their origin and their labels.
+
+A certificate holds only if nothing that shaped a network knew the bound examples. So every training and scoring leaves
+a `Trace`, evaluations are noted as looks, and masks carry the trace of what they were computed from.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FOREIGN = -1
+"""In `Trace.labelled`: the weights were changed by something other than pacprune."""
+UNKNOWN_MASK = -2
+"""In `Trace.labelled`: a mask was applied that pacprune did not compute."""
+_ATTRIBUTE = "_pacprune_trace"
+_PORTION = 4096
+"""Examples whose canonical form is in memory at once."""
+_PIXELS = 64
+"""The fewest values of a channel that are told from others by their shape alone, whatever their scale."""
+
+
+def _empty() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What training, scoring or choosing has used; `a | b` is both.
+
+    Args:
+        examples: Sorted hashes under which the examples are known, labels aside; an example may have several.
+        labelled: Sorted hashes of every example together with the label that it was used with.
+    """
+
+    examples: Tensor = field(default_factory=_empty)
+    labelled: Tensor = field(default_factory=_empty)
+
+    def __or__(self, other: "Trace") -> "Trace":
+        if self is other or not len(other.examples) + len(other.labelled):
+            return self
+        if not len(self.examples) + len(self.labelled):
+            return other
+        return Trace(_union(self.examples, other.examples), _union(self.labelled, other.labelled))
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self.labelled):,} labelled examples)"
+
+    def equal(self, other: "Trace") -> bool:
+        """Whether both hold the same."""
+        return torch.equal(self.examples, other.examples) and torch.equal(self.labelled, other.labelled)
+
+
+def _union(*hashes: Tensor) -> Tensor:
+    """All that occur, once, sorted; by numpy, which sorts integers twenty times as fast as torch."""
+    return torch.from_numpy(np.unique(np.concatenate([np.empty(0, np.int64), *(part.numpy() for part in hashes)])))
+
+
+def foreign(kind: int = FOREIGN) -> Trace:
+    """The trace of something that pacprune knows nothing about."""
+    return Trace(labelled=torch.tensor([kind]))
+
+
+def of(examples: Tensor, with_label: Tensor) -> Trace:
+    """A trace of these hashes, in any order."""
+    return Trace(_union(examples.cpu()), _union(with_label.cpu()))
+
+
+# --- Hashes.
+
+
+def example_hashes(x: Tensor) -> Tensor:
+    """One 64-bit blake2b per example, of its canonical form.
+
+    Of an image that is each channel's range cut into 256 parts: another standardisation, another float type and noise
+    below that change nothing. Of other floating x it is float32, of whole numbers int64.
+    """
+    portions = [_digests(_canonical(part)) for part in x.detach().cpu().split(_PORTION)]
+    return torch.cat([_empty(), *portions])
+
+
+def label_hashes(y: Tensor) -> Tensor:
+    """One 64-bit blake2b per label: of its value as int64 or float32."""
+    y = y.detach().cpu()
+    return _digests(y.float() if y.is_floating_point() else y.long())
+
+
+def labelled(examples: Tensor, labels: Tensor) -> Tensor:
+    """One hash per example of the pair of its hash and its label's."""
+    a, b = (t.numpy().view(np.uint64) for t in (examples, labels))
+    with np.errstate(over="ignore"):
+        mixed = (a ^ (b * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xBF58476D1CE4E5B9)
+    return torch.from_numpy((mixed ^ (mixed >> np.uint64(31))).view(np.int64))
+
+
+def _canonical(x: Tensor) -> Tensor:
+    """The form that is hashed: equal for examples that are to be taken for one."""
+    if x.ndim < 3 or x[:1, :1].numel() < _PIXELS or not (x.is_floating_point() or x.dtype == torch.uint8):
+        return x.float() if x.is_floating_point() else x.long()
+    flat = x.flatten(2).float()
+    low, high = flat.amin(-1, keepdim=True), flat.amax(-1, keepdim=True)
+    # An 8-bit image never lies halfway between two of these, so that rounding is the same after every scaling.
+    scaled = torch.where(high > low, (flat - low) / (high - low) * 256, 0.0).round().int()
+    return torch.cat([scaled, torch.where(high > low, 0.0, low).view(torch.int32)], dim=-1)
+
+
+def _digests(values: Tensor) -> Tensor:
+    digests = bytearray()
+    for example in as_bytes(values):
+        digests += hashlib.blake2b(example, digest_size=8).digest()
+    return torch.from_numpy(np.frombuffer(digests, "<i8").copy())
+
+
+def as_bytes(values: Tensor) -> np.ndarray:
+    """The memory of a tensor as one row of bytes per example."""
+    return values.detach().cpu().unsqueeze(-1).flatten(1).contiguous().view(torch.uint8).numpy()
+
+
+# --- Looks: an evaluation may decide what is trained next.
+
+_looks: dict[int, tuple[int, Tensor]] = {}
+"""When something was evaluated first in this process, and on what: the hashes, by the id of the tensor of them."""
+_clock = itertools.count(1)
+
+
+def now() -> int:
+    """A number that is larger each time: what comes after what in this process."""
+    return next(_clock)
+
+
+def look(hashes: Tensor) -> None:
+    """Notes that something was evaluated on these examples: what is trained afterwards may have been chosen by it."""
+    _looks.setdefault(id(hashes), (now(), hashes))
+
+
+def looked(before: int | None = None) -> Trace:
+    """All that was looked at in this process, or before a moment of it."""
+    hashes = [hashes for moment, hashes in _looks.values() if before is None or moment < before]
+    return Trace(examples=_union(*hashes)) if hashes else Trace()
+
+
+_UNKNOWN = foreign(UNKNOWN_MASK)
+
+# --- Scores and masks carry the trace of what they follow from.
+
+
+def note(tensors: Mapping[str, Tensor], trace: Trace) -> None:
+    """Writes on each of these tensors what it follows from."""
+    for tensor in tensors.values():
+        setattr(tensor, _ATTRIBUTE, trace)
+
+
+def noted(tensors: Iterable[Tensor]) -> Trace:
+    """What these tensors follow from; where one of them says nothing, the trace says so, too."""
+    together = Trace()
+    for tensor in tensors:
+        together = together | getattr(tensor, _ATTRIBUTE, _UNKNOWN)
+    return together
