@@ -5,7 +5,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # pyright would otherwise ask the network for its newest version before every run.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: venv demo test lint format clean
+.PHONY: venv demo test test-all lint format clean
 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 CHECK_TORCH = $(BIN)/python -c "from importlib.metadata import version; v = version('torch'); \
@@ -32,6 +32,10 @@ demo: .venv/.demo
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The same tests at full size: those that repeat something at random do so thousands of times.
+test-all: lint
+	PACPRUNE_TEST_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: venv
 	$(BIN)/ruff check

@@ -25,6 +25,18 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _own_numbers() -> None:
+    """No test depends on the random numbers that another one took."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def at_full_size() -> bool:
+    """Whether tests that repeat something many times do so in full: `make test-all` asks for it."""
+    return os.environ.get("PACPRUNE_TEST_ALL") == "1"
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Callable[[str], Path]:
     """real_data("mnist") is the folder for `data_dir`, or skips the test when it lacks that data set."""

@@ -1,4 +1,4 @@
-"""Verification: true certificates hold at all levels; whoever has the data finds what was changed, by its name."""
+"""Verification: true certificates hold at all levels; with the data, every change is found and named."""
 
 import copy
 import dataclasses
@@ -229,7 +229,7 @@ def test_the_wrong_data_is_refused(folder: Path) -> None:
 
 
 def reissued(split: Split, **fit: Any) -> pp.Certificate:
-    """A certificate of a split as somebody made it, whatever certify says about it."""
+    """A certificate of a given split, without the refusals of certify."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "refuse_split", lambda split: None)
         model, prior = prior_of(split, **fit)

@@ -31,7 +31,7 @@ def network() -> nn.Module:
 
 def digits(**changed: Any) -> Split:
     """A split on which nothing has been certified yet."""
-    return dataclasses.replace(_digits(), **({"issued": {}} | changed))
+    return dataclasses.replace(_digits(), **changed)
 
 
 @cache
@@ -49,7 +49,7 @@ def prior_of(split: Split, *, std: float = 0.02, fit: Any = None) -> tuple[nn.Mo
 
 @cache
 def issued() -> SimpleNamespace:
-    """A certificate and all that went into it; nobody may change them in place."""
+    """A certificate and everything that it was made from; no test may change them in place."""
     split = digits()
     model, prior = prior_of(split)
     pp.fit_posterior(model, prior, split, pp.Config(epochs=2, lr=0.1))

@@ -117,9 +117,9 @@ def test_the_minimum_takes_from_the_weakest_of_the_others():
     assert [m.tolist() for m in mask.values()] == [[1, 1, 1, 0], [0, 0, 0, 1]]
 
 
-def test_layer_and_erk_budgets_are_proportional_within_their_ranges():
+def test_layer_and_erk_budgets_are_proportional_within_their_ranges(at_full_size: bool):
     rng = np.random.default_rng(2)
-    for _ in range(200):
+    for _ in range(5000 if at_full_size else 200):
         shapes = [tuple(rng.integers(1, 30, size=int(rng.integers(2, 4)))) for _ in range(int(rng.integers(1, 6)))]
         scores = {str(i): torch.rand([int(n) for n in shape]) for i, shape in enumerate(shapes)}
         sizes = np.array([math.prod(shape) for shape in shapes])

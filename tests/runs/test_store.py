@@ -18,7 +18,7 @@ SHORT: dict[str, Any] = {"dense_epochs": 2, "epochs": 2}
 
 
 def quiet(*_: Any) -> None:
-    """A progress that nobody watches."""
+    """A progress that does nothing."""
 
 
 def run(options: Any, out: Path, progress: Progress = quiet) -> dict[str, Any]:

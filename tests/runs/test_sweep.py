@@ -45,7 +45,7 @@ def write_sweep(*parts: str, command: str = "osp", name: str = "mine.toml") -> P
 
 
 def quiet(*_: Any) -> None:
-    """A progress that nobody watches."""
+    """A progress that does nothing."""
 
 
 def single(command: str, entry: sweep.Entry, out: Path) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def test_the_table_shows_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = {name: next(line for line in output.getvalue().splitlines() if name in line) for name in names}
     for name, words in zip(
         names,
-        ("finished", "no luck", "dense, epoch 2, 3 of 9 steps", "broken off in dense, epoch 2", "waiting"),
+        ("finished", "no luck", "dense, epoch 2, 3 of 9 steps", "interrupted in dense, epoch 2", "waiting"),
         strict=True,
     ):
         assert words in lines[name]

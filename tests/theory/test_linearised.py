@@ -137,7 +137,7 @@ def test_parameters_that_are_not_prunable_stay_at_their_values():
     torch.testing.assert_close(psi, gradients(model, x).flatten(0, 1)[:, -12:], **TIGHT)
     w = linearised.flat(head(model)).double()
     p = linearised.problem(model, x, y, prunable=head)
-    # The last layer is linear in its weights, so that pruning it is foretold exactly.
+    # The last layer is linear in its weights, so that the linearisation is exact when it is pruned.
     pruned = copy.deepcopy(model)
     with torch.no_grad():
         pruned.get_parameter("layers.4.weight").mul_(torch.arange(12).reshape(3, 4) % 2)

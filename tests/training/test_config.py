@@ -167,6 +167,6 @@ def test_runs_with_different_schedule_functions_are_different(tmp_path: Path) ->
         pp.fit(net(), (X, Y), config, checkpoint=tmp_path / "run")
 
     run(1)
-    run(1)  # goes on with it
+    run(1)  # resumes it
     with pytest.raises(ValueError, match="belongs to another run"):
         run(2)

@@ -96,7 +96,7 @@ def example_hashes(data: Data) -> Tensor:
 
 def _hashes_of(x: Tensor) -> Tensor:
     """`trace.example_hashes`, once for a tensor that is used again, as by the members of a population."""
-    if x.is_inference():  # nobody counts how often it was written to
+    if x.is_inference():  # such a tensor has no version counter
         return trace.example_hashes(x)
     key, state = id(x), (x._version, _checksum(x), *x.shape)
     entry = _hashes.get(key)

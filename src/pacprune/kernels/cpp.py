@@ -101,7 +101,7 @@ def _build(compiler: list[str], folder: Path) -> Path:
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise OSError(f"the C++ compiler {shlex.join(compiler)} could not be run ({error}); set CXX") from error
             if process.returncode == 0:
-                built.replace(target)  # at once: nobody can load a half
+                built.replace(target)  # atomic: no process can load half a file
                 return target
     complaint = (process.stderr or process.stdout).strip().splitlines() or ["nothing"]
     raise OSError(f"the C++ compiler {shlex.join(compiler)} failed and said {complaint[0]!r}; set CXX to another one")

@@ -73,7 +73,7 @@ Work = Callable[[Any, Callable[[], Path], Progress], dict[str, Any]]
 
 
 def execute(command: str, options: Any, work: Work, *, out: Path | None, progress: Progress) -> dict[str, Any]:
-    """Runs a command in its folder. Returns at once if it is finished there, and goes on if it was interrupted."""
+    """Runs a command in its folder. Returns at once if it is finished there, and resumes it if it was interrupted."""
     folder = out if out is not None else Path("runs") / opt.run_name(command, options)
     previous = ranks.on_rank0(lambda: store.claim(folder, command, options))
     if previous is not None:
@@ -228,7 +228,7 @@ def model_of(spelled: str) -> nn.Module:
     sys.path.insert(0, "")
     try:
         model = getattr(importlib.import_module(module), factory)()
-    except Exception as error:  # somebody else's code may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise ValueError(
             f"the model {spelled!r} cannot be made ({type(error).__name__}: {error}); "
             "give package.module:factory, a function without arguments"

@@ -141,7 +141,7 @@ def _detail(row: dict[str, Any]) -> str:
         since = time.strftime("%d %b %H:%M:%S", time.localtime(row["since"])) if row["since"] else "?"
         return f"since {since} on {row['host']}" + (f": {position}" if position else "")
     if row["state"] == "waiting":
-        return f"broken off in {position}" if position else ""
+        return f"interrupted in {position}" if position else ""
     return row["reason"] if row["state"] == "failed" else row["route"]
 
 

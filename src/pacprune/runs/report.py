@@ -1,4 +1,4 @@
-"""report.html: one file that explains a run to somebody who was not there; no script, nothing from the network."""
+"""report.html: one file that explains a run to any reader; no script, nothing from the network."""
 
 import base64
 import os

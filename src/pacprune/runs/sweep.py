@@ -296,7 +296,7 @@ def _train_and_store(
 
 
 def _quiet(*_: Any) -> None:
-    """A progress that nobody watches."""
+    """A progress that does nothing."""
 
 
 def _train_together(
