@@ -18,17 +18,21 @@ FOLDERS = {"mnist": "mnist", "fashion-mnist": "fashion-mnist", "cifar10": "cifar
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test reads or writes the user's cache or opens a window."""
+    """No test reads or writes the user's cache or ledger, or opens a window."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.setenv("MPLBACKEND", "Agg")
         yield
 
 
 @pytest.fixture(autouse=True)
-def _own_numbers() -> None:
-    """No test depends on the random numbers that another one took."""
+def _own_start() -> None:
+    """No test depends on the random numbers that another one took, or on the examples that it looked at."""
+    from pacprune.data import trace
+
     torch.manual_seed(0)
+    trace._looks.clear()
 
 
 @pytest.fixture(scope="session")

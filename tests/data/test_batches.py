@@ -14,7 +14,7 @@ from torch.utils.data import (
 )
 
 from pacprune import data, philox
-from pacprune.data import batches, splits
+from pacprune.data import batches, trace
 
 CPU = torch.device("cpu")
 X = torch.arange(30.0).reshape(10, 3)
@@ -53,7 +53,7 @@ def test_every_form_gives_the_same_batches_and_hashes(form: str) -> None:
     assert [len(x) for x, _ in pairs] == [4, 4, 2]
     assert torch.equal(torch.cat([x for x, _ in pairs]), X)
     assert torch.equal(torch.cat([y for _, y in pairs]), Y)
-    assert torch.equal(batches.example_hashes(examples), splits.example_hashes(X))
+    assert torch.equal(batches.example_hashes(examples), trace.example_hashes(X))
     assert batches.size(examples) == 10
 
 
@@ -68,8 +68,9 @@ def test_batches_follow_the_order_and_stop_at_the_limit() -> None:
 
 def test_a_part_is_hashed_by_content_and_by_origin() -> None:
     part = data.Part("own", X, Y, torch.arange(10), source="ab" * 32)
-    assert torch.equal(batches.example_hashes(part), torch.cat([part.example_hashes, part.ids]))
-    assert torch.equal(batches.example_hashes(DataLoader(part, 4)), batches.example_hashes(part))  # type: ignore[arg-type]
+    assert batches.use_of(part).equal(part.trace)
+    assert torch.equal(part.trace.examples, part.ids.unique())
+    assert batches.use_of(DataLoader(part, 4)).equal(part.trace)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_hashing_uses_the_loaders_collate_function_and_reads_a_dataset_once() ->
     ragged = Ragged()
     loader = DataLoader(ragged, 2, collate_fn=collate)
     for _ in range(2):
-        assert torch.equal(batches.example_hashes(loader), splits.example_hashes(X[:5]))
+        assert torch.equal(batches.example_hashes(loader), trace.example_hashes(X[:5]))
         assert torch.equal(batches.label_hashes(loader), batches.label_hashes((X[:5], Y[:5])))
     assert ragged.reads == 5
     key = id(loader)
@@ -177,8 +178,8 @@ def test_crop_flip_gives_windows_of_the_padded_image_or_its_mirror():
 
 
 def test_a_tensor_is_hashed_once_until_it_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = splits.example_hashes, []
-    monkeypatch.setattr(splits, "example_hashes", lambda x: calls.append(len(x)) or real(x))
+    real, calls = trace.example_hashes, []
+    monkeypatch.setattr(trace, "example_hashes", lambda x: calls.append(len(x)) or real(x))
     x, y = torch.randn(6, 3), torch.zeros(6, dtype=torch.int64)
     first = batches.example_hashes((x, y))
     assert torch.equal(batches.example_hashes((x, y)), first)

@@ -286,7 +286,7 @@ def test_examples_that_a_criterion_reads_are_noted_as_seen(case, criterion):
     score(criterion, model, data)
     reads_data = criterion in ("snip", "grasp") or (criterion == "synflow" and case is attention)
     expected = torch.unique(batches.example_hashes(data)) if reads_data else torch.empty(0, dtype=torch.int64)
-    assert torch.equal(weights.seen(model), expected)
+    assert torch.equal(weights.seen(model).examples, expected)
 
 
 def test_a_users_function_is_a_criterion():
@@ -301,7 +301,7 @@ def test_a_users_function_is_a_criterion():
     assert options == [(3, first_two)]
     assert all(torch.equal(scores[name], 3 * w) for name, w in first_two(model).items())
     assert not any(s.requires_grad for s in scores.values())
-    assert torch.equal(weights.seen(model), torch.unique(batches.example_hashes(data)))
+    assert torch.equal(weights.seen(model).examples, torch.unique(batches.example_hashes(data)))
     everything = score(lambda model, data, **options: options["prunable"](model), model, data)
     assert list(everything) == list(weights.prunable(model))
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import pacprune as pp
 from pacprune import kernels
+from pacprune.data import trace
 from pacprune.masking import criteria, spikeslab, weights
 from pacprune.masking.spikeslab import SpikeSlab, draw_weights, kl, kl_per_layer
 
@@ -59,10 +60,10 @@ def test_isotropic_has_one_keep_prob_and_the_requested_sparsity(sparsity):
 
 def test_a_slab_holds_copies_of_all_tensors():
     model = net()
-    weights.mark_seen(model, torch.tensor([3, 1]))
+    weights.mark_seen(model, trace.of(torch.tensor([3, 1]), torch.tensor([4])))
     slab = pp.isotropic(model, sparsity=0.5, std=0.1)
     before = slab.hash
-    assert slab.seen.tolist() == [1, 3]
+    assert slab.seen.examples.tolist() == [1, 3]
     assert set(slab.mean) | set(slab.rest) == set(model.state_dict())
     assert set(slab.mean).isdisjoint(slab.rest)
     with torch.no_grad():

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import pacprune as pp
+from pacprune.data import trace
+from pacprune.data.trace import Trace
 from pacprune.masking import weights
 
 
@@ -21,6 +23,11 @@ class Tied(nn.Module):
         self.register_buffer("grid", torch.ones(4, 4))
         self.count = nn.Parameter(torch.zeros(2, 2, dtype=torch.int64), requires_grad=False)
         self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+
+def used(hashes: list[int] | Tensor) -> Trace:
+    """The trace of examples with these hashes."""
+    return trace.of(torch.as_tensor(hashes), torch.as_tensor(hashes) + 100)
 
 
 def mask_of(*rows: list[int]) -> torch.Tensor:
@@ -137,14 +144,14 @@ def test_a_mask_that_does_not_fit_is_refused_and_changes_nothing(mask, message):
 
 def test_seen_is_a_growing_sorted_set_that_a_copy_takes_along():
     model = nn.Linear(2, 1)
-    assert len(weights.seen(model)) == 0
-    weights.mark_seen(model, torch.tensor([5, -3, 5]))
-    weights.mark_seen(model, torch.tensor([7, -3]))
-    assert weights.seen(model).tolist() == [-3, 5, 7]
+    assert len(weights.seen(model).examples) == 0
+    weights.mark_seen(model, used([5, -3, 5]))
+    weights.mark_seen(model, used([7, -3]))
+    assert weights.seen(model).examples.tolist() == [-3, 5, 7]
     other = copy.deepcopy(model)
-    weights.mark_seen(other, torch.tensor([1]))
-    assert weights.seen(other).tolist() == [-3, 1, 5, 7]
-    assert weights.seen(model).tolist() == [-3, 5, 7]
+    weights.mark_seen(other, used([1]))
+    assert weights.seen(other).examples.tolist() == [-3, 1, 5, 7]
+    assert weights.seen(model).examples.tolist() == [-3, 5, 7]
     assert set(model.state_dict()) == {"weight", "bias"}
 
 
@@ -170,7 +177,7 @@ def test_a_wrapper_keeps_the_mask_and_the_seen_examples() -> None:
         pp.apply_mask(inner, pp.top_k(pp.scores.magnitude(inner), sparsity=0.5))
         pp.fit(wrap(inner), (x, y), pp.Config(epochs=2, lr=0.1))
         assert pp.sparsity(inner) == 0.5
-        assert len(weights.seen(inner)) == 32
+        assert len(weights.seen(inner).examples) == 32
 
 
 def test_a_noted_mask_belongs_to_the_model_and_can_be_changed() -> None:
@@ -204,9 +211,9 @@ def test_weights_are_pruned_within_a_block_and_restored_even_after_an_error() ->
 
 def test_members_that_saw_the_same_examples_share_one_tensor() -> None:
     models, rows = [nn.Linear(2, 2) for _ in range(3)], torch.tensor([5, 3, 5, 9])
-    weights.mark_seen(models[2], torch.tensor([7]))
-    weights.mark_seen(models, rows)
-    assert [weights.seen(model).tolist() for model in models] == [[3, 5, 9], [3, 5, 9], [3, 5, 7, 9]]
+    weights.mark_seen(models[2], used([7]))
+    weights.mark_seen(models, used(rows))
+    assert [weights.seen(model).examples.tolist() for model in models] == [[3, 5, 9], [3, 5, 9], [3, 5, 7, 9]]
     assert weights.seen(models[0]) is weights.seen(models[1])
     weights.mark_seen(models[0], weights.seen(models[0]))
     assert weights.seen(models[0]) is weights.seen(models[1])

@@ -242,8 +242,8 @@ def test_pbp_returns_the_distributions_that_its_certificate_names(tmp_path: Path
     assert cert.record["hashes"]["prior"] == result.prior.hash
     assert cert.record["hashes"]["posterior"] == result.posterior.hash == pp.read(model).hash
     assert (result.prior.sparsity, result.posterior.sparsity, cert.sparsity) == pytest.approx((0.5,) * 3, abs=1e-6)
-    assert not torch.isin(split.bound.example_hashes, result.prior.seen).any()
-    assert torch.isin(split.prior.example_hashes, result.prior.seen).all()
+    assert not torch.isin(split.bound.example_hashes, result.prior.seen.examples).any()
+    assert torch.isin(split.prior.example_hashes, result.prior.seen.examples).all()
     assert (tmp_path / "prior.safetensors").exists()
     assert cert.bound < 1
     pp.harden(model)

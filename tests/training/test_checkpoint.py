@@ -351,7 +351,7 @@ def test_masks_from_scores_that_do_not_repeat_to_the_bit_are_resumed(
     run(resumed, folder=tmp_path)
     assert len(calls) == 1
     assert equal(resumed.state_dict(), whole.state_dict())
-    assert torch.equal(weights.seen(resumed), weights.seen(whole))
+    assert weights.seen(resumed).equal(weights.seen(whole))
     for other in ({"criterion": "random"}, {"seed": 1}):
         with pytest.raises(ValueError, match="belongs to another run"):
             run(net(), folder=tmp_path, **other)

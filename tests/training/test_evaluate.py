@@ -125,7 +125,7 @@ def test_reestimation_changes_only_batchnorm_statistics(pair: tuple[torch.Tensor
     assert changed == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert [m.training for m in model.modules()] == modes
     assert model[1].momentum == momentum
-    assert torch.equal(weights.seen(model), batches.example_hashes(pair).unique())
+    assert torch.equal(weights.seen(model).examples, batches.example_hashes(pair).unique())
 
 
 def test_reestimation_under_random_masks_takes_a_draw_for_every_batch(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -145,7 +145,7 @@ def test_reestimation_under_random_masks_takes_a_draw_for_every_batch(pair: tupl
 def test_reestimating_a_model_without_batchnorm_reads_no_example(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     model = nn.Linear(5, 3)
     assert pp.reestimate_batchnorm(model, pair) is model
-    assert len(weights.seen(model)) == 0
+    assert len(weights.seen(model).examples) == 0
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_nothing_changes_when_the_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="labels"):
         pp.fit(model, (X, Y + 2), CONFIG, checkpoint=tmp_path / "run.pt")
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
-    assert len(weights.seen(model)) == 0
+    assert len(weights.seen(model).examples) == 0
     assert list(tmp_path.iterdir()) == []
     assert model.training
 

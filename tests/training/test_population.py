@@ -338,7 +338,7 @@ def test_frozen_parameters_stay_and_every_member_has_its_validation_loss() -> No
         assert torch.equal(models[k][0].weight, before[k])
         assert_alike(models[k], alone[k])
     assert histories[0][-1]["validation_loss"] != histories[1][-1]["validation_loss"]
-    assert len(weights.seen(models[1])) == 96
+    assert len(weights.seen(models[1]).examples) == 96
 
 
 def test_a_population_of_one_model_and_a_population_with_dropout() -> None:

@@ -6,6 +6,7 @@ a `Trace`, evaluations are noted as looks, and masks carry the trace of what the
 
 import hashlib
 import itertools
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,7 +18,6 @@ FOREIGN = -1
 """In `Trace.labelled`: the weights were changed by something other than pacprune."""
 UNKNOWN_MASK = -2
 """In `Trace.labelled`: a mask was applied that pacprune did not compute."""
-_ATTRIBUTE = "_pacprune_trace"
 _PORTION = 4096
 """Examples whose canonical form is in memory at once."""
 _PIXELS = 64
@@ -145,18 +145,23 @@ def looked(before: int | None = None) -> Trace:
 
 _UNKNOWN = foreign(UNKNOWN_MASK)
 
-# --- Scores and masks carry the trace of what they follow from.
+# --- Scores and masks are known with the trace of what they follow from.
+
+_origins: dict[int, tuple[weakref.ref[Tensor], Trace]] = {}
+"""Traces of tensors by id. An attribute of the tensor would be pickled with it, and torch.load would refuse that."""
 
 
 def note(tensors: Mapping[str, Tensor], trace: Trace) -> None:
-    """Writes on each of these tensors what it follows from."""
+    """Remembers of each of these tensors what it follows from."""
     for tensor in tensors.values():
-        setattr(tensor, _ATTRIBUTE, trace)
+        key = id(tensor)
+        _origins[key] = weakref.ref(tensor, lambda _, key=key: _origins.pop(key, None)), trace
 
 
 def noted(tensors: Iterable[Tensor]) -> Trace:
-    """What these tensors follow from; where one of them says nothing, the trace says so, too."""
+    """What these tensors follow from; where one of them is not known, the trace says so, too."""
     together = Trace()
     for tensor in tensors:
-        together = together | getattr(tensor, _ATTRIBUTE, _UNKNOWN)
+        known, trace = _origins.get(id(tensor), (lambda: None, _UNKNOWN))
+        together = together | (trace if known() is tensor else _UNKNOWN)
     return together

@@ -112,14 +112,14 @@ def stored_scores(
     content = load(path, identity)
     if content is None:
         scores = make()
-        seen = weights.seen(model)
         made = {name: t.cpu() for name, t in scores.items()}
-        save(path, identity=identity, made=made, seen=[seen.examples, seen.labelled])
+        traces = {"seen": weights.seen(model), "origin": trace.noted(scores.values())}
+        save(path, identity=identity, made=made, **{key: [t.examples, t.labelled] for key, t in traces.items()})
         return scores
     weights.mark_seen(model, Trace(*content["seen"]))
     device = next(model.parameters()).device
     scores = {name: t.to(device) for name, t in content["made"].items()}
-    trace.note(scores, weights.seen(model))
+    trace.note(scores, Trace(*content["origin"]))
     return scores
 
 
