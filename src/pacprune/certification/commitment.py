@@ -120,6 +120,15 @@ def load(folder: str | Path) -> Commitment:
     return commitment
 
 
+def with_posterior(folder: Path, model: nn.Module) -> Commitment:
+    """The commitment in a folder with the model's Q sealed, which is written down if it was not sealed before."""
+    commitment = load(folder)
+    if commitment.posterior is None:
+        commitment = commitment.sealed(model)
+        commitment.save(folder)
+    return commitment
+
+
 def commit(
     prior: SpikeSlab,
     split: Split,

@@ -2,19 +2,20 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
 
 from pacprune.bench import coverage, deployment
 from pacprune.bench import subjects as benchmark
-from pacprune.certification import audit
+from pacprune.certification import audit, page
 from pacprune.cli import calculator
 from pacprune.cli.console import Device, Json, Seed, Where, data_state, show, user_errors, write
 from pacprune.cli.progress import progress_bars
 from pacprune.data import datasets, download
 from pacprune.deploy.export import FORMATS
+from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS, pruning_methods
 from pacprune.paper import frame, recipes
 from pacprune.runs import cluster, commands, events, locks, report, store
@@ -53,10 +54,44 @@ def bound(
         show(bounds, json, calculator.table(bounds, draws))
 
 
+def commit(
+    run: Annotated[Path, typer.Argument(help="Folder of a run that was begun by pacprune pbp --commit.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write seals.json to.")] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Goes on with a sealed run, to its next seal.
+
+    pacprune pbp --commit trains the prior and seals it with the split and the plan of the certificate; this command
+    trains Q and seals that; pacprune certify --beacon then draws networks by randomness that is younger than the seals.
+    """
+    with user_errors():
+        with progress_bars() as progress:
+            result = {"folder": str(run), "seals": commands.commit(run, progress=progress)}
+        write(out, "seals.json", result)
+        show(result, json, *sealed_lines(result))
+
+
+def sealed_lines(result: dict[str, Any]) -> list[str]:
+    """The seals of a run, and what to do next."""
+    folder, (first, *second) = result["folder"], result["seals"]
+    lines = [f"First seal, of prior, split and plan: {first}", *(f"Second seal, of Q: {seal}" for seal in second)]
+    if second:
+        return [*lines, f"Publish it, wait for a public beacon, then: pacprune certify {folder} --beacon VALUE"]
+    return [*lines, f"Publish it where it gets a date, then: pacprune commit {folder}"]
+
+
 def certify(
     run: Annotated[Path, typer.Argument(help=f"Folder of a finished run, with --train-on prior, of {PRUNING}.")],
     delta: Annotated[float, typer.Option(help="Probability with which the certificate may fail.")] = 0.05,
     certified: Annotated[int, typer.Option(help="Networks among which you may choose; each pays delta / so many.")] = 1,
+    declare: Annotated[
+        str | None, typer.Option(help='What else shaped the network; goes on after "The issuer states that".')
+    ] = None,
+    beacon: Annotated[
+        str | None, typer.Option(help="For a sealed run of pbp: randomness that is younger than its second seal.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the certificate [RUN/certificate].")] = None,
     seed: Seed = 0,
     device: Where = "cpu",
@@ -64,10 +99,16 @@ def certify(
 ) -> None:
     """A certificate for the network of a run."""
     with user_errors():
-        certificate = commands.certify(run, delta=delta, certified=certified, device=device, out=out)
-        place = str(run / store.CERTIFICATE if out is None else out)
+        if beacon is None:
+            options = {"delta": delta, "certified": certified, "declare": declare, "device": device, "out": out}
+            certificate = commands.certify(run, **options)
+        else:
+            with progress_bars() as progress:
+                certificate = commands.certify_sealed(run, beacon=beacon, progress=progress)
+        place = str(run / store.CERTIFICATE if out is None or beacon is not None else out)
         numbers = {name: getattr(certificate, name) for name in ("bound", "n", "risk", "sparsity", "statement")}
-        show({"folder": place, "delta": delta, **numbers}, json, certificate.statement, f"Certificate: {place}")
+        lines = [certificate.statement] + ([] if certificate.tries is None else [str(certificate.tries)])
+        show({"folder": place, "delta": certificate.ledger.delta, **numbers}, json, *lines, f"Certificate: {place}")
 
 
 def verify(
@@ -76,19 +117,31 @@ def verify(
     recount: Annotated[
         bool, typer.Option("--recount", help="With the data: make the split again, count the networks' errors again.")
     ] = False,
-    replay: Annotated[bool, typer.Option("--replay", help="The same, and draw fresh networks from P and Q.")] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="The same, and make draws of P and Q: the issuer's again, and fresh ones.")
+    ] = False,
+    draws: Annotated[
+        int, typer.Option(help="How many draws --replay makes of each kind; as many as the certificate has are all.")
+    ] = 2000,
+    seal: Annotated[
+        list[str] | None, typer.Option(help="A seal that was published before; may be given twice.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="What makes a network that is not pacprune's own: package.module:factory.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="File to write the browser's verifier to, with this certificate inside.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write verify.json to.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the fresh draws; random unless given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of what is drawn here; random unless given.")] = None,
     device: Where = "cpu",
     json: Json = False,
 ) -> None:
     """Checks a certificate, without data or with them.
 
-    Hashes, the KL and every bound are computed again from the files; what is taken on trust is named. Exit 0: VALID,
-    1: INVALID, with the first rule that fails, 2: it cannot be read.
+    Hashes, the KL and every bound are computed again from the files; what is taken on trust is named. The verdict names
+    its level: 1, the arithmetic alone; 2, with --recount; 3, with --replay. Exit 0: VALID, 1: INVALID, with the first
+    rule that fails, 2: it cannot be read.
     """
     with user_errors():
         commands.check_device(device)
@@ -97,19 +150,24 @@ def verify(
             store.check_folder(data_dir, "the data files")
         network = commands.model_of(model) if model else None
         with progress_bars() as progress:
-            verdict = audit.verify(
+            report = audit.verify(
                 place,
                 model=network,
                 data_dir=data_dir,
                 recount=recount,
                 replay=replay,
+                draws=draws,
+                seals=tuple(seal or ()),
                 seed=seed,
                 device=device,
                 progress=progress,
             )
-        write(out, "verify.json", asdict(verdict))
-        show(asdict(verdict), json, str(verdict))
-    if not verdict.valid:
+        if html is not None:
+            write_atomically(html, page.embedded(place).encode())
+        content = asdict(report) | {"verdict": report.verdict}
+        write(out, "verify.json", content)
+        show(content, json, str(report))
+    if not report.valid:
         raise typer.Exit(1)
 
 

@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {
         actions.bound,
         ("pacprune bound --risk 0.1 --n 12000 --kl 500", "pacprune bound --errors 12345 --draws 10 --n 12000 --json"),
     ),
+    "commit": Command(actions.commit, ("pacprune pbp --commit --out runs/mine", "pacprune commit runs/mine")),
     "certify": Command(
         actions.certify, ("pacprune certify runs/mine", "pacprune certify runs/mine --certified 3 --json")
     ),
@@ -114,7 +115,8 @@ def run_command(name: str) -> Callable[..., None]:
                 with progress_bars() if is_rank0 else nullcontext(lambda *_: None) as progress:
                     result = commands.execute(name, options, work, out=out, progress=progress)
             if is_rank0:
-                show(result, json, *report.console_output(result))
+                lines = actions.sealed_lines(result) if "seals" in result else report.console_output(result)
+                show(result, json, *lines)
 
     # None means that the flag is absent, so that the config file's value counts.
     hints: dict[str, Any] = {

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from pacprune.certification.verify import printable
 from pacprune.data import datasets, download
 from pacprune.files import write_atomically
 
@@ -28,7 +29,7 @@ def user_errors() -> Iterator[None]:
         message = str(error)
         if isinstance(error, OSError) and error.filename:
             message = f"{error.filename} cannot be read or written ({error.strerror}); choose another place"
-        typer.echo("pacprune: error: " + " ".join(message.split()), err=True)
+        typer.echo("pacprune: error: " + printable(" ".join(message.split())), err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("pacprune: interrupted; run the same command again to go on", err=True)

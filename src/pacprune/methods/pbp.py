@@ -5,8 +5,10 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import nn
 
+from pacprune.certification import commitment as seals
 from pacprune.certification.certify import certify
-from pacprune.certification.rules import check_declared
+from pacprune.certification.rules import check_declared, checked_declaration, refuse_untraced
+from pacprune.data.batches import use_of
 from pacprune.data.splits import Split, check_split
 from pacprune.distributed import refuse_sharded
 from pacprune.masking import masks
@@ -44,6 +46,9 @@ def pbp(
     draws: int = 20_000,
     tolerance: float | None = None,
     name: str | None = None,
+    declare: str | None = None,
+    commit: bool = False,
+    beacon: str | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress | None = None,
@@ -62,7 +67,8 @@ def pbp(
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
         posterior: How Q is trained on the bound; as `config` unless given.
         dense: How the network is trained on split.prior before that; None takes it as it is.
-        data: An augmented form of split.prior that trains dense network and prior; split.prior unless given.
+        data: What trains dense network and prior in place of split.prior, such as split.prior.augmented(transform).
+            Other data than split.prior needs a declaration.
         eps: Keep probability of the weights outside the prior's mask, at the start.
         std: Standard deviation of a kept weight.
         train_std: Whether the standard deviations of Q are trained.
@@ -75,12 +81,19 @@ def pbp(
         draws: Most networks to draw in estimating the risk of Q, and of P.
         tolerance: Stop drawing once the estimate costs the certificate at most this much.
         name: The network's name in the certificate, such as "mlp".
+        declare: What shaped the prior, where pacprune cannot trace it to split.prior: the end of a sentence that begins
+            with "The issuer states that".
+        commit: Seal prior, split and plan before Q is trained, and Q before anything is drawn. The first call stops
+            after the first seal, the second after the second one. A call with a `beacon` then certifies. Needs a
+            `folder`, in which the seals are kept.
+        beacon: Randomness that is younger than the second seal, such as the value of a public round.
         seed: Seed of the data order and the draws.
         folder: Where checkpoints and the prior are kept, so that a broken run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
 
     Returns:
-        The attached network, P, Q and the certificate, which holds with probability 1 - delta.
+        The attached network, P, Q and the certificate, which holds with probability 1 - delta; with `commit` and
+        without a `beacon`, the seals in place of a certificate.
 
     Raises:
         ValueError: If the split was trained on before, or the claim is not one that can be certified.
@@ -97,6 +110,12 @@ def pbp(
     posterior = config if posterior is None else posterior
     for stage_config in (config, posterior):
         check_rates(stage_config)
+    declaration = checked_declaration(declare)
+    if declaration is None and data is not None:
+        refuse_untraced(use_of(data), split, "the data", None)
+    place = None if folder is None else Path(folder)
+    if commit and place is None:
+        raise ValueError("commit keeps its seals in a folder; give folder=")
     stage = stage_maker(model, split.prior if data is None else data, F.cross_entropy, seed, folder, progress)
     history = (yield stage("dense", dense)) if dense else []
     mask = masks.top_k(score(criterion, model, split.prior, seed=seed), sparsity=sparsity)
@@ -106,13 +125,20 @@ def pbp(
     keep_means_(model, fixed)
     reestimate_batchnorm(model, split.prior)
     prior = read(model)
+    sampling = {"method": method, "draws": draws, "tolerance": tolerance}
+    plan = {"delta": delta, "family": family, "expected_risk": expected_risk, "grid": grid, **sampling}
+    if commit and place is not None and not (place / seals.FILE).is_file():
+        first = seals.commit(prior, split, **plan)
+        first.save(place)
+        return Certified(model, prior, prior, first, history)
     options = {"stage": "posterior", "delta": delta, "objective": objective, "progress": progress}
-    place = None if folder is None else Path(folder)
     history += yield Stage(model, split, posterior, seed, _budget(posterior, sparsity), prior, place, options)
     keep_means_(model, fixed if posterior.gate_lr is None else {})
-    sampling = {"method": method, "draws": draws, "tolerance": tolerance, "progress": progress}
-    claim = {"family": family, "expected_risk": expected_risk, "grid": grid, "name": name}
-    certificate = certify(model, prior, split, delta=delta, **claim, **sampling)
+    sealed = None if place is None or not commit else seals.with_posterior(place, model)
+    if sealed is not None and beacon is None:
+        return Certified(model, prior, read(model), sealed, history)
+    words = {"name": name, "declare": declare, "progress": progress}
+    certificate = certify(model, prior, split, **plan, **words, commitment=sealed, beacon=beacon)
     return Certified(model, prior, read(model), certificate, history)
 
 

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar, get_args
 from torch import Tensor, nn
 
 from pacprune.certification.certificate import Certificate, rounded_up
+from pacprune.certification.commitment import Commitment
 from pacprune.distributed import refuse_sharded
 from pacprune.masking import criteria, masks, patterns, weights
 from pacprune.masking.criteria import Criterion, magnitude
@@ -80,7 +81,7 @@ class Certified:
         model: The attached model, whose forward pass samples Q.
         prior: P, made before the bound examples were read.
         posterior: Q, which the certificate speaks of.
-        certificate: The bound on the error rate of networks drawn from Q.
+        outcome: The certificate; or the seals, where it is to be issued under them later.
         history: One row per epoch, over all stages.
 
     Example:
@@ -91,15 +92,28 @@ class Certified:
     model: nn.Module
     prior: SpikeSlab
     posterior: SpikeSlab
-    certificate: Certificate
+    outcome: Certificate | Commitment
     history: History
+
+    @property
+    def certificate(self) -> Certificate:
+        """The bound on the error rate of networks drawn from Q."""
+        if isinstance(self.outcome, Commitment):
+            raise ValueError(
+                "nothing is certified yet: publish the seal, then call pbp again, with a beacon once Q is sealed, too"
+            )
+        return self.outcome
 
     def __repr__(self) -> str:
         sparsity, size = self.posterior.sparsity, sum(p.numel() for p in self.posterior.keep_prob.values())
-        bound, delta = rounded_up(self.certificate.bound), self.certificate.ledger.delta
+        if isinstance(self.outcome, Certificate):
+            bound, delta = rounded_up(self.outcome.bound), self.outcome.ledger.delta
+            state = f"error at most {bound} at delta {delta:g}"
+        else:
+            state = f"sealed {self.outcome.digest[:12]}, not certified yet"
         return (
             f"Certified({type(self.model).__name__}, expected sparsity {sparsity:.4f}, "
-            f"{round((1 - sparsity) * size):,} of {size:,} weights kept, error at most {bound} at delta {delta:g})"
+            f"{round((1 - sparsity) * size):,} of {size:,} weights kept, {state})"
         )
 
 

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from pacprune import __version__, data, models
 from pacprune.bounds import Ledger
 from pacprune.certification.certificate import RECORD, Certificate
 from pacprune.certification.certify import certify_held_out
+from pacprune.certification.commitment import FILE, Commitment
+from pacprune.certification.commitment import load as load_commitment
 from pacprune.certification.decode import load
 from pacprune.certification.rules import check_declared
-from pacprune.data.batches import example_hashes
 from pacprune.data.splits import Part, Split
 from pacprune.distributed import ranks
 from pacprune.masking import criteria, weights
@@ -68,12 +69,22 @@ class Outcome:
         }
 
 
+class Sealed(Exception):
+    """A run that stops at a seal, which has to be published before it goes on."""
+
+    def __init__(self, commitment: Commitment) -> None:
+        self.commitment = commitment
+
+
 Work = Callable[[Any, Callable[[], Path], Progress], dict[str, Any]]
 """(options, begin, progress) -> result; `begin` makes the run folder and is called once all input has been checked."""
 
 
 def execute(command: str, options: Any, work: Work, *, out: Path | None, progress: Progress) -> dict[str, Any]:
-    """Runs a command in its folder. Returns at once if it is finished there, and resumes it if it was interrupted."""
+    """Runs a command in its folder. Returns at once if it is finished there, and resumes it if it was interrupted.
+
+    The result of a run that stops at a seal has the `seals` alone.
+    """
     folder = out if out is not None else Path("runs") / opt.run_name(command, options)
     previous = ranks.on_rank0(lambda: store.claim(folder, command, options))
     if previous is not None:
@@ -85,6 +96,10 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
         with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
             begin = partial(store.begin, folder, command, options)
             numbers = work(options, lambda: ranks.on_rank0(begin), progress)
+    except Sealed as stop:
+        ranks.on_rank0(lambda: stop.commitment.save(folder))  # where it stays when the run is finished
+        seals = [stop.commitment.digest] + ([] if stop.commitment.posterior is None else [stop.commitment.seal])
+        return {"command": command, "folder": str(folder), "seals": seals}
     except ValueError:
         # The same input fails the same way, so this folder is not worth keeping, unless something was trained.
         if not was_begun and ranks.rank() == 0:
@@ -101,8 +116,10 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
     return result
 
 
-def single(options: Options, begin: Callable[[], Path], progress: Progress) -> dict[str, Any]:
-    """The work of a method's command."""
+def single(
+    options: Options, begin: Callable[[], Path], progress: Progress, *, beacon: str | None = None
+) -> dict[str, Any]:
+    """The work of a method's command; a `beacon` is for one that stopped at its second seal."""
     if options.data_dir is not None:
         store.check_folder(Path(options.data_dir), "the data files")
     split, model = prepare(options)
@@ -111,7 +128,7 @@ def single(options: Options, begin: Callable[[], Path], progress: Progress) -> d
     outcomes = []
     if options.dense_epochs:
         outcomes.append(dense(options, model, split, folder / store.CHECKPOINTS, progress))
-    outcomes.append(prune(options, model, split, folder / store.CHECKPOINTS, progress))
+    outcomes.append(prune(options, model, split, folder / store.CHECKPOINTS, progress, beacon=beacon))
     return ranks.on_rank0(lambda: store_outcomes(options, outcomes, split, folder))
 
 
@@ -119,6 +136,7 @@ def store_outcomes(options: Options, outcomes: list[Outcome], split: Split, fold
     """Writes the network and its history; returns the numbers."""
     last = outcomes[-1]
     store.write_model(folder / "model.safetensors", last.model)
+    store.write_trace(folder, last.model)
     store.write_metrics(folder, [row for outcome in outcomes for row in outcome.history])
     total, counted = weights.total(last.model), weights.sparsity(last.model)
     numbers = {
@@ -141,13 +159,45 @@ def save_certificate(folder: Path, certificate: Certificate) -> dict[str, Any]:
     certificate.save(folder / store.CERTIFICATE)
     names = ("risk", "risk_upper", "draws", "kl", "n", "bounds", "winner", "statement")
     numbers = {name: getattr(certificate, name) for name in names}
-    return {"certificate": certificate.bound, "delta": certificate.ledger.delta, **numbers}
+    count = {} if certificate.tries is None else {"tries": asdict(certificate.tries) | {"text": str(certificate.tries)}}
+    return {"certificate": certificate.bound, "delta": certificate.ledger.delta, **numbers, **count}
 
 
-def certify(folder: Path, *, delta: float, certified: int, device: str, out: Path | None) -> Certificate:
+def commit(folder: Path, *, progress: Progress) -> list[str]:
+    """Goes on with a run that was begun with --commit, to its next seal; returns all seals that it has."""
+    command, options = store.read_config(folder)
+    if not isinstance(options, Certifying) or not options.commit:
+        raise ValueError(
+            f"{folder} is a run of {command} that was not begun with --commit, so that nothing of it can be sealed any "
+            "more; begin one with pacprune pbp --commit"
+        )
+    result = execute(command, options, single, out=folder, progress=progress)
+    if "seals" not in result:
+        raise ValueError(f"the run in {folder} has its certificate already; verify it")
+    return result["seals"]
+
+
+def certify_sealed(folder: Path, *, beacon: str, progress: Progress) -> Certificate:
+    """The certificate of a run that was begun with --commit, drawn by a beacon that is younger than its seals."""
+    command, options = store.read_config(folder)
+    if not isinstance(options, Certifying) or not options.commit:
+        raise ValueError(f"{folder} is a run of {command} without seals; a beacon is for one begun with --commit")
+    path = folder / store.CHECKPOINTS / FILE
+    if not (folder / "result.json").is_file() and not (path.is_file() and load_commitment(path.parent).posterior):
+        raise ValueError(
+            f"Q of {folder} is not sealed yet, so that no beacon can be younger; run pacprune commit first"
+        )
+    execute(command, options, partial(single, beacon=beacon), out=folder, progress=progress)
+    return load(folder / store.CERTIFICATE)
+
+
+def certify(
+    folder: Path, *, delta: float, certified: int, declare: str | None, device: str, out: Path | None
+) -> Certificate:
     """Certifies the sparse network of a finished run by held-out examples, saves that, and shows it in the report.
 
-    A certificate that was issued before is returned as it is, and never replaced.
+    What the network was trained on is what its training wrote down. A certificate that was issued before is returned as
+    it is, and never replaced.
     """
     command, options = store.read_config(folder)
     result = store.result(folder)
@@ -163,8 +213,8 @@ def certify(folder: Path, *, delta: float, certified: int, device: str, out: Pat
         )
     split, model = prepare(replace(options, device=device))
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    weights.mark_seen(model, example_hashes(getattr(split, options.train_on)))
-    certificate = certify_held_out(model, split, delta=delta, certified=certified, name=options.model)
+    store.read_trace(folder, model)
+    certificate = certify_held_out(model, split, delta=delta, certified=certified, name=options.model, declare=declare)
     place = folder / store.CERTIFICATE if out is None else out
     if (place / RECORD).is_file():
         certificate = _issued(place, certificate)
@@ -195,9 +245,10 @@ def _issued(place: Path, certificate: Certificate) -> Certificate:
 def prepare(options: Any) -> tuple[Split, nn.Module]:
     """The data and the untrained network, on the device."""
     device = check_device(options.device)
-    if not 0 <= options.seed < 2**32:
-        raise ValueError(f"seed is {options.seed}; it must be a whole number from 0 to {2**32 - 1}")
-    load = partial(data.load, options.data, seed=options.seed, data_dir=options.data_dir)
+    for name in ("seed", "split_seed"):
+        if not 0 <= getattr(options, name) < 2**32:
+            raise ValueError(f"{name} is {getattr(options, name)}; it must be a whole number from 0 to {2**32 - 1}")
+    load = partial(data.load, options.data, seed=options.split_seed, data_dir=options.data_dir)
     aside = options.unlabelled if isinstance(options, Certifying) else 0
     try:
         split = load(prior_fraction=options.prior_fraction, unlabelled=aside)
@@ -308,7 +359,7 @@ def procedure(options: Options) -> "partial[Any]":
     flags = (flag for flag in method.flags or () if flag != "gate_lr")  # the Config has it
     arguments = {name: getattr(options, name) for name in ("sparsity", "seed", *flags)} | dict(method.options)
     if isinstance(options, Certifying):
-        arguments |= {"name": options.model, "posterior": posterior(options)}
+        arguments |= {"name": options.model, "posterior": posterior(options), "commit": options.commit}
     return partial(method.verb, **arguments)
 
 
@@ -339,14 +390,17 @@ def dense(options: Options, model: nn.Module, split: Split, folder: Path, progre
     return Outcome("dense", 0.0, error(model, split.test), copy.deepcopy(model), history)
 
 
-def prune(options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress) -> Outcome:
+def prune(
+    options: Options, model: nn.Module, split: Split, folder: Path, progress: Progress, *, beacon: str | None = None
+) -> Outcome:
     """Prunes the network in place by the procedure of its options, and measures it."""
     run, config = partial(procedure(options), folder=folder, progress=progress), stage(options)
     if not isinstance(options, Certifying):
         return measure(options, run(model, training_part(options, split), config), split)
-    # A run that was interrupted after it certified makes the same certificate again: that counts once.
-    (folder / "certify-calls.json").unlink(missing_ok=True)
-    return measure(options, run(model, split, config), split)
+    result = run(model, split, config, beacon=beacon)
+    if isinstance(result.outcome, Commitment):
+        raise Sealed(result.outcome)
+    return measure(options, result, split)
 
 
 def measure(options: Options, result: Any, split: Split) -> Outcome:

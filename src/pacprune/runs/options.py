@@ -41,7 +41,8 @@ class Options:
     data: str = _option("digits", f"Data set: {', '.join(data.NAMES)}.")
     model: str = _option("mlp", f"Network: {', '.join(models.NAMES)}.")
     sparsity: float = _option(0.9, "Fraction of the weights to prune, in [0, 1).")
-    seed: int = _option(0, "Seed of the split, the weights, the data order and the draws.")
+    seed: int = _option(0, "Seed of the weights, the data order and the draws.")
+    split_seed: int = _option(0, "Seed of the split: another one is another try on the same examples.")
     dense_epochs: int = _option(20, "Epochs of dense training before pruning; 0 prunes at initialisation.")
     epochs: int = _option(20, "Epochs after dense training.")
     lr: float = _option(0.1, "Learning rate of the weights.")
@@ -75,6 +76,7 @@ class Certifying(Options):
     posterior_epochs: int = _option(20, "Epochs of training the posterior on the bound.")
     posterior_lr: float = _option(0.02, "Learning rate of the posterior.")
     unlabelled: int = _option(100, "Training inputs kept aside, to certify the thresholded network by.")
+    commit: bool = _option(False, "Stop after the prior and seal it; pacprune commit and certify --beacon go on.")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Demo:
     Trains a network for 8x8 handwritten digits, prunes 90 % of it by osp, pft and pbp, and compares the results.
     """
 
-    seed: int = _option(0, "Seed of the split, the weights, the data order and the draws.")
+    seed: int = _option(0, "Seed of the weights, the data order and the draws.")
     device: str = _option("cpu", "Where to compute: cpu, cuda or cuda:N.", names_run=False)
 
 

@@ -44,7 +44,7 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
         f"<h1>{_title(command)}</h1>",
         f"<p>{escape(_summary(result))}</p>",
         _table(result["rows"]),
-        _certificate(certificate, os.path.relpath(folder / store.CERTIFICATE, out)) if certificate else "",
+        _certificate(certificate, os.path.relpath(folder / store.CERTIFICATE, out), result) if certificate else "",
         *(_figure(figure, out) for figure in figures),
         "" if all(figure.png for figure in figures) else f"<p>{escape(plots.HINT)}</p>",
         _reproduction(command, options, result),
@@ -86,7 +86,7 @@ def cell(name: str, value: Any) -> str:
         return "–"
     if name in ("certificate", "held_out"):
         return rounded_up(value)
-    return value if isinstance(value, str) else f"{value:.4f}"
+    return escape(value) if isinstance(value, str) else f"{value:.4f}"
 
 
 def _summary(result: dict[str, Any]) -> str:
@@ -105,7 +105,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         cells = "".join(f"<td>{cell(name, row[name])}</td>" for name in titles if name != "method")
-        lines.append(f"<tr><th>{row['method']}<small>{_meaning(row['method'])}</small></th>{cells}</tr>")
+        lines.append(f"<tr><th>{escape(row['method'])}<small>{_meaning(row['method'])}</small></th>{cells}</tr>")
     meanings = "".join(f"<dt>{t}</dt><dd>{sentence(MEANINGS[t])}</dd>" for t in titles.values() if t in MEANINGS)
     return (
         f'<div class="wide"><table id="results"><thead><tr>{head}</tr></thead>'
@@ -114,8 +114,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _certificate(c: Certificate, place: str) -> str:
-    items = "".join(f"<li>{escape(fact)}</li>" for fact in _facts(c))
+def _certificate(c: Certificate, place: str, result: dict[str, Any]) -> str:
+    facts = [*_facts(c), *([sentence(result["tries"]["text"])] if "tries" in result else [])]
+    items = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
     assumed = "".join(f"<li>{escape(sentence(line))}</li>" for line in c.record["assumptions"])
     return (
         f'<section><h2>The certificate</h2><blockquote id="statement">{escape(c.statement)}</blockquote>'
@@ -181,9 +182,10 @@ def _facts(c: Certificate) -> Iterator[str]:
             f"{flat['sparsity']:.4f}, {flat['errors']} mistakes; it differs from draws of Q on {flat['disagreements']} "
             f"of {flat['inputs']} unlabelled inputs)."
         )
-        if record["certify_calls"] > 1:
-            yield f"Certified {record['certify_calls']} times against this prior: a choice among them must be paid."
-    yield f"{split['duplicates']} bound examples also occur, to the byte, among the {split['sizes']['prior']:,} of S_P."
+    yield (
+        f"{split['duplicates']} bound examples also occur among the {split['sizes']['prior']:,} of S_P, and "
+        f"{split['repeats']} are copies of others."
+    )
 
 
 def sentence(words: str) -> str:

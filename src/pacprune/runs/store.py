@@ -5,15 +5,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import nn
 
 from pacprune.certification.certificate import RECORD
+from pacprune.data.trace import Trace
 from pacprune.files import write_atomically
+from pacprune.masking import weights
 from pacprune.runs import options as opt
 from pacprune.types import History
 
-CHECKPOINTS, CERTIFICATE = "checkpoints", "certificate"
+CHECKPOINTS, CERTIFICATE, TRACE = "checkpoints", "certificate", "trained-on.safetensors"
 
 
 def check_folder(folder: Path, content: str) -> None:
@@ -82,6 +85,8 @@ def read_config(folder: Path) -> tuple[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.toml, so it is not a run folder; name one, such as runs/demo")
     command, values = opt.from_toml(path)
+    if "seed" in values and "split_seed" in opt.types_of(opt.COMMANDS[command]):
+        values.setdefault("split_seed", values["seed"])  # in older runs one seed was both
     return command, opt.COMMANDS[command](**values)
 
 
@@ -120,6 +125,27 @@ def write_model(path: Path, model: nn.Module) -> None:
     """The plain state dict, zeros included, as safetensors."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     write_atomically(path, save(state))
+
+
+def write_trace(folder: Path, model: nn.Module) -> None:
+    """What the network was trained on, as the training itself has noted it, and which weights came of it."""
+    use, stamp = weights.seen(model), weights.fingerprint(model)
+    tensors = {"examples": use.examples, "labelled": use.labelled}
+    write_atomically(folder / TRACE, save(tensors, metadata={"fingerprint": str(stamp)}))
+
+
+def read_trace(folder: Path, model: nn.Module) -> None:
+    """Notes on the network, whose weights are loaded, what its training wrote down."""
+    path = folder / TRACE
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} holds no {TRACE}, in which training writes down what it used; run its command again, or "
+            "certify by pp.certify_held_out with a declaration"
+        )
+    with safe_open(path, framework="pt") as file:
+        use, stamp = Trace(file.get_tensor("examples"), file.get_tensor("labelled")), file.metadata()["fingerprint"]
+    weights.mark_seen(model, use)
+    weights.notes(model).fingerprint = int(stamp)
 
 
 def write_metrics(folder: Path, history: History) -> None:

@@ -86,6 +86,7 @@ def read(path: Path, *, device: str | None = None) -> Sweep:
     kind, kinds = opt.COMMANDS[command], opt.types_of(opt.COMMANDS[command])
     fixed = {name: _checked(path, kinds, name, value) for name, value in content.items()}
     grid = _checked_grid(path, kinds, fixed, grid)
+    fixed = _paid(path, kind, fixed, grid)
 
     def resolve(point: dict[str, Any]) -> Options:
         return opt.resolve(kind, fixed, point, {} if device is None else {"device": device})
@@ -96,7 +97,6 @@ def read(path: Path, *, device: str | None = None) -> Sweep:
         entries.append(Entry(opt.run_name(command, resolve(point)), resolve(point), point))
     if len({entry.name for entry in entries}) < len(entries):
         raise ValueError(f"[grid] in {path} asks for the same run more than once; leave out what names no run")
-    _check_paid(path, entries)
     longest = max(map(len, grid.values()))
     rehearsed = [resolve({name: values[i % len(values)] for name, values in grid.items()}) for i in range(longest)]
     return Sweep(command, entries, rehearsed, _resources(path, ray_table, rehearsed[0].device), text)
@@ -141,21 +141,22 @@ def _resources(path: Path, table: Any, device: str) -> Resources:
     return Resources(**{"num_gpus": 0.0 if device == "cpu" else 1.0, **settings})
 
 
-def _check_paid(path: Path, entries: list[Entry]) -> None:
-    """Refuses several priors on one bound set unless delta is divided among them: a sweep invites choosing the best."""
-    by_bound_set: dict[Any, list[Any]] = {}
-    for options in (entry.options for entry in entries):
-        if isinstance(options, Certifying):
-            key = options.data, options.seed, options.prior_fraction, options.unlabelled
-            by_bound_set.setdefault(key, []).append(options)
-    for rivals in by_bound_set.values():
-        grid = min(options.grid for options in rivals)
-        if grid < len(rivals):
-            raise ValueError(
-                f"{path} asks for {len(rivals)} certificates on the same bound examples (seed {rivals[0].seed}), but "
-                f"grid is {grid}, so that a choice among them is not paid for; write grid = [{len(rivals)}] "
-                "below [grid]"
-            )
+def _paid(path: Path, kind: type, fixed: dict[str, Any], grid: dict[str, list[Any]]) -> dict[str, Any]:
+    """The fixed options, in which certificates on the same examples pay for a choice among all of them.
+
+    A sweep invites choosing the best, and another seed, also of the split, is another try on the same examples. So the
+    sweep declares the number of its certificates on a data set as `grid`; a file that names a smaller one is refused.
+    """
+    if not issubclass(kind, Certifying):
+        return fixed
+    count = math.prod(len(values) for name, values in grid.items() if name not in ("data", "device"))
+    stated = [fixed["grid"]] if "grid" in fixed else grid.get("grid", [])
+    if stated and min(stated) < count:
+        raise ValueError(
+            f"{path} asks for {count} certificates on the same examples, but grid is {min(stated)}, so that a choice "
+            f"among them is not paid for; leave grid out, and it is {count}"
+        )
+    return fixed if stated else {**fixed, "grid": count}
 
 
 def run(file: Path, *, out: Path | None = None, device: str | None = None, work: Work | None = None) -> dict[str, Any]:
