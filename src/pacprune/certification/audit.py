@@ -468,18 +468,9 @@ class _Audit:
 
     def _bound_from(self, counts: Counts) -> float:
         """The claimed bound, had the issuer made these draws of Q."""
-        record = self.cert.pac_bayes
-        ledger = _ledger(record["bounds"]["seeger"])
-        summary = bounds_table.summarise(
-            counts,
-            record["reference"]["errors"] / record["n"],
-            delta=ledger.monte_carlo_each,
-            method=record["monte_carlo"]["method"],
-            seed=self.seed,
-        )
-        evidence: Any = {**record, "monte_carlo": {**record["monte_carlo"], "posterior": summary}}
+        ledger = _ledger(self.cert.record["bounds"]["seeger"])
         shares = {"delta": ledger.delta, "grid": ledger.grid, "certified": ledger.certified}
-        return bounds_table.all_bounds(evidence, counts, **shares)[record["claim"]["family"]]["bound"]
+        return bounds_table.claimed_bound(self.cert.pac_bayes, counts, **shares)
 
     @property
     def _device(self) -> torch.device:

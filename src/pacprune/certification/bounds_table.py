@@ -11,7 +11,7 @@ import numpy as np
 from pacprune import bounds
 from pacprune.bounds import Ledger, montecarlo
 from pacprune.certification.drawn_networks import Counts
-from pacprune.certification.record import BoundEntry, Draws, Evidence
+from pacprune.certification.record import BoundEntry, Draws, Evidence, PacBayesRecord
 
 # --- The Monte-Carlo step.
 
@@ -188,3 +188,17 @@ def all_bounds(
             ledger = bound.ledger(delta, grid=grid, certified=certified)
             entries[name] = {"bound": bound.value(evidence, counts, ledger), "ledger": ledger.as_dict()}
     return entries
+
+
+def claimed_bound(record: PacBayesRecord, counts: Counts, *, delta: float, grid: int = 1, certified: int = 1) -> float:
+    """The bound of the declared family, had these been the draws of Q and this the delta: both steps pay by it."""
+    step, choices = record["monte_carlo"], {"grid": grid, "certified": certified}
+    summary = summarise(
+        counts,
+        record["reference"]["errors"] / record["n"],
+        delta=BOUNDS["seeger"].ledger(delta, **choices).monte_carlo_each,
+        method=step["method"],
+        seed=step["posterior"]["seed"],
+    )
+    evidence: Evidence = {**record, "monte_carlo": {**step, "posterior": summary}}
+    return all_bounds(evidence, counts, delta=delta, **choices)[record["claim"]["family"]]["bound"]

@@ -474,7 +474,7 @@ def _tries(certificate: Certificate, split: Split, q_counts: Counts | None = Non
             delta = ledger.delta_each * share
             return bounds.clopper_pearson(record["reference"]["errors"], n=certificate.n, delta=delta)
         shares = {"delta": ledger.delta * share, "grid": ledger.grid, "certified": ledger.certified}
-        return bounds_table.all_bounds(certificate.pac_bayes, q_counts, **shares)[record["claim"]["family"]]["bound"]
+        return bounds_table.claimed_bound(certificate.pac_bayes, q_counts, **shares)
 
     subject = digest({"hashes": record["hashes"], "split": split_hashes(split)})
     return tries.count(split.pool, subject, declared=ledger.grid * ledger.certified, bound_at=bound_at)

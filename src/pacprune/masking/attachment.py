@@ -6,6 +6,7 @@ logarithm of `std` (original2).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -382,7 +383,10 @@ def resample_(model: nn.Module) -> nn.Module:
         >>> torch.equal(first, model(x)), torch.equal(first, pp.resample_(model)(x))
         (True, False)
     """
-    advance_(attached(model))
+    listed = attached(model)
+    moves_gates = any(site.sampler.mapping == kernels.CLAMP for site in listed)
+    with weights.changing(model) if moves_gates else nullcontext():
+        advance_(listed)
     return model
 
 
@@ -398,13 +402,14 @@ def advance_(attached_weights: Sequence[AttachedWeight]) -> None:
 @torch.no_grad()
 def set_logits_(model: nn.Module, logits: Mapping[str, Tensor]) -> nn.Module:
     """Gates with which every weight has this logit before shift and sharpness; under a pattern, choices their sums."""
-    for site in attached(model):
-        pattern, goal = site.sampler.pattern, local(logits[site.name])
-        if pattern is None:
-            site.local_gate.add_(goal - site.raw())
-        else:
-            uncoupled = goal - site.sampler.coupling * torch.log(site.mean.abs().float() + 1e-8)
-            site.gate.copy_(patterns.spread(patterns.grouped(uncoupled, pattern[1]), *pattern))
+    with weights.changing(model):
+        for site in attached(model):
+            pattern, goal = site.sampler.pattern, local(logits[site.name])
+            if pattern is None:
+                site.local_gate.add_(goal - site.raw())
+            else:
+                uncoupled = goal - site.sampler.coupling * torch.log(site.mean.abs().float() + 1e-8)
+                site.gate.copy_(patterns.spread(patterns.grouped(uncoupled, pattern[1]), *pattern))
     return model
 
 

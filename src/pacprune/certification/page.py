@@ -1,0 +1,2 @@
+def embedded(folder):
+    return ""
