@@ -1,7 +1,8 @@
-"""The rules of a certificate: how delta is spent, no fishing, and every broken rule refused by its name."""
+"""The rules of a certificate: how delta is spent, how tries are counted, and every broken rule refused by its name."""
 
 import copy
 import dataclasses
+import hashlib
 import math
 from functools import cache
 from pathlib import Path
@@ -14,8 +15,10 @@ from torch import nn
 
 import pacprune as pp
 from pacprune import bounds
-from pacprune.certification import certify, rules
+from pacprune.certification import rules, tries
 from pacprune.certification.bounds_table import FAMILIES
+from pacprune.certification.certificate import rounded_up
+from pacprune.data import trace
 from pacprune.data.splits import Split
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab, draw_masks, draw_weights, log_ratio
@@ -30,7 +33,7 @@ def network() -> nn.Module:
 
 
 def digits(**changed: Any) -> Split:
-    """A split on which nothing has been certified yet."""
+    """The split of all tests here, with some fields changed."""
     return dataclasses.replace(_digits(), **changed)
 
 
@@ -50,6 +53,7 @@ def prior_of(split: Split, *, std: float = 0.02, fit: Any = None) -> tuple[nn.Mo
 @cache
 def issued() -> SimpleNamespace:
     """A certificate and everything that it was made from; no test may change them in place."""
+    trace._looks.clear()  # of the test that asks first
     split = digits()
     model, prior = prior_of(split)
     pp.fit_posterior(model, prior, split, pp.Config(epochs=2, lr=0.1))
@@ -120,10 +124,22 @@ def test_a_posterior_without_slabs_or_without_training() -> None:
     assert cert.record["single_draw"]["log_ratio"] == pytest.approx(0, abs=1e-9)
 
 
-# --- No fishing.
+# --- The same certificate every time, and every other one counted.
 
 
-def test_certifying_twice_gives_the_same_certificate_and_counts() -> None:
+def seed_of(base: str, purpose: str) -> int:
+    """A seed as docs and verifiers have it: 63 bits of SHA-256 of what the draws follow from, and their purpose."""
+    return int(hashlib.sha256(f"{base}/{purpose}".encode()).hexdigest()[:16], 16) >> 1
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a count that begins with this test."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "pacprune" / tries.FILE
+
+
+def test_certifying_twice_gives_the_same_certificate_and_counts_once(ledger: Path, tmp_path: Path) -> None:
     run = issued()
     before = {n: t.clone() for n, t in run.model.state_dict().items()}
     state = torch.get_rng_state()
@@ -131,41 +147,49 @@ def test_certifying_twice_gives_the_same_certificate_and_counts() -> None:
     torch.set_rng_state(state)
     torch.randn(3)
     after_noise = certify_again(model=pp.resample_(copy.deepcopy(run.model)))
-    calls = [cert.record["certify_calls"] for cert in (before_noise, after_noise)]
-    assert calls[1] == calls[0] + 1 > 1
-    assert {**before_noise.record, "certify_calls": 0} == {**after_noise.record, "certify_calls": 0}
-    assert f"certified {calls[1]} times against this prior" in str(after_noise)
-    for file, tensors in before_noise.tensors.items():
-        assert tensors.keys() == after_noise.tensors[file].keys()
-        assert all(torch.equal(t, after_noise.tensors[file][name]) for name, t in tensors.items())
+    assert before_noise.record == after_noise.record
+    assert before_noise.tries == after_noise.tries
+    assert str(before_noise) == str(after_noise)
+    assert len(ledger.read_text().splitlines()) == 1
+    first, second = (cert.save(tmp_path / name) for cert, name in ((before_noise, "first"), (after_noise, "second")))
+    assert {p.name: p.read_bytes() for p in first.iterdir()} == {p.name: p.read_bytes() for p in second.iterdir()}
     assert all(torch.equal(t, before[n]) for n, t in run.model.state_dict().items())
 
 
 def test_every_seed_is_another_and_follows_from_p_and_q() -> None:
-    purposes = ("posterior draws", "prior draws", "single draw", "unlabelled draws")
-    seeds = {certify.seed_of({"prior": p, "posterior": q}, w) for p in "ab" for q in "ab" for w in purposes}
-    assert len(seeds) == 16
-    assert all(0 <= seed < 2**63 for seed in seeds)
     record = issued().cert.record
-    assert record["single_draw"]["seed"] == certify.seed_of(record["hashes"], "single draw")
+    base = f"{record['hashes']['prior']}/{record['hashes']['posterior']}"
+    seeds = {
+        "posterior draws": record["monte_carlo"]["posterior"]["seed"],
+        "prior draws": record["monte_carlo"]["prior"]["seed"],
+        "single draw": record["single_draw"]["seed"],
+        "unlabelled draws": record["thresholded"]["seed"],
+    }
+    assert seeds == {purpose: seed_of(base, purpose) for purpose in seeds}
+    assert len(set(seeds.values())) == 4
+    assert all(0 <= seed < 2**63 for seed in seeds.values())
 
 
-def test_a_second_prior_on_the_same_examples_must_be_paid_for() -> None:
-    split = digits()
-    certs = []
+def test_a_second_prior_on_the_same_examples_is_counted_and_both_numbers_are_printed(ledger: Path) -> None:
+    split, certs = digits(), []
     for std in (0.02, 0.03):
         model, prior = prior_of(split, std=std)
         pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
-        if certs:
-            with pytest.raises(ValueError, match=r"prior number 2 certified on these bound examples.*grid=1.*grid="):
-                pp.certify(model, prior, split, **FAST)
-        certs.append(pp.certify(model, prior, split, grid=1 + len(certs), **FAST))
-    assert split.issued["prior"] == [cert.record["hashes"]["prior"] for cert in certs]
-    assert certs[1].ledger.grid == 2
-    alone = pp.certify(model, prior, digits(), **FAST)
-    assert all(certs[1].bounds[name] > alone.bounds[name] for name in alone.bounds)
-    assert certs[1].bounds["held_out"] == bounds.clopper_pearson(
-        alone.record["reference"]["errors"], n=alone.n, delta=0.025
+        certs.append(pp.certify(model, prior, split, **FAST))
+    first, second = (cert.tries for cert in certs)
+    assert (first.number, first.declared, second.number, second.declared) == (1, 1, 2, 1)
+    assert "certificate number 1 on these examples on this machine; 1 declared and paid for" in str(certs[0])
+    undeclared = pp.certify(model, prior, split, delta=0.05 / 6, **FAST).bounds["seeger"]
+    assert second.undeclared_bound == pytest.approx(undeclared, abs=1e-12)
+    assert second.undeclared_bound > certs[1].bound
+    assert f"take {undeclared:.4f} instead, the bound at delta / (2 x 3)" in str(certs[1])
+    assert certs[1].statement.endswith(f"is at most {rounded_up(certs[1].bound)}.")
+    paid = pp.certify(model, prior, split, grid=2, **FAST)
+    assert (paid.tries.number, paid.tries.declared, paid.ledger.grid) == (2, 2, 2)
+    assert "instead" not in str(paid)
+    assert all(paid.bounds[name] > certs[1].bounds[name] for name in paid.bounds)
+    assert paid.bounds["held_out"] == bounds.clopper_pearson(
+        paid.record["reference"]["errors"], n=paid.n, delta=0.025
     )
 
 
@@ -300,8 +324,10 @@ def test_index_lists_of_ones_own_must_be_declared_random() -> None:
     pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
     cert = pp.certify(model, prior, split, **FAST)
     assert cert.record["split"]["declared"] is True
-    assert cert.record["assumptions"][-1] == "the split is random as declared by the issuer"
-    assert "as declared by the issuer" not in " ".join(issued().cert.record["assumptions"])
+    declared, seeded = (" ".join(record["assumptions"]) for record in (cert.record, issued().cert.record))
+    assert "the split is random, as the issuer declares" in declared
+    assert "as the issuer declares" not in seeded
+    assert "the seed of the split was fixed before" in seeded
 
 
 # --- Deterministic networks.
@@ -328,15 +354,20 @@ def test_a_pruned_network_has_a_held_out_certificate() -> None:
         pp.certify_held_out(issued().model, split)
 
 
-def test_the_best_of_several_networks_must_be_paid_for() -> None:
+def test_the_best_of_several_networks_is_counted(ledger: Path) -> None:
     split = digits()
     model, rival = network(), network()
-    torch.nn.init.zeros_(rival[1].weight)
-    pp.certify_held_out(model, split)
-    pp.certify_held_out(model, split)  # the same network again is no choice
-    with pytest.raises(ValueError, match=r"network number 2 certified on these bound examples.*certified=1"):
-        pp.certify_held_out(rival, split)
-    assert pp.certify_held_out(rival, split, certified=2).ledger.certified == 2
+    pp.fit(model, split.prior, pp.Config(epochs=1, lr=0.1))
+    pp.fit(rival, split.prior, pp.Config(epochs=1, lr=0.2))
+    numbers = [pp.certify_held_out(subject, split).tries.number for subject in (model, model, rival, model)]
+    assert numbers == [1, 1, 2, 1]  # the same network again is no choice
+    cert = pp.certify_held_out(rival, split)
+    expected = bounds.clopper_pearson(cert.record["reference"]["errors"], n=cert.n, delta=0.05 / 6)
+    assert cert.tries.undeclared_bound == expected
+    assert f"take {expected:.4f} instead" in str(cert)
+    paid = pp.certify_held_out(rival, split, certified=2)
+    assert paid.ledger.certified == 2
+    assert "instead" not in str(paid)
 
 
 def test_batch_statistics_in_evaluation_are_refused() -> None:
