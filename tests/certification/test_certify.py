@@ -188,9 +188,7 @@ def test_a_second_prior_on_the_same_examples_is_counted_and_both_numbers_are_pri
     assert (paid.tries.number, paid.tries.declared, paid.ledger.grid) == (2, 2, 2)
     assert "instead" not in str(paid)
     assert all(paid.bounds[name] > certs[1].bounds[name] for name in paid.bounds)
-    assert paid.bounds["held_out"] == bounds.clopper_pearson(
-        paid.record["reference"]["errors"], n=paid.n, delta=0.025
-    )
+    assert paid.bounds["held_out"] == bounds.clopper_pearson(paid.record["reference"]["errors"], n=paid.n, delta=0.025)
 
 
 def test_a_choice_among_certificates_is_paid_for() -> None:

@@ -169,10 +169,10 @@ def test_neither_the_chunk_nor_the_number_of_draws_changes_a_draw(monkeypatch: p
         return torch.stack([counts.wrong, counts.plus, counts.minus])
 
     whole = table(90)
-    monkeypatch.setattr(drawn_networks, "_chunk", lambda slab, device: 7)
+    monkeypatch.setattr(drawn_networks, "chunk_size", lambda slab, device: 7)
     assert torch.equal(table(90), whole)
     assert torch.equal(table(33), whole[:, :33])
-    monkeypatch.setattr(drawn_networks, "_chunk", lambda slab, device: 1)
+    monkeypatch.setattr(drawn_networks, "chunk_size", lambda slab, device: 1)
     assert torch.equal(table(20), whole[:, :20])
 
 
@@ -223,18 +223,45 @@ def test_errors_and_disagreements_are_those_of_a_plain_loop(monkeypatch: pytest.
     model.train()  # whatever mode it is in: evaluation is evaluation, and puts the mode back
     fixed = drawn_networks.thresholded(slab)
     assert torch.equal(drawn_networks.errors(model, fixed, part), wrong_of(model, fixed, part.x, part.y))
-    expected, plain = 0, copy.deepcopy(model).eval()
+    expected, plain = [], copy.deepcopy(model).eval()
     for t in range(60):  # an independent draw for every input
         networks = (
             functional_call(plain, w, (part.x[t : t + 1],)) for w in (fixed, draw_weights(slab, seed=4, step=t))
         )
         fixed_class, drawn_class = (int(out.argmax()) for out in networks)
-        expected += fixed_class != drawn_class
-    counted = drawn_networks.disagreements(model, slab, fixed, part.x, seed=4)
-    assert 0 < counted == expected
-    monkeypatch.setattr(drawn_networks, "_chunk", lambda slab, device: 11)
-    assert drawn_networks.disagreements(model, slab, fixed, part.x, seed=4) == expected
+        expected.append(fixed_class != drawn_class)
+    differs = drawn_networks.disagreements(model, slab, fixed, part.x, seed=4)
+    assert differs.tolist() == expected
+    assert any(expected)
+    monkeypatch.setattr(drawn_networks, "chunk_size", lambda slab, device: 11)
+    assert drawn_networks.disagreements(model, slab, fixed, part.x, seed=4).tolist() == expected
+    assert drawn_networks.disagreements(model, slab, fixed, part.x[:0], seed=4).tolist() == []
     assert model.training
+
+
+def test_close_calls_are_answers_within_the_rounding_of_float32() -> None:
+    """Two classes that float32 can hardly tell apart, two that it can, and outputs that lose all to a large bias."""
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.1, 0.3], [0.7, 0.9]]))
+        model.bias.zero_()
+    x = torch.tensor([[0.6, 0.4 - 1e-9], [0.6, 0.41], [0.3, 0.2], [5.0, 1.0]])
+    assert drawn_networks.close_calls(model, {}, x).tolist() == [True, False, True, False]
+    with torch.no_grad():
+        model.bias.fill_(1e7)
+    assert drawn_networks.close_calls(model, {}, x).all()
+
+
+def test_close_calls_of_many_networks_are_those_of_each() -> None:
+    model, slab, part = make()
+    steps, x = torch.arange(4), part.x.reshape(4, 15, 4)
+    networks = draw_weights(slab, seed=1, step=steps)
+    together = drawn_networks.close_calls(model, networks, x)
+    for k in range(4):
+        alone = drawn_networks.close_calls(model, {name: w[k] for name, w in networks.items()}, x[k])
+        assert torch.equal(together[k], alone)
+    assert together.shape == (4, 15)
+    assert not together.any()
 
 
 def test_the_counts_of_several_workers_merge_in_order_and_without_gaps() -> None:
