@@ -1,10 +1,11 @@
 """Every row of the tables of bounds and of Monte-Carlo methods keeps what a row promises."""
 
 import importlib
+from functools import cache
 from pathlib import Path
 
 import pytest
-from test_certify import certify_again, digits, issued
+from test_certify import FAST, certify_again, digits, issued, prior_of
 
 import pacprune as pp
 from pacprune.certification import bounds_table, decode
@@ -40,6 +41,26 @@ def test_a_bound_is_left_out_only_without_its_inputs(name: str) -> None:
     assert (name in certify_again(split=digits(unlabelled=no_inputs)).bounds) != BOUNDS[name].needs_unlabelled
     assert name in issued().cert.bounds
     assert BOUNDS[name].label in str(issued().cert)
+
+
+@cache
+def after_a_look() -> pp.Certificate:
+    """A certificate of a Q that was trained after something was evaluated on the bound examples."""
+    split = digits()
+    model, prior = prior_of(split)
+    pp.error(model, split.bound)
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+    return pp.certify(model, prior, split, **FAST)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_bound_about_one_drawn_network_needs_examples_that_nobody_looked_at(name: str, tmp_path: Path) -> None:
+    cert = after_a_look()
+    assert cert.pac_bayes["single_draw"]["fresh"] is False
+    assert issued().cert.pac_bayes["single_draw"]["fresh"] is True
+    assert (name in cert.bounds) != BOUNDS[name].needs_fresh
+    report = pp.verify(cert.save(tmp_path))
+    assert report.valid, report.failure
 
 
 @pytest.mark.parametrize("family", FAMILIES)
