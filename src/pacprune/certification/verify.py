@@ -35,8 +35,10 @@ PACKED_DTYPES = {
     "uint8": "u1",
     "bool": "?",
 }
-MOST_RECORD, MOST_FILE, MOST_GROWTH = 2**24, 2**30, 1000
-"""Bytes of certificate.json, and of a file beside it; how much larger than its file what is packed may be."""
+MOST_RECORD, MOST_FILE, MOST_HEADER, MOST_GROWTH = 2**22, 2**30, 2**23, 150
+"""Bytes of certificate.json, of a file beside it, and of that file's header; how much larger what is packed may be."""
+MOST_DEPTH = 16
+"""Tables and lists of JSON inside one another: less than what any Python can read."""
 MOST_COUNT = 10**9
 """The largest number of examples, draws or weights."""
 EVALUATION = {"mode": "eval", "dtype": "float32", "autocast": False, "tf32": False, "augmentation": False}
@@ -206,6 +208,7 @@ def _rules(contents: Folder, seals: tuple[str, ...]) -> Rules:
         f"{repeats} of the {n} bound examples repeat others, which needs a declaration of the issuer",
     )
     yield f"n = {n:,} is the size of the bound set; evaluation", {"evaluation": EVALUATION}, 0.0
+    _require("held_out" in record["bounds"], "bounds are given without held_out, whose ledger the others follow")
     _require(
         record["assumptions"] == assumptions(record), "assumptions are not in the words that this certificate must have"
     )
@@ -344,7 +347,8 @@ def _ledgers(record: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], 
     """How each bound spends delta, in fixed fractions, and its shares as they are used, divided by the choices made."""
     held_out = record["bounds"]["held_out"]["ledger"]
     delta, choices = held_out["delta"], {key: held_out[key] for key in ("grid", "certified")}
-    _require(0 < delta < 1 <= min(choices.values()), f"the ledgers have the impossible delta {delta} or {choices}")
+    possible = 1e-100 <= delta < 1 <= min(choices.values())
+    _require(possible, f"the ledgers have the impossible delta {delta} or {choices}")
     _require(
         set(record["bounds"]) == set(names), f"bounds are given for {list(record['bounds'])}, not for {tuple(names)}"
     )
@@ -374,6 +378,7 @@ def _monte_carlo(draws: Tensors, whose: str, batch: int, reference: float, delta
 def _slab(tensors: Tensors, whose: str, name: str) -> list[Array]:
     """keep_prob, mean and std (a tensor or one number), once keep_prob is a multiple of 2^-32 with |logit| <= 14."""
     shape, edge = tensors[f"posterior/mean/{name}"].shape, 1 / (1 + math.exp(14.01))
+    _require(len(shape) >= 2 and all(shape), f"{name} has the shape {shape}, but weights have two or more dimensions")
     lam, mean = (_take(tensors, f"{whose}/{part}/{name}", shape) for part in ("keep_prob", "mean"))
     bad = lam[(lam < edge) | (lam > 1 - edge) | (lam * 2.0**32 % 1 != 0)][:1]
     _require(not bad.size, f"keep_prob of {name} is {bad}, not a multiple of 2^-32 in [{edge:.3g}, 1 - {edge:.3g}]")
@@ -646,20 +651,27 @@ def _read_bytes(path: Path, most: int) -> bytes:
 
 
 def _parsed(text: bytes | str) -> Any:
-    """JSON, in which no table names a key twice."""
+    """JSON in UTF-8, in which no table names a key twice and nothing lies too deep."""
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
             raise ValueError("a key is given twice")
         return dict(pairs)
 
-    return json.loads(text, object_pairs_hook=table)
+    value = json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=table)
+    level, depth = [value], 0
+    while level:
+        inside = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, (dict, list))]
+        level, depth = [child for children in inside for child in children], depth + bool(inside)
+        if depth > MOST_DEPTH:
+            raise ValueError(f"more than {MOST_DEPTH} tables or lists lie inside one another")
+    return value
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
     content = _read_bytes(path := folder / RECORD, MOST_RECORD)
     try:
-        record = _parsed(content.decode())
+        record = _parsed(content)
         layout = (json.dumps(record, indent=2, allow_nan=False) + "\n").encode()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); ask the issuer for it again") from error
@@ -745,7 +757,8 @@ def _unpacked(blobs: Tensors, dtype: str, shape: list[int], values: str, bits: s
 
 def _size(shape: Any) -> int:
     """The number of entries of a shape, if it is one."""
-    if not isinstance(shape, list) or len(shape) > 32 or not all(type(n) is int and 0 <= n <= 2**40 for n in shape):
+    fits = isinstance(shape, list) and len(shape) <= 32 and all(type(n) is int and 0 <= n <= 2**40 for n in shape)
+    if not fits or math.prod(max(n, 1) for n in shape) > 2**40:
         raise ValueError(f"{shape!r:.80} is no shape")
     return math.prod(shape)
 
@@ -753,7 +766,7 @@ def _size(shape: Any) -> int:
 def read_tensors(content: bytes) -> Tensors:
     """The tensors of a safetensors file: 8 bytes with the length of a JSON header, the header, and the raw data."""
     start = 8 + int.from_bytes(content[:8], "little")
-    if len(content) < 8 or start > len(content):
+    if len(content) < 8 or start > min(len(content), MOST_HEADER):
         raise ValueError(f"its header would end at byte {start:,} of {len(content):,}")
     header, data, tensors, end = _parsed(content[8:start]), memoryview(content)[start:], {}, 0
     header.pop("__metadata__", None)
@@ -761,7 +774,8 @@ def read_tensors(content: bytes) -> Tensors:
         if set(entry) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(f"{name!r:.80} has the fields {sorted(entry)}")
         (begin, stop), dtype = entry["data_offsets"], np.dtype(DTYPES[entry["dtype"]])
-        if begin != end or stop - begin != _size(entry["shape"]) * dtype.itemsize or stop > len(data):
+        size = _size(entry["shape"]) * dtype.itemsize
+        if {type(begin), type(stop)} != {int} or begin != end or stop - begin != size or stop > len(data):
             raise ValueError(f"{name!r:.80} does not fill the bytes {begin} to {stop} of {len(data)}")
         tensors[name] = np.frombuffer(data[begin:stop], dtype).reshape(entry["shape"])
         end = stop

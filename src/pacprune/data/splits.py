@@ -207,7 +207,7 @@ class Split:
     @cached_property
     def duplicates(self) -> int:
         """How many examples of `bound` also occur in `prior`, images up to their scale and a 256th of their range."""
-        return int(torch.isin(self.bound.example_hashes, self.prior.example_hashes).sum())
+        return int(trace.near_copies(self.bound.x, self.prior.x).sum())
 
     @cached_property
     def repeats(self) -> int:

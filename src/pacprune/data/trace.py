@@ -20,6 +20,8 @@ UNKNOWN_MASK = -2
 """In `Trace.labelled`: a mask was applied that pacprune did not compute."""
 _PORTION = 4096
 """Examples whose canonical form is in memory at once."""
+_MEANS, _ROWS = 64, 256
+"""How near copies are looked for: by so many means of an image, for so many images at a time."""
 _PIXELS = 64
 """The fewest values of a channel that are told from others by their shape alone, whatever their scale."""
 
@@ -97,15 +99,62 @@ def labelled(examples: Tensor, labels: Tensor) -> Tensor:
     return torch.from_numpy((mixed ^ (mixed >> np.uint64(31))).view(np.int64))
 
 
+def _is_image(x: Tensor) -> bool:
+    """Whether x has channels of so many numbers that their shape alone tells examples apart."""
+    return x.ndim > 2 and x[:1, :1].numel() >= _PIXELS and (x.is_floating_point() or x.dtype == torch.uint8)
+
+
 def _canonical(x: Tensor) -> Tensor:
     """The form that is hashed: equal for examples that are to be taken for one."""
-    if x.ndim < 3 or x[:1, :1].numel() < _PIXELS or not (x.is_floating_point() or x.dtype == torch.uint8):
+    if not _is_image(x):
         return x.float() if x.is_floating_point() else x.long()
     flat = x.flatten(2).float()
     low, high = flat.amin(-1, keepdim=True), flat.amax(-1, keepdim=True)
+    constants = torch.where(high > low, 0.0, low).view(torch.int32)
+    return torch.cat([_scaled(x).unflatten(1, flat.shape[1:]).int(), constants], dim=-1)
+
+
+def _scaled(x: Tensor) -> Tensor:
+    """Images with every channel scaled to whole numbers from 0 to 256, as int16 in one row for each."""
+    flat = x.flatten(2).float()
+    low, high = flat.amin(-1, keepdim=True), flat.amax(-1, keepdim=True)
     # An 8-bit image never lies halfway between two of these, so that rounding is the same after every scaling.
-    scaled = torch.where(high > low, (flat - low) / (high - low) * 256, 0.0).round().int()
-    return torch.cat([scaled, torch.where(high > low, 0.0, low).view(torch.int32)], dim=-1)
+    return torch.where(high > low, (flat - low) / (high - low) * 256, 0.0).round().short().flatten(1)
+
+
+def near_copies(x: Tensor, others: Tensor) -> Tensor:
+    """Which examples have one among the `others` that is the same but for a 256th of its range, in every pixel.
+
+    Examples that are no images, and images with a channel of one value, have to be equal. A Boolean for each of x.
+    """
+    near = torch.isin(example_hashes(x), example_hashes(others))
+    if not (_is_image(x) and len(x) and len(others)):
+        return near
+    pixels = [torch.cat([_scaled(part) for part in t.detach().cpu().split(_PORTION)]) for t in (x, others)]
+    # Equal but for 1 in every pixel, two images differ by at most 1 in every mean over pixels.
+    means = [torch.stack([p.float().mean(1) for p in t.chunk(_MEANS, 1)], 1) for t in pixels]
+    telling = means[1].var(0).argsort(descending=True)
+    means = [m[:, telling].contiguous() for m in means]
+    orders = [m[:, 0].argsort() for m in means]
+    firsts = [m[order, 0].contiguous() for m, order in zip(means, orders, strict=True)]
+    for start in range(0, len(x), _ROWS):
+        rows, ends = orders[0][start : start + _ROWS], firsts[0][start : start + _ROWS]
+        low, high = torch.searchsorted(firsts[1], torch.stack([ends[0] - 1.01, ends[-1] + 1.01])).tolist()
+        for columns in orders[1][low:high].split(_PORTION):
+            i, j = (places[hits] for places, hits in zip((rows, columns), _close(means, rows, columns), strict=True))
+            same = ((pixels[0][i] - pixels[1][j]).abs() <= 1).all(1) & (pixels[0][i] > 0).any(1)
+            near[i[same]] = True
+    return near
+
+
+def _close(means: list[Tensor], rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs (of a row, of a column) whose means all differ by at most 1: places in `rows` and in `columns`."""
+    a, b = means[0][rows], means[1][columns]
+    i, j = ((a[:, None, :4] - b[None, :, :4]).abs() <= 1.01).all(-1).nonzero().unbind(1)
+    for k in range(4, a.shape[1], 12):
+        stays = ((a[i, k : k + 12] - b[j, k : k + 12]).abs() <= 1.01).all(-1)
+        i, j = i[stays], j[stays]
+    return i, j
 
 
 def _digests(values: Tensor) -> Tensor:

@@ -97,8 +97,9 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
             begin = partial(store.begin, folder, command, options)
             numbers = work(options, lambda: ranks.on_rank0(begin), progress)
     except Sealed as stop:
-        ranks.on_rank0(lambda: stop.commitment.save(folder))  # where it stays when the run is finished
-        seals = [stop.commitment.digest] + ([] if stop.commitment.posterior is None else [stop.commitment.seal])
+        commitment = stop.commitment
+        ranks.on_rank0(lambda: commitment.save(folder))  # where it stays when the run is finished
+        seals = [commitment.digest] + ([] if commitment.posterior is None else [commitment.seal])
         return {"command": command, "folder": str(folder), "seals": seals}
     except ValueError:
         # The same input fails the same way, so this folder is not worth keeping, unless something was trained.
