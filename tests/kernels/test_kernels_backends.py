@@ -16,11 +16,12 @@ from pacprune.kernels import (
     CLAMP,
     GIVEN,
     HARD,
+    MAPPINGS,
+    MODES,
     NOISELESS,
     SIGMOID,
     SOFT,
     STRAIGHT_THROUGH,
-    STRETCHED,
     Law,
     SampleInputs,
     cpp,
@@ -34,22 +35,12 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), id="cuda"),
 ]
 LAWS = [
-    Law(SIGMOID, mode=SOFT),
-    Law(SIGMOID, coupling=4.0, mode=SOFT, beta=0.3),
-    Law(SIGMOID, mode=STRAIGHT_THROUGH),
-    Law(SIGMOID, mode=HARD),
-    Law(SIGMOID, coupling=4.0, mode=HARD),
-    Law(CLAMP, mode=SOFT),
-    Law(CLAMP, mode=STRAIGHT_THROUGH),
-    Law(CLAMP, mode=HARD),
-    Law(GIVEN, mode=HARD),
-    Law(SIGMOID, mode=STRETCHED, beta=2 / 3),
-    Law(SIGMOID, coupling=4.0, mode=STRETCHED),
-    Law(CLAMP, mode=STRETCHED, beta=2 / 3),
-    Law(SIGMOID, mode=NOISELESS),
-    Law(SIGMOID, coupling=4.0, mode=NOISELESS, beta=0.3),
-    Law(CLAMP, mode=NOISELESS),
+    Law(mapping, coupling, mode, beta)
+    for (mapping, row), mode in itertools.product(MAPPINGS.items(), MODES)
+    for coupling, beta in ((0.0, 0.5), (4.0, 0.3) if mapping == SIGMOID else (0.0, 2 / 3))
+    if mode == HARD or not row.is_for_hard_gates
 ]
+"""Every mapping with every mode; the temperature 1/2 has a branch of its own in sampler.cpp."""
 STDS = [(None, False), ("one", False), ("member", True), ("full", False), ("full", True)]
 TYPES = [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)]
 
@@ -92,7 +83,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, *, scale: float) -> None
     torch.testing.assert_close(actual, expected, rtol=step, atol=2e-6 * max(1.0, scale))
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: f"{law.mapping} {law.mode} {law.coupling:.0f}")
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: f"{law.mapping} {law.mode} {law.coupling:.0f} {law.beta:.1f}")
 @pytest.mark.parametrize("device", DEVICES)
 def test_draws_and_gradients_equal_the_references(device: str, law: Law) -> None:
     flipped = total = 0
@@ -123,6 +114,19 @@ def test_draws_and_gradients_equal_the_references(device: str, law: Law) -> None
                     close(a, b, scale=float(b.abs().max()) if b.numel() else 1.0)
     # The gate is a comparison of integers; only the coupling's logarithm may be rounded otherwise.
     assert flipped <= (total * 1e-5 if law.coupling else 0)
+
+
+@pytest.mark.parametrize("table", ["MODES", "MAPPINGS"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_without_its_branch_is_refused(device: str, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = getattr(kernels, table)
+    monkeypatch.setitem(rows, "new", rows["concrete" if table == "MODES" else SIGMOID]._replace(number=len(rows)))
+    law = Law(mode="new") if table == "MODES" else Law("new")
+    counters = torch.tensor(1, device=device), torch.tensor(1, device=device)
+    part = SampleInputs(torch.ones(5, device=device), torch.zeros(5, device=device), None, *counters, 0)
+    for attempt in (lambda: kernels.draw([part], law), lambda: kernels.gradients(part, law, part.mean)):
+        with pytest.raises(ValueError, match=r"has no branch for their numbers; add one there"):
+            attempt()
 
 
 @pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, NOISELESS])
@@ -158,7 +162,7 @@ def test_a_million_hard_gates_equal_the_references(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", [SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_draw_depends_on_neither_the_other_members_nor_the_place_in_memory(device: str, mode: str) -> None:
     law = Law(mode=mode, coupling=2.0)
     (part,) = make(law, members="stacked", std="member", types=TYPES[0], sizes=(1003,), offset=2, device=device)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pacprune.kernels import reference
-from pacprune.kernels.law import HARD, MAPPINGS, MODES, Law, Layout, SampleInputs, layout, layouts
+from pacprune.kernels.law import HARD, MAPPINGS, MODES, Law, Layout, SampleInputs, layout, layouts, no_branch
 
 NAME = "cpu"
 _SOURCE = Path(__file__).with_name("sampler.cpp")
@@ -119,7 +119,7 @@ def library() -> Library:
     code = ctypes.CDLL(str(path))
     for function in (code.pacprune_draw, code.pacprune_gradients):
         function.argtypes = [ctypes.POINTER(_Job), _INT64, ctypes.POINTER(_Law), ctypes.c_int]
-        function.restype = None
+        function.restype = _INT32
     built = Library(code, shlex.join(compiler))
     _check(built)
     return built
@@ -172,7 +172,8 @@ def _draw(built: Library, all_inputs: Sequence[SampleInputs], law: Law) -> list[
     )
     for job, result in zip(jobs, results, strict=True):
         job.out = result.data_ptr()
-    built.code.pacprune_draw(jobs, len(jobs), _law(law), torch.get_num_threads())
+    if not built.code.pacprune_draw(jobs, len(jobs), _law(law), torch.get_num_threads()):
+        raise no_branch(law, _SOURCE.name)
     return results
 
 
@@ -202,5 +203,6 @@ def gradients(inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bo
     to_std = torch.empty(inputs.mean.shape) if needs[2] and inputs.std is not None else None
     for name, tensor in (("out", to_mean), ("to_gate", to_gate), ("to_std", to_std)):
         setattr(job, name, None if tensor is None else tensor.data_ptr())
-    library().code.pacprune_gradients(ctypes.byref(job), 1, _law(law), torch.get_num_threads())
+    if not library().code.pacprune_gradients(ctypes.byref(job), 1, _law(law), torch.get_num_threads()):
+        raise no_branch(law, _SOURCE.name)
     return to_mean, to_gate, None if to_std is None else reference.summed(to_std, inputs)

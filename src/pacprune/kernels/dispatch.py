@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pacprune.kernels import reference
-from pacprune.kernels.law import GIVEN, HARD, Law, SampleInputs
+from pacprune.kernels.law import HARD, MAPPINGS, Law, SampleInputs
 
 _FORCE = "PACPRUNE_KERNELS"
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -108,7 +108,7 @@ def fast_backend(inputs: SampleInputs) -> ModuleType | None:
 @torch.no_grad()
 def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """One draw of every tensor, outside autograd; by a fast backend in one launch, into one flat buffer."""
-    if law.mapping == GIVEN and law.mode != HARD:
+    if MAPPINGS[law.mapping].is_for_hard_gates and law.mode != HARD:
         raise ValueError(f"a given keep_prob is drawn in mode {HARD!r}, not {law.mode!r}; use the sigmoid mapping")
     backends = {fast_backend(inputs) for inputs in all_inputs}
     together = len(backends) == 1 and len({inputs.mean.device for inputs in all_inputs}) == 1

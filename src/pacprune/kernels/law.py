@@ -58,16 +58,18 @@ class GateMapping(NamedTuple):
     Args:
         number: What sampler.cpp and triton_sampler.py call it.
         keep_prob: The formula.
+        is_for_hard_gates: Whether it goes with the mode "hard" alone.
     """
 
     number: int
     keep_prob: str
+    is_for_hard_gates: bool = False
 
 
 MAPPINGS = {
     SIGMOID: GateMapping(0, "sigmoid(sharpness * (gate + coupling * log(|mean| + 1e-8) - shift)), logit in [-14, 14]"),
     CLAMP: GateMapping(1, "the gate itself, clamped to [ETA, 1 - ETA]"),
-    GIVEN: GateMapping(2, "the gate itself, which is `quantised` already; hard gates alone"),
+    GIVEN: GateMapping(2, "the gate itself, which is `quantised` already", is_for_hard_gates=True),
 }
 
 
@@ -88,6 +90,14 @@ class Law:
     mode: str = SOFT
     beta: float = 0.5
     log_std: bool = False
+
+
+def no_branch(law: Law, source: str) -> ValueError:
+    """The error of a backend whose source has no branch for a law: its draw would be numbers that nobody computed."""
+    return ValueError(
+        f"{source} cannot draw by mode {law.mode!r} with mapping {law.mapping!r}, since it has no branch for their "
+        "numbers; add one there, or set PACPRUNE_KERNELS=reference"
+    )
 
 
 class SampleInputs(NamedTuple):

@@ -22,13 +22,20 @@ constexpr uint32_t GATE = 0, SLAB = 1;
 constexpr float LOW = (float)1e-5, HIGH = (float)(1.0 - 1e-5);
 constexpr float GAMMA = -0.1f, SPAN = 1.2f, ODDS = 2.3978953f;  // hard concrete: from -0.1 to 1.1, and log(1.1 / 0.1)
 
-enum Mapping { SIGMOID, CLAMP, GIVEN };
-enum Mode { SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS };
+// By the numbers of law.py; what comes last is their count.
+enum Mapping { SIGMOID, CLAMP, GIVEN, MAPPINGS };
+enum Mode { SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS, MODES };
 
 struct Law {
   int32_t mapping, mode, log_std;
   float coupling, beta;
 };
+
+// Whether there is a branch for this law: any other would read gates that nobody wrote.
+inline bool is_known(const Law &law) {
+  const bool listed = 0 <= law.mapping && law.mapping < MAPPINGS && 0 <= law.mode && law.mode < MODES;
+  return listed && (law.mapping != GIVEN || law.mode == HARD);
+}
 
 // One tensor: k rows of n weights. A row's inputs lie `row` further on than the last one's, its std `std_row`.
 struct Job {
@@ -394,12 +401,17 @@ void each_chunk(const Job *jobs, int64_t count, int threads, Body body) {
 
 }  // namespace
 
-extern "C" void pacprune_draw(const Job *jobs, int64_t count, const Law *law, int threads) {
+// Both return whether the law is known; otherwise nothing is written.
+extern "C" int32_t pacprune_draw(const Job *jobs, int64_t count, const Law *law, int threads) {
+  if (!is_known(*law)) return 0;
   each_chunk(jobs, count, threads,
              [law](const Job &j, int64_t row, int64_t at, int n, Chunk &c) { forward(j, *law, row, at, n, c); });
+  return 1;
 }
 
-extern "C" void pacprune_gradients(const Job *jobs, int64_t count, const Law *law, int threads) {
+extern "C" int32_t pacprune_gradients(const Job *jobs, int64_t count, const Law *law, int threads) {
+  if (!is_known(*law)) return 0;
   each_chunk(jobs, count, threads,
              [law](const Job &j, int64_t row, int64_t at, int n, Chunk &c) { backward(j, *law, row, at, n, c); });
+  return 1;
 }

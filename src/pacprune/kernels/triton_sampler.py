@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from pacprune.kernels import reference
-from pacprune.kernels.law import MAPPINGS, MODES, Law, SampleInputs, layout
+from pacprune.kernels.law import MAPPINGS, MODES, Law, SampleInputs, layout, no_branch
 
 NAME = "triton"
 VERSION = triton.__version__
@@ -31,6 +31,8 @@ _LOW, _HIGH = tl.constexpr(1e-5), tl.constexpr(1 - 1e-5)
 _TWO32 = tl.constexpr(2.0**32)
 _ROUND = tl.constexpr(1.5 * 2.0**52)
 _WIDE, _ODDS = tl.constexpr(1.2), tl.constexpr(2.3978952727983707)
+_MAPPINGS, _MODES = range(3), range(5)
+"""The numbers that `_sampler` has branches for."""
 _KEPT = 2048
 _TABLES: collections.OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = collections.OrderedDict()
 _CAPTURED: list[tuple[Tensor, Tensor]] = []
@@ -313,6 +315,9 @@ class _Back(NamedTuple):
 
 
 def _launch(tensors: Sequence[_Ready], starts: Sequence[int], law: Law, out: Tensor, back: _Back | None) -> None:
+    mapping, mode = MAPPINGS[law.mapping].number, MODES[law.mode].number
+    if mapping not in _MAPPINGS or mode not in _MODES:
+        raise no_branch(law, "triton_sampler.py")
     table, programs = _table(tensors, starts)
     std, bf16, aligned = tensors[0].kind
     to_draw, to_mean, to_gate, to_std = (None,) * 4 if back is None else back
@@ -327,8 +332,8 @@ def _launch(tensors: Sequence[_Ready], starts: Sequence[int], law: Law, out: Ten
             out if to_std is None else to_std,
             float(law.coupling),
             1.0 / law.beta,
-            MAPPING=MAPPINGS[law.mapping].number,
-            MODE=MODES[law.mode].number,
+            MAPPING=mapping,
+            MODE=mode,
             STD=std,
             LOG_STD=law.log_std,
             COUPLED=law.coupling != 0,
