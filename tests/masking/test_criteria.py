@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pacprune.data import batches
 from pacprune.masking import weights
-from pacprune.masking.criteria import CRITERIA, grasp, magnitude, random, score, snip, synflow
+from pacprune.masking.criteria import CRITERIA, declaration, grasp, magnitude, random, score, snip, synflow
 
 
 class Attention(nn.Module):
@@ -279,14 +279,31 @@ def test_a_loss_that_is_not_a_number_is_refused(criterion):
         score(criterion, model, (x, y))
 
 
-@pytest.mark.parametrize("case", [mlp, attention], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", [mlp, conv2d, attention], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_examples_that_a_criterion_reads_are_noted_as_seen(case, criterion):
     model, data = make(case)
-    score(criterion, model, data)
-    reads_data = criterion in ("snip", "grasp") or (criterion == "synflow" and case is attention)
-    expected = torch.unique(batches.example_hashes(data)) if reads_data else torch.empty(0, dtype=torch.int64)
-    assert torch.equal(weights.seen(model).examples, expected)
+    scores = score(criterion, model, data)
+    noted = weights.seen(model).examples
+    if declared_to_read(criterion) or len(noted):  # synflow reads tokens, and not other inputs
+        assert torch.equal(noted, torch.unique(batches.example_hashes(data)))
+        return
+    others = data[0].flip(0) + 1, data[1].flip(0)
+    scores_of_others = CRITERIA[criterion](model, others)
+    assert all(torch.equal(scores_of_others[n], s) for n, s in scores.items())
+    assert not len(weights.seen(model).examples)
+
+
+def declared_to_read(criterion: str) -> bool:
+    declared = declaration(CRITERIA[criterion])
+    return declared is None or declared.reads_data
+
+
+def test_a_row_that_says_nothing_about_its_data_reads_them(monkeypatch):
+    monkeypatch.setitem(CRITERIA, "by-column", lambda model, data: {"0.weight": data[0].abs().mean(0).expand(8, 6)})
+    model, data = make(mlp)
+    score("by-column", model, data, prunable=lambda model: {"0.weight": model[0].weight})
+    assert torch.equal(weights.seen(model).examples, torch.unique(batches.example_hashes(data)))
 
 
 def test_a_users_function_is_a_criterion():

@@ -1,7 +1,8 @@
 """Criteria: each is a function that returns scores, one number per prunable weight, larger = keep.
 
 A new criterion is a function `f(model, data) -> scores` and its row in `CRITERIA`. It may name any of the keywords
-`loss`, `seed` and `prunable`, which `score` then hands on.
+`loss`, `seed` and `prunable`, which `score` then hands on. Its data count as seen by the model, unless `_declared` says
+that it does not read them.
 Whatever takes a criterion by name takes such a function too.
 """
 
@@ -9,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import ParamSpec
 
 import torch
@@ -33,6 +35,50 @@ EXAMPLES = 4096
 """How many examples snip and grasp look at, unless `examples` says otherwise."""
 
 
+@dataclass(frozen=True)
+class Declaration:
+    """What a criterion says about itself.
+
+    Args:
+        reads_data: Whether scores depend on the data, which the model then has seen.
+        needs_whole_weights: Whether it cannot score a model that is cut into shards.
+    """
+
+    reads_data: bool
+    needs_whole_weights: bool = False
+
+
+_DECLARATIONS: list[tuple[Criterion, Declaration]] = []
+
+
+def declaration(criterion: Criterion) -> Declaration | None:
+    """What a criterion says about itself by `_declared`; None for any other function, about which nothing is known."""
+    return next((declared for function, declared in _DECLARATIONS if function is criterion), None)
+
+
+def _declared(
+    *, reads_data: bool, needs_whole_weights: bool = False
+) -> Callable[[Callable[_P, dict[str, Tensor]]], Callable[_P, dict[str, Tensor]]]:
+    """Makes a function a criterion: data that it reads are noted as seen, and its scores carry their trace."""
+
+    def declare(function: Callable[_P, dict[str, Tensor]]) -> Callable[_P, dict[str, Tensor]]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def criterion(*args: _P.args, **kwargs: _P.kwargs) -> dict[str, Tensor]:
+            scores = function(*args, **kwargs)
+            if reads_data:
+                arguments = signature.bind(*args, **kwargs).arguments
+                weights.mark_seen(arguments["model"], use_of(arguments["data"]))
+            return scores
+
+        traced = _traced(criterion)
+        _DECLARATIONS.append((traced, Declaration(reads_data, needs_whole_weights)))
+        return traced
+
+    return declare
+
+
 def _traced(criterion: Callable[_P, dict[str, Tensor]]) -> Callable[_P, dict[str, Tensor]]:
     """A criterion whose scores carry the trace of what the model, and so they, were computed from."""
 
@@ -50,7 +96,7 @@ def _traced(criterion: Callable[_P, dict[str, Tensor]]) -> Callable[_P, dict[str
 # --- The criteria
 
 
-@_traced
+@_declared(reads_data=False)
 def magnitude(
     model: nn.Module, data: Data | None = None, *, prunable: weights.Prunable = weights.prunable
 ) -> dict[str, Tensor]:
@@ -72,7 +118,7 @@ def magnitude(
     return {name: w.detach().abs() for name, w in prunable(model).items()}
 
 
-@_traced
+@_declared(reads_data=False)
 def random(
     model: nn.Module, data: Data | None = None, *, seed: int = 0, prunable: weights.Prunable = weights.prunable
 ) -> dict[str, Tensor]:
@@ -101,7 +147,7 @@ def random(
     return scores
 
 
-@_traced
+@_declared(reads_data=True)
 def snip(
     model: nn.Module,
     data: Data,
@@ -136,7 +182,7 @@ def snip(
     return {name: (w.detach() * g).abs() for (name, w), g in zip(chosen.items(), gradient, strict=True)}
 
 
-@_traced
+@_declared(reads_data=True, needs_whole_weights=True)
 def grasp(
     model: nn.Module,
     data: Data,
@@ -175,7 +221,7 @@ def grasp(
     return {name: w.detach() * hg for (name, w), hg in zip(chosen.items(), product, strict=True)}
 
 
-@_traced
+@_declared(reads_data=False, needs_whole_weights=True)  # but for tokens, which it notes itself
 def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weights.prunable) -> dict[str, Tensor]:
     """|w dR/dw| with R = sum of the outputs of the network |w| on an input of ones (Tanaka et al. 2020), one round.
 
@@ -224,7 +270,6 @@ CRITERIA: dict[str, Criterion] = {
     "random": random,
 }
 """Every criterion by the name that commands and pipelines take."""
-_NEEDS_WHOLE_WEIGHTS = ("grasp", "synflow")
 
 
 # --- Criteria by name
@@ -243,7 +288,8 @@ def score(
     """The scores of a criterion, given by its name or as a function.
 
     A function is called as f(model, data), with those of the keywords loss, seed and prunable that it names. All of
-    `data` is noted as seen by the model then, since nobody knows what the function looked at.
+    `data` is then noted as seen by the model, since nobody knows what the function looked at; of those in this module
+    it is known.
 
     Args:
         criterion: A key of `CRITERIA`, such as "magnitude", or a function f(model, data) -> scores.
@@ -269,10 +315,11 @@ def score(
     """
     check(criterion, model)
     options = {"loss": loss, "seed": seed, "prunable": prunable}
-    if isinstance(criterion, str):
-        return dict(_called(CRITERIA[criterion], model, data, options))
-    scores = _called(criterion, model, data, options)
-    _check_scores(getattr(criterion, "__name__", repr(criterion)), scores, prunable(model))
+    function = CRITERIA[criterion] if isinstance(criterion, str) else criterion
+    scores = _called(function, model, data, options)
+    if declaration(function) is not None:
+        return dict(scores)
+    _check_scores(getattr(function, "__name__", repr(function)), scores, prunable(model))
     weights.mark_seen(model, use_of(data))
     return {name: scores[name].detach() for name in prunable(model)}
 
@@ -285,7 +332,8 @@ def check(criterion: str | Criterion, model: nn.Module) -> None:
         raise ValueError(
             f"criterion {criterion!r} is unknown; use one of {', '.join(CRITERIA)}, or a function f(model, data)"
         )
-    if criterion in _NEEDS_WHOLE_WEIGHTS and across_model(model) is not None:
+    declared = declaration(CRITERIA[criterion])
+    if declared is not None and declared.needs_whole_weights and across_model(model) is not None:
         refuse_sharded(model.parameters(), "criterion", criterion)
 
 
@@ -357,8 +405,8 @@ def _gradient(
 ) -> list[Tensor]:
     """dL/dw of the mean loss over `examples` examples, or, with `times` = v, the product of the Hessian with v.
 
-    The model is called with copies of its parameters and buffers, in the mode it is in: nothing of it changes, but the
-    examples are noted as seen. Dropout and a shuffling DataLoader draw the same numbers in every call.
+    The model is called with copies of its parameters and buffers, in the mode it is in: nothing of it changes. Dropout
+    and a shuffling DataLoader draw the same numbers in every call.
     """
     seen, sums = 0, [torch.zeros_like(w) for w in chosen.values()]
     state, device = _copies(model), device_of(model)
@@ -375,7 +423,6 @@ def _gradient(
                 gradient = torch.autograd.grad(dot, leaves, materialize_grads=True)
             sums = [s + g.detach() * len(x) for s, g in zip(sums, gradient, strict=True)]
             seen += len(x)
-    weights.mark_seen(model, use_of(data))
     return [s / seen for s in sums]
 
 
@@ -389,7 +436,6 @@ def _shards_gradient(
         for x, y in batches(data, 256, device=device, limit=examples):
             _add_shards_gradient(sums, model, chosen, x, y, loss)
             seen += len(x)
-    weights.mark_seen(model, use_of(data))
     return [s / seen for s in sums]
 
 
@@ -398,12 +444,14 @@ def _gradients_and_buffers_kept(model: nn.Module) -> Iterator[None]:
     """Puts every .grad and every buffer back at the end."""
     buffers = [(b, b.clone()) for b in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
-    yield
-    with torch.no_grad():
-        for buffer, old in buffers:
-            buffer.copy_(old)
-    for p, old in gradients:
-        p.grad = old
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, old in buffers:
+                buffer.copy_(old)
+        for p, old in gradients:
+            p.grad = old
 
 
 def _add_shards_gradient(
