@@ -368,7 +368,9 @@ def test_draws_that_err_too_little_are_refused_by_a_replay(whose: str, tmp_path:
     assert pp.verify(place).valid
     untested = digits(test=digits().test.subset(torch.arange(0)))
     report = check(place, untested, replay=True, draws=1000)
-    assert re.match(rf"replay: draw \d+ of the {whose} makes \d+ errors .* not \d+ as stated", str(report.failure))
+    errors = r"\d+ errors \(\+\d+ -\d+ beside the reference\)"
+    words = rf"replay: draw \d+ of the {whose} makes {errors} on its 25 examples, not {errors} as stated \(0 of"
+    assert re.match(words, str(report.failure))
     with pytest.MonkeyPatch.context() as patch:  # fresh draws find it as well, without any of the issuer's
         patch.setattr(audit._Audit, "repeat_failure", lambda self: None)
         report = check(place, untested, replay=True, draws=1000)
