@@ -130,7 +130,7 @@ def test_build_takes_a_function():
 
 
 def test_build_refuses_unknown_models_and_unfit_shapes():
-    with pytest.raises(ValueError, match="unknown model 'vgg'; choose one of mlp, lenet5, resnet20"):
+    with pytest.raises(ValueError, match="model 'vgg' is unknown; use one of mlp, lenet5, resnet20"):
         models.build("vgg", random_split((5,)))
     for name in ("lenet5", "resnet20"):
         with pytest.raises(ValueError, match="at least 12x12 pixels but these are 8x8; use mlp"):

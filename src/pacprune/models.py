@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pacprune.types import check_name
+
 __all__ = ["GPT", "MLP", "MODELS", "NAMES", "build", "gpt", "lenet5", "mlp", "next_character", "resnet20"]
 
 _SMALLEST_IMAGE = 12
@@ -334,8 +336,8 @@ def build(name: str | Factory, split: _Split, *, seed: int = 0) -> nn.Module:
 
 def build_for(name: str | Factory, shape: tuple[int, ...], outputs: int, *, seed: int = 0) -> nn.Module:
     """`build` where only the shape of an example and the number of outputs are known, not the data."""
-    if isinstance(name, str) and name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or give a function")
+    if isinstance(name, str):
+        check_name("model", name, MODELS, alternative="a function")
     factory = MODELS[name] if isinstance(name, str) else name
     return factory(shape, outputs, seed=seed)
 

@@ -1,6 +1,6 @@
-"""The types that functions in all folders share: data, losses, progress and rows of numbers."""
+"""What functions in all folders share: types of data, losses, progress and rows, and two kinds of error."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -39,3 +39,15 @@ History = list[dict[str, Any]]
 """One row per epoch, and of a population per member: stage, epoch, loss, lr, and what else was measured."""
 Table = list[dict[str, Any]]
 """Rows of a result, as a CSV file holds them."""
+
+
+class Diverged(ValueError):
+    """Losses, scores or weights are no longer finite, mostly since a learning rate was too large."""
+
+
+def check_name(what: str, name: Any, table: Iterable[str], *, alternative: str = "") -> None:
+    """Refuses a name that a table does not have; the error lists those that it has, and perhaps an `alternative`."""
+    names = list(table)
+    if name not in names:
+        choice = f"{', '.join(names)}, or {alternative}" if alternative else ", ".join(names)
+        raise ValueError(f"{what} {name!r} is unknown; use one of {choice}")

@@ -207,7 +207,7 @@ def test_out_writes_the_findings_to_a_file(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("speed",), "unknown subject 'speed'; use one of sample, step, population, certificate"),
+        (("speed",), "subject 'speed' is unknown; use one of sample, step, population, certificate"),
         (("step", "--smoke", "--full"), "give only one of the two"),
         (("step", "--device", "meta"), "use --device cpu"),
     ],

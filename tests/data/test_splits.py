@@ -234,7 +234,7 @@ def test_digits_have_a_fixed_test_part_and_cover_all_images():
 
 def test_load_takes_a_name_and_refuses_an_unknown_one():
     assert torch.equal(data.load("digits", seed=3).train.index, data.digits(seed=3).train.index)
-    with pytest.raises(ValueError, match="unknown data set 'svhn'; choose one of digits, mnist, fashion-mnist, cifar"):
+    with pytest.raises(ValueError, match="data set 'svhn' is unknown; use one of digits, mnist, fashion-mnist, cifar"):
         data.load("svhn")
 
 

@@ -305,6 +305,36 @@ def test_a_killed_pipeline_resumes_to_the_same_result(name: str, tmp_path: Path)
     assert all(call[0].endswith("draws") for call in steps)
 
 
+def by_column(sign: float) -> Callable[..., dict[str, Tensor]]:
+    return lambda model, data: {n: sign * w.detach() for n, w in pp.prunable(model).items()}
+
+
+def body(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {"0.weight": pp.prunable(model)["0.weight"]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {"prunable": body}),
+        ({"criterion": by_column(1.0)}, {"criterion": by_column(-1.0)}),
+        ({"loss": lambda out, y: F.cross_entropy(out, y)}, {"loss": lambda out, y: F.cross_entropy(-out, y) ** 2}),
+        ({"labels": Y}, {"labels": Y.flip(0)}),
+    ],
+    ids=["prunable", "criterion", "loss", "labels"],
+)
+def test_scores_of_another_request_are_not_reused(first: dict, second: dict, tmp_path: Path) -> None:
+    def mask(options: dict, folder: Path | None) -> dict[str, Tensor]:
+        options = {"criterion": "snip", "sparsity": 0.4, "labels": Y} | options
+        data = X, options.pop("labels")
+        return pp.pft(net(), data, dataclasses.replace(CONFIG, epochs=0), folder=folder, **options).mask
+
+    mask(first, tmp_path)
+    reused, expected = mask(second, tmp_path), mask(second, None)
+    assert reused.keys() == expected.keys()
+    assert all(torch.equal(reused[n], keep) for n, keep in expected.items())
+
+
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     pp.osp(net(), (X, Y), CONFIG, sparsity=0.5, folder=tmp_path)
     with pytest.raises(ValueError, match="belongs to another run"):
@@ -362,7 +392,7 @@ def test_bad_arguments_of_pft_are_refused() -> None:
     for share in (0.0, 1.5):
         with pytest.raises(ValueError, match=f"mask_share is {share}"):
             pp.pft(net(), (X, Y), CONFIG, sparsity=0.5, mask_share=share)
-    with pytest.raises(ValueError, match="recipe 'best' is unknown; use 'coupled' or 'paper'"):
+    with pytest.raises(ValueError, match="recipe 'best' is unknown; use one of coupled, paper"):
         pp.pft(net(), (X, Y), CONFIG, sparsity=0.5, recipe="best")
     with pytest.raises(ValueError, match="nothing to prune"):
         pp.pft(nn.BatchNorm1d(6), (X, Y), CONFIG, sparsity=0.5)

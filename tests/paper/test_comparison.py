@@ -18,7 +18,7 @@ from pacprune.methods.table import METHODS, Method, pruning_methods
 from pacprune.paper import comparison, frame, pft_vs_osp
 from pacprune.paper.comparison import Contest
 from pacprune.paper.frame import Job, Setting
-from pacprune.types import Data, History, Loss, Progress
+from pacprune.types import Data, Diverged, History, Loss, Progress
 
 SETTING = Setting(
     data="digits",
@@ -117,6 +117,19 @@ def test_a_network_that_diverges_does_not_stop_the_others(job: Job) -> None:
     wild = SETTING.changed(methods=("osp",), criteria=("magnitude",), rates=(0.1, 1e12))
     assert set(tune(wild, job).values()) == {(0.1, 100.0)}
     assert '"validation_error": 1.0' in (job.out / "digits-mlp-tuning.jsonl").read_text()
+
+
+def test_divergence_is_known_by_its_kind_and_not_by_its_words() -> None:
+    def attempt(entries: list[int]) -> list[int]:
+        if 3 in entries:
+            raise Diverged("in any words")
+        if 7 in entries:
+            raise ValueError("the loss became nan")
+        return entries
+
+    assert comparison.despite_divergence([1, 2, 3, 4], attempt, -1) == [1, 2, -1, 4]
+    with pytest.raises(ValueError, match="the loss became nan"):
+        comparison.despite_divergence([7, 8], attempt, -1)
 
 
 def test_a_network_that_overflows_in_its_last_step_does_not_stop_the_others(job: Job) -> None:

@@ -92,8 +92,8 @@ def test_another_run_does_not_touch_the_folder(result: dict[str, Any], flags: st
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("best-figure", "unknown recipe 'best-figure'; use one of linear-model"),
-        ("linear-model --scale huge", "scale is 'huge'; use one of smoke, reduced, paper"),
+        ("best-figure", "recipe 'best-figure' is unknown; use one of linear-model"),
+        ("linear-model --scale huge", "scale 'huge' is unknown; use one of smoke, reduced, paper"),
         ("linear-model --seed -1", "seed is -1"),
         ("linear-model --device abacus", "the device 'abacus' cannot be used here"),
         ("linear-model --data-dir nowhere", "nowhere does not exist"),

@@ -218,8 +218,8 @@ def test_an_interrupted_population_resumes_to_the_bit(stage: str, monkeypatch: p
     [
         ("sparsity = ", r"mine.toml cannot be read \(Invalid value \(at end of document\)\)"),
         ('command = "osp"\nlr = = 1', r"cannot be read .*line 2"),
-        (TWO, "command in mine.toml is None; use one of osp, pft"),
-        ('command = "demo"\n' + TWO, "command in mine.toml is 'demo'"),
+        (TWO, "in mine.toml, command None is unknown; use one of osp, pft"),
+        ('command = "demo"\n' + TWO, "in mine.toml, command 'demo' is unknown"),
         ('command = "osp"', r"\[grid\] in mine.toml is missing; add a table of lists"),
         ('command = "osp"\ngrid = 3', r"\[grid\] in mine.toml is 3"),
         ('command = "osp"\nsparsty = 0.9\n' + TWO, "mine.toml has an unknown key 'sparsty'"),

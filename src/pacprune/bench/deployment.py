@@ -22,7 +22,7 @@ from pacprune.deploy import export as formats
 from pacprune.deploy import slim
 from pacprune.masking import weights
 from pacprune.runs import store
-from pacprune.types import Progress
+from pacprune.types import Progress, check_name
 
 BATCHES = (1, 256)
 BLOCK = 4
@@ -48,8 +48,7 @@ def network(folder: Path) -> tuple[nn.Module, Tensor]:
 
 def export(run: Path, *, format: str, out: Path | None = None) -> dict[str, Any]:
     """Writes the network of a finished run to `out`, or into its folder, in one of the formats of `pacprune.export`."""
-    if format not in formats.FORMATS:
-        raise ValueError(f"format {format!r} is unknown; use one of {', '.join(formats.FORMATS)}")
+    check_name("format", format, formats.FORMATS)
     model, x = network(run)
     path = run / formats.FORMATS[format].file if out is None else out
     pattern = getattr(store.read_config(run)[1], "pattern", None)  # pbp has none

@@ -14,7 +14,7 @@ from pacprune.bench.population import population
 from pacprune.bench.sampler import sample
 from pacprune.bench.step import step
 from pacprune.runs import commands
-from pacprune.types import Progress
+from pacprune.types import Progress, check_name
 
 SUBJECTS: dict[str, Callable[..., Iterator[timing.Finding]]] = {
     "sample": sample,
@@ -30,8 +30,7 @@ def run(
     subject: str, *, device: str = "cpu", smoke: bool = False, full: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Measures one of SUBJECTS at the device's sizes; `smoke` takes tiny sizes, `full` adds slow ones on a CPU."""
-    if subject not in SUBJECTS:
-        raise ValueError(f"unknown subject {subject!r}; use one of {', '.join(SUBJECTS)}")
+    check_name("subject", subject, SUBJECTS)
     if smoke and full:
         raise ValueError("smoke (tiny sizes) and full (slow ones as well) are both given; give only one of the two")
     torch_device = commands.check_device(device)

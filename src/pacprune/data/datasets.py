@@ -14,6 +14,7 @@ from pacprune import philox
 from pacprune.data import download
 from pacprune.data.download import BytesProgress, Folder, Source
 from pacprune.data.splits import Examples, Split, cut
+from pacprune.types import check_name
 
 _DIGITS_TEST_SEED = 1998
 _DIGITS_TEST_SIZE = 360
@@ -281,8 +282,7 @@ def load(
     """
     needs_folder = data_dir is not None
     if isinstance(name, str):
-        if name not in DATA_SETS:
-            raise ValueError(f"unknown data set {name!r}; choose one of {', '.join(DATA_SETS)}, or give a function")
+        check_name("data set", name, DATA_SETS, alternative="a function")
         needs_folder = DATA_SETS[name].source is not None
     function = DATA_SETS[name].load if isinstance(name, str) else name
     folder = {"data_dir": data_dir} if needs_folder else {}

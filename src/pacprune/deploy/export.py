@@ -26,6 +26,7 @@ from torch.nn.utils import prune
 from pacprune.deploy import slim
 from pacprune.files import digest, write_atomically
 from pacprune.masking import patterns, weights
+from pacprune.types import check_name
 
 __all__ = [
     "FORMATS",
@@ -98,8 +99,7 @@ def write(path: str | Path, model: nn.Module, *, format: str, example: Tensor, p
         >>> pp.export.write("net.safetensors", model, format="dense", example=x)
         'dense: 5,... bytes in net.safetensors'
     """
-    if format not in FORMATS:
-        raise ValueError(f"format {format!r} is unknown; use one of {', '.join(FORMATS)}")
+    check_name("format", format, FORMATS)
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file to write")

@@ -20,6 +20,7 @@ from pacprune.kernels.law import bounded
 from pacprune.masking import patterns, weights
 from pacprune.masking.sampler import Pool, Sampler, Shards, casts, sample_shards_
 from pacprune.masking.spikeslab import ETA, SpikeSlab, check_fits, top_mask
+from pacprune.types import check_name
 
 MAPPINGS = (kernels.SIGMOID, kernels.CLAMP, *patterns.PATTERNS)
 _ORDER, _SAMPLING = "_pacprune_parameter_order", "_pacprune_sampling"
@@ -215,10 +216,8 @@ def attach(
 
 def _check_options(mapping: str, coupling: float, estimator: str, train_std: bool) -> None:
     """Refuses options of `attach` that are unknown or exclude each other."""
-    if mapping not in MAPPINGS:
-        raise ValueError(f"mapping {mapping!r} is unknown; use one of {', '.join(MAPPINGS)}")
-    if estimator not in kernels.ESTIMATORS:
-        raise ValueError(f"estimator {estimator!r} is unknown; use one of {', '.join(kernels.ESTIMATORS)}")
+    check_name("mapping", mapping, MAPPINGS)
+    check_name("estimator", estimator, kernels.ESTIMATORS)
     if mapping == kernels.CLAMP and coupling:
         raise ValueError(
             f"coupling {coupling} needs the sigmoid mapping; with clamp, keep_prob is the parameter itself"

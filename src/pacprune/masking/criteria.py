@@ -24,7 +24,7 @@ from pacprune.data import trace
 from pacprune.data.batches import batches, device_of, isolated_rng, use_of
 from pacprune.distributed import across, across_model, count, first_index, like, local, ranks, refuse_sharded
 from pacprune.masking import weights
-from pacprune.types import Data, Loss
+from pacprune.types import Data, Diverged, Loss, check_name
 
 __all__ = ["CRITERIA", "EXAMPLES", "Criterion", "grasp", "magnitude", "random", "score", "snip", "synflow"]
 
@@ -328,10 +328,7 @@ def check(criterion: str | Criterion, model: nn.Module) -> None:
     """Refuses a criterion that does not exist, or that this model cannot be scored by."""
     if callable(criterion):
         return
-    if criterion not in CRITERIA:
-        raise ValueError(
-            f"criterion {criterion!r} is unknown; use one of {', '.join(CRITERIA)}, or a function f(model, data)"
-        )
+    check_name("criterion", criterion, CRITERIA, alternative="a function f(model, data)")
     declared = declaration(CRITERIA[criterion])
     if declared is not None and declared.needs_whole_weights and across_model(model) is not None:
         refuse_sharded(model.parameters(), "criterion", criterion)
@@ -361,7 +358,7 @@ def _check_scores(name: str, scores: Mapping[str, Tensor], chosen: Mapping[str, 
             )
         bad = count(torch.isnan(scores[key]))
         if bad:
-            raise ValueError(
+            raise Diverged(
                 f"the criterion {name} gives {bad} of the {weight.numel()} weights of {key} the score NaN; "
                 "give weights without a score -inf"
             )
@@ -416,7 +413,7 @@ def _gradient(
             with _plain_kernels(model):
                 value = loss(functional_call(model, state, (x,)), y)
             if not torch.isfinite(value):
-                raise ValueError(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
+                raise Diverged(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
             gradient = torch.autograd.grad(value, leaves, create_graph=times is not None, materialize_grads=True)
             if times is not None:
                 dot = torch.stack([(g * v).sum() for g, v in zip(gradient, times, strict=True)]).sum()
@@ -466,7 +463,7 @@ def _add_shards_gradient(
     value = loss(model(x[low:high]), y[low:high]) * (high - low)
     bad = ranks.sum_((~torch.isfinite(value.detach())).long())
     if bad:
-        raise ValueError(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
+        raise Diverged(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
     value.backward()
     # fully_shard takes the mean over ranks; of parts, the sum is meant.
     times = 1 if high - low == len(x) else ranks.world()

@@ -13,6 +13,7 @@ from pacprune.data import trace
 from pacprune.distributed import Across, across, count, like, local, refuse_sharded
 from pacprune.kernels.law import LOGIT_MAX
 from pacprune.masking import patterns
+from pacprune.types import Diverged, check_name
 
 BLIND_TRIALS = 5
 """Trials of `logit_shift` that does not wait. A Halley step makes an error e about e^3, so that from the last tau three
@@ -102,8 +103,7 @@ def top_k(
         118
     """
     sparsity = asked_sparsity(sparsity, pattern)
-    if scope not in SCOPES:
-        raise ValueError(f"scope {scope!r} is unknown; use one of {', '.join(SCOPES)}")
+    check_name("scope", scope, SCOPES)
     _check_scores(scores)
     if pattern is not None:
         refuse_sharded(scores.values(), "pattern", pattern)
@@ -149,7 +149,7 @@ def _check_scores(scores: Scores) -> None:
     for name, s in scores.items():
         bad = count(torch.isnan(s))
         if bad:
-            raise ValueError(f"the scores of {name} hold {bad} NaN of {s.numel()}; check the weights and the loss")
+            raise Diverged(f"the scores of {name} hold {bad} NaN of {s.numel()}; check the weights and the loss")
 
 
 def _kept_count(sizes: list[int], sparsity: float, total: int | None) -> int:

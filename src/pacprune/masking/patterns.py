@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pacprune import philox
 from pacprune.data import trace
+from pacprune.types import check_name
 
 __all__ = ["KERNEL", "PATTERNS", "check", "sparsity", "to_semi_structured", "top"]
 
@@ -26,8 +27,7 @@ _KERNEL_TYPES = (torch.float16, torch.bfloat16)
 
 def parse(pattern: str) -> tuple[int, int]:
     """(N, M) of a pattern, which is a key of `PATTERNS`."""
-    if pattern not in PATTERNS:
-        raise ValueError(f"pattern {pattern!r} is unknown; use one of {', '.join(PATTERNS)}")
+    check_name("pattern", pattern, PATTERNS)
     return PATTERNS[pattern]
 
 

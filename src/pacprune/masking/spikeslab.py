@@ -14,6 +14,7 @@ from pacprune.data.trace import Trace
 from pacprune.distributed import across, check_alike, count, full_value, local, span
 from pacprune.kernels.law import bounded
 from pacprune.masking import masks, patterns, weights
+from pacprune.types import Diverged
 
 ETA = kernels.ETA
 """Keep probabilities under the clamp mapping live in [ETA, 1 - ETA]: a prior at 0 or 1 makes the KL infinite."""
@@ -224,7 +225,7 @@ def check_fits(plain: Mapping[str, Tensor], slab: SpikeSlab, pattern: tuple[int,
         if not (low >= 0 and high <= 1):
             raise ValueError(f"{name} has keep probabilities outside [0, 1]: {low} to {high}")
         if count(~torch.isfinite(slab.mean[name])):
-            raise ValueError(f"{name} has NaN or infinite means in the SpikeSlab; train it again with a smaller lr")
+            raise Diverged(f"{name} has NaN or infinite means in the SpikeSlab; train it again with a smaller lr")
         if pattern is not None:
             patterns.grouped(p, pattern[1], name=name)
             if bool((slab.std[name] != 0).any()):

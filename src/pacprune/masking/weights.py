@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pacprune.data import trace
 from pacprune.data.trace import Trace
 from pacprune.distributed import across_model, check_alike, count, is_sharded, local
+from pacprune.types import Diverged
 
 Prunable = Callable[[nn.Module], Mapping[str, Tensor]]
 """The type of `prunable`: pass your own function wherever a `prunable=` is taken to restrict what is pruned."""
@@ -52,7 +53,7 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
             _refuse_parametrized(model, name)
         bad = count(~torch.isfinite(weight))
         if bad:
-            raise ValueError(
+            raise Diverged(
                 f"{name} has {bad} NaN or infinite weights of {weight.numel()}; train it again with a smaller lr"
             )
     return weights

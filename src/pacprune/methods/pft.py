@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,9 +26,9 @@ from pacprune.methods.pipeline import (
 )
 from pacprune.training.budget import Budget
 from pacprune.training.checkpoint import stored_scores
-from pacprune.training.checks import check_rates
+from pacprune.training.checks import check_rates, loss_identity, trial_pass
 from pacprune.training.config import Config
-from pacprune.types import Data, Loss, Progress
+from pacprune.types import Data, Loss, Progress, check_name
 
 COUPLING = 4.0
 """How strongly a gate's logit follows log|w| in the default recipe."""
@@ -66,8 +65,29 @@ def _attach_paper(model: nn.Module, start: _Start) -> None:
     attach(model, slab, mapping="clamp", estimator=start.estimator, seed=start.seed)
 
 
-RECIPES: dict[str, Callable[[nn.Module, _Start], Budget | None]] = {"coupled": _attach_coupled, "paper": _attach_paper}
-"""Name -> function that attaches the gates and returns the budget that they are held to."""
+@dataclass(frozen=True)
+class Recipe:
+    """How keep probabilities begin, and what they are held to.
+
+    Args:
+        attach: Attaches the gates and returns the budget that they are held to.
+        paced: Whether a gate_lr that follows lr is smaller where the mask stage is long (`Config.paced`).
+        takes_pattern: Whether it can learn an N:M pattern.
+        fades: Whether what a criterion said at the start is taken away again. Magnitude stays, since it is what the
+            coupling says for itself.
+    """
+
+    attach: Callable[[nn.Module, _Start], Budget | None]
+    paced: bool = False
+    takes_pattern: bool = False
+    fades: bool = False
+
+
+RECIPES = {
+    "coupled": Recipe(_attach_coupled, paced=True, takes_pattern=True, fades=True),
+    "paper": Recipe(_attach_paper),
+}
+"""What `pft` takes as its `recipe`."""
 
 
 @pipeline
@@ -146,31 +166,48 @@ def pft(
     if pattern is not None:  # of all D weights, some of which `prunable` may leave out
         sparsity = masks.sparsity(largest, total=weights.total(model))
     history = (yield stage("dense", dense)) if dense else []
-    scored = functools.partial(score, criterion, model, data, loss=loss, seed=seed, prunable=prunable)
-    scores = stored_scores(folder, f"{_name(criterion)} {seed} {_name(loss)}", model, data, scored)
-    if recipe == "coupled":
+    scores = _scores(criterion, model, data, loss=loss, seed=seed, prunable=prunable, folder=folder)
+    chosen = RECIPES[recipe]
+    if chosen.paced:
         mask_config = mask_config.paced(mask_config.epochs * per_epoch(data, mask_config.batch_size))
     estimator = kernels.SOFT if noise else kernels.NOISELESS
-    # Magnitude is what the coupling says for itself; another criterion's say has faded when the budget has fallen.
-    fade = criterion not in ("magnitude", magnitude)
-    budget = RECIPES[recipe](model, _Start(scores, sparsity, pattern, eps, fade, estimator, seed))
+    fade = chosen.fades and criterion not in ("magnitude", magnitude)
+    budget = chosen.attach(model, _Start(scores, sparsity, pattern, eps, fade, estimator, seed))
     history += yield stage("masks", mask_config, budget)
     mask = final_mask(model, sparsity=sparsity, min_per_layer=min_per_layer)
     harden(model, mask)
     return Pruned(model, mask, history + (yield from fine_tune(model, data, tune_config, stage)), pattern)
 
 
-def _name(named: Any) -> str:
-    """A name as it is, a function's name, which is the same in the next process."""
-    return str(getattr(named, "__qualname__", named))
+def _scores(
+    criterion: str | Criterion,
+    model: nn.Module,
+    data: Data,
+    *,
+    loss: Loss,
+    seed: int,
+    prunable: weights.Prunable,
+    folder: str | Path | None,
+) -> dict[str, Tensor]:
+    """The criterion's scores; by a named criterion they are kept in the folder for a run that goes on."""
+    compute = functools.partial(score, criterion, model, data, loss=loss, seed=seed, prunable=prunable)
+    if folder is None or not isinstance(criterion, str):  # two functions may have one name
+        return compute()
+    request = {
+        "criterion": criterion,
+        "seed": seed,
+        "loss": loss_identity(loss, trial_pass(model, data, loss)),
+        "prunable": list(prunable(model)),
+    }
+    return stored_scores(folder, request, model, data, compute)
 
 
 def _check_recipe(recipe: str, pattern: str | None, config: Config) -> None:
     """Refuses a recipe that does not exist, or that cannot learn the pattern."""
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe {recipe!r} is unknown; use {' or '.join(map(repr, RECIPES))}")
-    if pattern is not None and (recipe == "paper" or config.samples):
+    check_name("recipe", recipe, RECIPES)
+    if pattern is not None and (not RECIPES[recipe].takes_pattern or config.samples):
+        able = next(name for name, row in RECIPES.items() if row.takes_pattern)
         raise ValueError(
-            f"the pattern {pattern} is learned by relaxed gates of the recipe 'coupled', not by recipe={recipe!r} with "
-            f"samples={config.samples}; use recipe='coupled' and samples=0"
+            f"the pattern {pattern} is learned by relaxed gates of the recipe {able!r}, not by recipe={recipe!r} with "
+            f"samples={config.samples}; use recipe={able!r} and samples=0"
         )

@@ -7,7 +7,6 @@ Networks of one method are a population.
 """
 
 import copy
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -23,14 +22,13 @@ from pacprune.methods.table import METHODS, pruning_methods
 from pacprune.paper.frame import Job, Setting, compute_rows, dense_networks, in_entries
 from pacprune.training.config import GATE_RATIO, Config
 from pacprune.training.evaluate import error
-from pacprune.types import Data, Loss, Table
+from pacprune.types import Data, Diverged, Loss, Table
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 VALIDATION = 0.1
 """The share of the training set that learning rates are chosen on."""
-_DIVERGED = "the loss .*became|the scores .*hold .*NaN|NaN or infinite (weights|means|values before training)"
 COLUMNS = ("dataset", "model", "method", "criterion", "sparsity", "seed", "epochs", "kept", "total", "test_error")
 
 Point = tuple[float, float]
@@ -263,10 +261,7 @@ def despite_divergence(entries: list[_T], attempt: Callable[[list[_T]], list[_R]
     """attempt(entries); where one of them diverges, the others go on without it, and its result is `lost`."""
     try:
         return attempt(entries)
-    except ValueError as failure:
-        # What comes first notices it: the loss, the scores, or the next stage that takes the weights.
-        if not re.search(_DIVERGED, str(failure)):
-            raise
+    except Diverged:  # by the loss, the scores, or the next stage that takes the weights
         if len(entries) == 1:
             return [lost]
         half = len(entries) // 2

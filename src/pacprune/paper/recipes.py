@@ -26,7 +26,7 @@ from pacprune.paper import (
 )
 from pacprune.paper.frame import SCALES, STRIDE, Drawing, Job, Recipe, reproduce
 from pacprune.runs import commands, plots, store
-from pacprune.types import Progress
+from pacprune.types import Progress, check_name
 
 RECIPES: dict[str, Recipe] = {
     "linear-model": Recipe(linear_model.SETTINGS, linear_model.figures),
@@ -100,10 +100,8 @@ def run(
 
 def _check(name: str, scale: str, seed: int, device: str, data_dir: Path | None) -> Any:
     """Refuses what cannot be run; returns the device."""
-    if name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; use one of {', '.join(RECIPES)}")
-    if scale not in SCALES:
-        raise ValueError(f"scale is {scale!r}; use one of {', '.join(SCALES)}")
+    check_name("recipe", name, RECIPES)
+    check_name("scale", scale, SCALES)
     largest = 2**32 // STRIDE - 1
     if not 0 <= seed <= largest:
         raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {largest}")

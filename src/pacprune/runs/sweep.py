@@ -26,7 +26,7 @@ from pacprune.runs.options import Certifying, Options
 from pacprune.training.evaluate import error
 from pacprune.training.fit import fit
 from pacprune.training.population import AT_ONCE
-from pacprune.types import Progress
+from pacprune.types import Progress, check_name
 
 SWEEP_FILE, POPULATIONS = "sweep.toml", "populations"
 COMMANDS = tuple(name for name, kind in opt.COMMANDS.items() if issubclass(kind, Options))
@@ -80,8 +80,7 @@ def read(path: Path, *, device: str | None = None) -> Sweep:
     except (OSError, ValueError) as failure:
         raise ValueError(f"the sweep file {path} cannot be read ({failure}); give a TOML file") from None
     command = content.pop("command", None)
-    if command not in COMMANDS:
-        raise ValueError(f"command in {path} is {command!r}; use one of {', '.join(COMMANDS)}")
+    check_name(f"in {path}, command", command, COMMANDS)
     grid, ray_table = content.pop("grid", {}), content.pop("ray", {})
     kind, kinds = opt.COMMANDS[command], opt.types_of(opt.COMMANDS[command])
     fixed = {name: _checked(path, kinds, name, value) for name, value in content.items()}

@@ -16,6 +16,7 @@ from pacprune.distributed import Across, is_sharded, refuse_sharded
 from pacprune.masking import attachment, masks, patterns, weights
 from pacprune.masking.attachment import AttachedWeight
 from pacprune.masking.spikeslab import ETA
+from pacprune.types import check_name
 
 Schedule = Callable[[float], float]
 """How much of the final sparsity is asked for when this share of the ramp is done; 1 at its end."""
@@ -76,8 +77,7 @@ class Budget:
     def __post_init__(self) -> None:
         masks.check_sparsity(self.sparsity)
         controls = {**GATE_CONTROLS, **MASK_CONTROLS}
-        if self.control not in controls:
-            raise ValueError(f"control {self.control!r} is unknown; use one of {', '.join(controls)}")
+        check_name("control", self.control, controls)
         self._check_schedule()
         if not 0 < self.ramp <= 1 or self.sharpen < 1 or self.strength <= 0 or self.patience <= 0:
             raise ValueError(
@@ -104,8 +104,8 @@ class Budget:
                     f"the schedule goes from {first} to {last}; it must begin in [0, 1] and end at 1, "
                     "the share of the sparsity that is asked for"
                 )
-        elif self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule {self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}, or a function")
+        else:
+            check_name("schedule", self.schedule, SCHEDULES, alternative="a function")
 
     @property
     def period(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pacprune.data import trace
-from pacprune.data.batches import example_hashes, generators
+from pacprune.data.batches import example_hashes, generators, label_hashes
 from pacprune.data.trace import Trace
 from pacprune.distributed import is_sharded, local, ranks
 from pacprune.files import digest, write_atomically
@@ -99,15 +99,21 @@ def _next_file(file: Path) -> Path:
 
 
 def stored_scores(
-    folder: str | Path | None, name: str, model: nn.Module, data: Data, make: Callable[[], dict[str, Tensor]]
+    folder: str | Path,
+    request: dict[str, Any],
+    model: nn.Module,
+    data: Data,
+    make: Callable[[], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """make(), or what it returned to a run that was broken off: sums on a GPU are not repeated to the last bit.
+    """make(), or what it returned to an interrupted run: sums on a GPU are not repeated to the last bit.
 
-    It must follow from the `name`, the model and the data.
+    It must follow from the request, which JSON can hold, the model and the data.
     """
-    if folder is None or ranks.world() > 1:
+    if ranks.world() > 1:
         return make()
-    identity = digest({name: example_hashes(data), **state(model)}, rows=local)
+    request_text = json.dumps(request, sort_keys=True)
+    examples = {f"examples of {request_text}": example_hashes(data), f"labels of {request_text}": label_hashes(data)}
+    identity = digest({**examples, **state(model)}, rows=local)
     path = Path(folder) / f"{identity[:12]}.scores"
     content = load(path, identity)
     if content is None:

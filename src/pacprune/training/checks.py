@@ -12,7 +12,7 @@ from pacprune.data.batches import batches, device_of, isolated_rng, tensors
 from pacprune.distributed import across_model, count, ranks, refuse_sharded
 from pacprune.masking import weights
 from pacprune.training.config import MASKS, Config
-from pacprune.types import Data, Loss
+from pacprune.types import Data, Diverged, Loss
 
 SHARED = (
     "epochs",
@@ -39,7 +39,7 @@ def trial_pass(model: nn.Module, data: Data, loss: Loss) -> str:
     across_model(model)
     for name, p in model.named_parameters():
         if count(~torch.isfinite(p)):
-            raise ValueError(f"{name} holds NaN or infinite values before training; start from other weights")
+            raise Diverged(f"{name} holds NaN or infinite values before training; start from other weights")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("every parameter has requires_grad=False, so nothing would be trained; unfreeze some")
     with weights.modes_kept(model), isolated_rng(device, data, seed=0):
@@ -51,6 +51,12 @@ def trial_pass(model: nn.Module, data: Data, loss: Loss) -> str:
             check_labels(y if pair is None else pair[1], out)
             return ""
         return _number(loss, out, y).hex()
+
+
+def loss_identity(loss: Loss, value: str) -> list[str]:
+    """What tells a loss from others: its name, and the value that `trial_pass` returns of it."""
+    # The name alone would take one lambda, or one setting of a loss, for another.
+    return [repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", ""), value]
 
 
 def _outputs(model: nn.Module, x: Tensor) -> Any:

@@ -1,13 +1,14 @@
 """The Config that describes how one stage of training is run, and the tables that its words come from."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from pacprune.training.optim import OPTIMIZERS
+from pacprune.types import check_name
 
 Schedule = Callable[[float], float]
 """The share of the schedule that is done, in [0, 1] -> what the learning rate is multiplied by."""
@@ -181,13 +182,6 @@ class Config:
         if callable(self.schedule):  # a name does not tell two functions apart
             content["schedule"] = [float(self.schedule(share)) for share in _PROBES]
         return content
-
-
-def check_name(field: str, name: Any, table: Iterable[str]) -> None:
-    """Refuses a name that a table does not have."""
-    names = list(table)
-    if name not in names:
-        raise ValueError(f"{field} {name!r} is unknown; use one of {', '.join(names)}")
 
 
 def _whole(name: str, value: Any, least: int) -> int:

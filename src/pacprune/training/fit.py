@@ -16,7 +16,7 @@ from pacprune.distributed import across_model, ranks, refuse_sharded
 from pacprune.files import digest
 from pacprune.masking import weights
 from pacprune.training.budget import Budget, check_budgets
-from pacprune.training.checks import check_labels, check_population, check_shards, trial_pass
+from pacprune.training.checks import check_labels, check_population, check_shards, loss_identity, trial_pass
 from pacprune.training.config import EXECUTIONS, Config
 from pacprune.training.evaluate import mean_loss
 from pacprune.training.loop import Loop, groups
@@ -107,8 +107,7 @@ def fit(
         validate=None if validation is None else lambda: cohort.mean_losses(validation, loss),
         identity={
             "budget": None if budgets is None else [entry.record() for entry in budgets],
-            # The name alone would take one lambda, or one setting of a loss, for another.
-            "loss": [repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", ""), loss_value],
+            "loss": loss_identity(loss, loss_value),
             "seen": digest(seen),
             "labels": [digest({"y": label_hashes(part)}) for part in (data, validation) if part is not None],
         },

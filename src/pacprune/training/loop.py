@@ -19,7 +19,7 @@ from pacprune.training.checks import check_batches, check_rates
 from pacprune.training.config import Config
 from pacprune.training.optim import Group
 from pacprune.training.step import Stage, Step
-from pacprune.types import Data, History, Progress
+from pacprune.types import Data, Diverged, History, Progress
 
 
 class Loop:
@@ -164,7 +164,7 @@ class Loop:
             return
         k, loss = next((k, loss) for k, loss in enumerate(_listed(losses)) if not math.isfinite(loss))
         member = f"of member {k} " if self.stage.members else ""
-        raise ValueError(
+        raise Diverged(
             f"the loss {member}became {loss} in epoch {self.epoch + 1} of stage {self.stage.name!r} "
             f"(lr {self.configs[k].lr}, gate_lr {self.configs[k].gate_lr}); "
             "use a smaller learning rate, or check the data for NaN"

@@ -23,13 +23,13 @@ from pacprune.masking import attachment, weights
 from pacprune.masking.criteria import plain_rnn
 from pacprune.masking.spikeslab import SpikeSlab, kl
 from pacprune.training.budget import Budget
-from pacprune.training.config import Config, check_name
+from pacprune.training.config import Config
 from pacprune.training.fit import Cohort
 from pacprune.training.loop import groups
 from pacprune.training.optim import Optimizer
 from pacprune.training.population import per_member
 from pacprune.training.step import Stage
-from pacprune.types import Data, History, Progress
+from pacprune.types import Data, History, Progress, check_name
 
 # --- What is minimised.
 
