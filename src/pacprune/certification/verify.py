@@ -641,13 +641,16 @@ def _read(folder: Path) -> Folder:
 def _read_bytes(path: Path, most: int) -> bytes:
     """The content of a regular file of at most so many bytes: no link, no pipe, no device."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path} is no regular file; ask the issuer for the folder itself")
         if status.st_size > most:
             raise ValueError(f"{path} has {status.st_size:,} bytes, but at most {most:,} are read")
-        return file.read(most)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(status.st_size)  # memory for as much as is asked for would be taken at once
+    finally:
+        os.close(descriptor)
 
 
 def _parsed(text: bytes | str) -> Any:
