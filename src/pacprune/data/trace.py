@@ -196,21 +196,29 @@ _UNKNOWN = foreign(UNKNOWN_MASK)
 
 # --- Scores and masks are known with the trace of what they follow from.
 
-_origins: dict[int, tuple[weakref.ref[Tensor], Trace]] = {}
-"""Traces of tensors by id. An attribute of the tensor would be pickled with it, and torch.load would refuse that."""
+_origins: dict[int, tuple[weakref.ref[Tensor], int, Trace]] = {}
+"""Traces of tensors by id, each with the version that it is about: a tensor that was written to is another.
+
+An attribute of the tensor would be pickled with it, and torch.load would refuse that.
+"""
 
 
 def note(tensors: Mapping[str, Tensor], trace: Trace) -> None:
     """Remembers of each of these tensors what it follows from."""
     for tensor in tensors.values():
         key = id(tensor)
-        _origins[key] = weakref.ref(tensor, lambda _, key=key: _origins.pop(key, None)), trace
+        _origins[key] = weakref.ref(tensor, lambda _, key=key: _origins.pop(key, None)), _version(tensor), trace
 
 
 def noted(tensors: Iterable[Tensor]) -> Trace:
     """What these tensors follow from; where one of them is not known, the trace says so, too."""
     together = Trace()
     for tensor in tensors:
-        known, trace = _origins.get(id(tensor), (lambda: None, _UNKNOWN))
-        together = together | (trace if known() is tensor else _UNKNOWN)
+        known, version, trace = _origins.get(id(tensor), (lambda: None, 0, _UNKNOWN))
+        together = together | (trace if known() is tensor and version == _version(tensor) else _UNKNOWN)
     return together
+
+
+def _version(tensor: Tensor) -> int:
+    """How often the tensor was written to; tensors of inference mode do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
