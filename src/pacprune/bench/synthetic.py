@@ -367,4 +367,27 @@ def _certificates(
         yield Violations(name, "held-out", population, bound < wrong[mask] @ probability, fault)
 
 
-STUDIES = (_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real)
+def _tries(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
+    """The best of many tries: networks that nobody declared; posteriors that are moved until their draw is lucky."""
+    shares = [delta / (j * (j + 1)) for j in range(1, 21)]
+    n, risk, _ = worst_case(lambda k, n: bounds.clopper_pearson(k, n=n, delta=shares[0]), sizes=(100,))
+    errors = rng.binomial(n, risk, (trials, len(shares)))
+    values = [
+        _per_trial(lambda k, s=share: bounds.clopper_pearson(k, n=n, delta=s), errors[:, j])
+        for j, share in enumerate(shares)
+    ]
+    population = f"best of {len(shares)} seeds, n = {n}, risk {risk:.3f}"
+    violated = np.stack(values).min(0) < risk
+    yield Violations("Clopper-Pearson, try j at delta/(j(j+1))", "held-out", population, violated)
+
+    def drawn(k: int, n: int) -> float:
+        return bounds.disintegrated(k, n=n, log_ratio=0.0, delta=delta)
+
+    for name, draws in (("disintegrated, by a beacon after the seal of Q", 1), ("disintegrated, without a seal", 6000)):
+        fewest = _fewest(rng, trials, n=500, risk=0.5, networks=draws)
+        population = f"Q moved {draws:,} times, n = 500, risk 0.5" if draws > 1 else "Q sealed, n = 500, risk 0.5"
+        violated = _per_trial(lambda k: drawn(k, 500), fewest) < 0.5
+        yield Violations(name, "single draw", population, violated, planted_fault=draws > 1)
+
+
+STUDIES = (_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real, _tries)
