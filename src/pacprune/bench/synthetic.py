@@ -376,14 +376,14 @@ def _tries(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Viol
         _per_trial(lambda k, s=share: bounds.clopper_pearson(k, n=n, delta=s), errors[:, j])
         for j, share in enumerate(shares)
     ]
-    population = f"best of {len(shares)} seeds, n = {n}, risk {risk:.3f}"
+    population = f"best of {len(shares)} undeclared tries, n = {n}, risk {risk:.3f}"
     violated = np.stack(values).min(0) < risk
-    yield Violations("Clopper-Pearson, try j at delta/(j(j+1))", "held-out", population, violated)
+    yield Violations("Clopper-Pearson, delta/(j(j+1))", "held-out", population, violated)
 
     def drawn(k: int, n: int) -> float:
         return bounds.disintegrated(k, n=n, log_ratio=0.0, delta=delta)
 
-    for name, draws in (("disintegrated, by a beacon after the seal of Q", 1), ("disintegrated, without a seal", 6000)):
+    for name, draws in (("disintegrated, Q sealed", 1), ("disintegrated, Q moved until lucky", 6000)):
         fewest = _fewest(rng, trials, n=500, risk=0.5, networks=draws)
         population = f"Q moved {draws:,} times, n = 500, risk 0.5" if draws > 1 else "Q sealed, n = 500, risk 0.5"
         violated = _per_trial(lambda k: drawn(k, 500), fewest) < 0.5
