@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pacprune.data import batches
-from pacprune.masking import weights
+from pacprune.masking import criteria, weights
 from pacprune.masking.criteria import CRITERIA, declaration, grasp, magnitude, random, score, snip, synflow
 
 
@@ -141,6 +141,18 @@ class TestContract:
             list(weights.prunable(model).values())[-1].reshape(-1)[0] = float("nan")
         with pytest.raises(ValueError, match="1 NaN or infinite weights"):
             score(criterion, model, data)
+
+
+def test_gradients_and_buffers_are_restored_even_after_an_error():
+    model, _ = make(conv2d)
+    weight, mean = model[0][0].weight, model[0][1].running_mean
+    weight.grad, before = torch.ones_like(weight), mean.clone()
+    with pytest.raises(KeyError), criteria._gradients_and_buffers_kept(model):
+        weight.grad = None
+        mean.add_(1)
+        raise KeyError
+    assert torch.equal(mean, before)
+    assert torch.equal(weight.grad, torch.ones_like(weight))
 
 
 def test_an_unknown_criterion_is_refused():

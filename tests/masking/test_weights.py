@@ -180,6 +180,20 @@ def test_a_wrapper_keeps_the_mask_and_the_seen_examples() -> None:
         assert len(weights.seen(inner).examples) == 32
 
 
+def test_a_mask_of_a_module_inside_is_replaced_and_taken_off_by_its_wrapper() -> None:
+    inner = nn.Linear(2, 1)
+    wrapper = nn.Sequential(nn.Flatten(), inner)
+    pp.apply_mask(inner, {"weight": mask_of([1, 0])})
+    assert weights.masked(pp.apply_mask(wrapper, None)) == []
+    pp.apply_mask(inner, {"weight": mask_of([1, 0])})
+    pp.apply_mask(wrapper, {"1.weight": mask_of([0, 1])})
+    assert [keep.tolist() for _, keep in weights.masked(wrapper)] == [[[False, True]]]
+    pp.attach(pp.apply_mask(inner, {"weight": mask_of([1, 0])}), pp.isotropic(inner, sparsity=0.5))
+    pp.apply_mask(pp.harden(inner), {"weight": mask_of([1, 0])})
+    pp.attach(wrapper, pp.isotropic(wrapper, sparsity=0.5))
+    assert weights.noted_masks(wrapper) == []
+
+
 def test_a_noted_mask_belongs_to_the_model_and_can_be_changed() -> None:
     model = nn.Linear(2, 1)
     mask = {"weight": torch.tensor([[True, False]])}

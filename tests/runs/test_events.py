@@ -27,7 +27,7 @@ def test_without_tensorboard_nothing_is_written_and_the_error_names_the_extra(
     store.begin(tmp_path, "pft", opt.Pft())
     with pytest.raises(ValueError, match=r'^tensorboard cannot be imported \(none\); pip install "pacprune\[track\]"$'):
         tracking.write(tmp_path)
-    with pytest.raises(ValueError, match=r"^tensorboard cannot"), tracking.following(tmp_path, "pft", opt.Pft(), quiet):
+    with pytest.raises(ValueError, match=r"^tensorboard cannot"), tracking.following(tmp_path, quiet):
         raise AssertionError("not reached")
     assert [file.name for file in tmp_path.iterdir()] == ["config.toml"]
 
@@ -41,7 +41,7 @@ def events(folder: Path) -> Any:
 def test_a_followed_run_shows_scalars_gates_and_figures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     options, folder, calls = opt.Pft(**SHORT), tmp_path / "run", []
-    with tracking.following(folder, "pft", options, lambda *call: calls.append(call)) as progress:
+    with tracking.following(folder, lambda *call: calls.append(call)) as progress:
         assert not folder.exists()
         commands.execute("pft", options, commands.single, out=folder, progress=progress)
     accumulator, tags = events(folder / tracking.EVENTS), events(folder / tracking.EVENTS).Tags()
@@ -79,17 +79,29 @@ def test_a_finished_run_of_pbp_shows_p_and_q(tmp_path: Path) -> None:
     assert {"dense/loss", "prior/loss", "posterior/loss"} <= set(accumulator.Tags()["scalars"])
 
 
-def test_an_unfinished_run_shows_the_rows_and_gates_of_its_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [("pft", {}), ("pft", {"recipe": "paper"}), ("pft", {"sparsity": 0.5, "pattern": "2:4"}), ("l0", {})],
+    ids=["coupled", "paper", "pattern", "l0"],
+)
+def test_an_unfinished_run_shows_the_rows_and_gates_of_its_checkpoints(
+    command: str, flags: dict[str, Any], tmp_path: Path
+) -> None:
     pytest.importorskip("tensorboard")
-    options, folder = opt.Pft(**SHORT, recipe="paper"), tmp_path / "run"
+    options, folder = opt.COMMANDS[command](**SHORT, **flags), tmp_path / "run"
 
     def stop(stage: str, steps: int, total: int, row: dict[str, Any]) -> None:
         if stage == "tune":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        commands.execute("pft", options, commands.single, out=folder, progress=stop)
-    tags = events(tracking.write(folder)).Tags()
+        commands.execute(command, options, commands.single, out=folder, progress=stop)
+    accumulator = events(tracking.write(folder))
+    tags = accumulator.Tags()
     assert {"dense/loss", "masks/loss"} <= set(tags["scalars"])
-    assert "masks/keep_prob/all" in tags["histograms"]
     assert tags["images"] == []
+    (gates,) = accumulator.Histograms("masks/keep_prob/all")
+    assert gates.histogram_value.num == 50_200
+    # A pattern holds by itself, without a budget that would be measured.
+    sparsity = 0.5 if "pattern" in flags else accumulator.Scalars("masks/expected_sparsity")[-1].value
+    assert gates.histogram_value.sum / 50_200 == pytest.approx(1 - sparsity, abs=1e-5)

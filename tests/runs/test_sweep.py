@@ -233,7 +233,10 @@ def test_an_interrupted_population_resumes_to_the_bit(stage: str, monkeypatch: p
         ('command = "osp"\n[grid]\nsparsity = [0.9, 1.5]', "sparsity .*1.5"),
         ('command = "osp"\ncriterion = "best"\n' + TWO, "'best' is unknown"),
         ('command = "osp"\ndata_dir = "none"\n' + TWO, "none does not exist"),
-        ('command = "pbp"\n' + TWO, r"2 certificates on the same bound examples .* write grid = \[2\] below"),
+        (
+            'command = "pbp"\n' + TWO + "grid = [1]",
+            "asks for 2 certificates on the same examples, but grid is 1, so that",
+        ),
         ('command = "osp"\nray = 2\n' + TWO, "ray in mine.toml is 2, but it must be a table"),
         ('command = "osp"\n' + TWO + "[ray]\ncpus = 2", "unknown key 'cpus'; use one of num_cpus, num_gpus"),
         ('command = "osp"\n' + TWO + "[ray]\nnum_cpus = -1", r"num_cpus in \[ray\] of mine.toml is -1.0"),
@@ -245,6 +248,11 @@ def test_a_bad_file_is_refused_and_nothing_is_written(content: str, words: str) 
         sweep.run(Path("mine.toml"))
     assert "\n" not in str(refusal.value)
     assert [f.name for f in Path().iterdir()] == ["mine.toml"]
+
+
+def test_certificates_on_the_same_examples_pay_for_a_choice_among_all() -> None:
+    Path("mine.toml").write_text('command = "pbp"\n' + TWO + 'data = ["digits", "mnist"]\n')
+    assert [entry.options.grid for entry in sweep.read(Path("mine.toml")).entries] == [2, 2, 2, 2]
 
 
 def test_folders_of_other_runs_and_missing_files_are_refused() -> None:

@@ -128,6 +128,22 @@ def test_reestimation_changes_only_batchnorm_statistics(pair: tuple[torch.Tensor
     assert torch.equal(weights.seen(model).examples, batches.example_hashes(pair).unique())
 
 
+def test_reestimation_that_fails_leaves_batchnorm_as_it_was(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    model = pp.reestimate_batchnorm(net().train(), pair)
+    before, modes, calls = buffers(model), [m.training for m in model.modules()], []
+
+    def fail(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise RuntimeError("no memory left")
+
+    model[4].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        pp.reestimate_batchnorm(model, pair, batch_size=16)
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+    assert (model[1].momentum, [m.training for m in model.modules()]) == (0.1, modes)
+
+
 def test_reestimation_under_random_masks_takes_a_draw_for_every_batch(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     model = net()
     pp.attach(model, pp.isotropic(model, sparsity=0.5), seed=1)

@@ -234,8 +234,8 @@ def _take_over(model: nn.Module, slab: SpikeSlab) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in slab.rest:
             tensor.copy_(slab.rest[name])
-    note = weights.notes(model)
-    note.total, note.mask = slab.total, None
+    weights.forget_masks(model)
+    weights.notes(model).total = slab.total
     weights.mark_seen(model, slab.seen)
 
 

@@ -212,9 +212,7 @@ def membership(choice_probs: Tensor, n: int, m: int) -> Tensor:
 
 def _sums(entries: Sequence[Tensor], lists: Sequence[Sequence[int]], *, dim: int) -> Tensor:
     """Sums over listed entries: a product with a 0/1 matrix that autocast cannot round."""
-    return torch.stack(
-        [sum((entries[j] for j in rest), entries[protected_scores]) for protected_scores, *rest in lists], dim=dim
-    )
+    return torch.stack([sum((entries[j] for j in rest), entries[first]) for first, *rest in lists], dim=dim)
 
 
 def gumbel(logits: Tensor, *, seed: Tensor, step: Tensor, offset: int) -> Tensor:

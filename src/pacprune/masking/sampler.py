@@ -305,6 +305,14 @@ class Sampler(nn.Module):
         return kernels.sample(inputs, law, self.pool.read(self, inputs, law))
 
 
+def keep_prob_of(mapping: str, coupling: float, mean: Tensor, gate: Tensor, shift: Tensor, sharpness: Tensor) -> Tensor:
+    """`Sampler.keep_prob` of stored tensors, as a checkpoint holds them; shift has shape [K] where they are K models."""
+    options = {"mapping": mapping, "coupling": coupling, "estimator": kernels.SOFT, "beta": 0.5, "cast": False}
+    sampler = Sampler((mean, gate), None, Pool(), offset=0, seed=0, **options)
+    sampler.shift, sampler.sharpness, sampler.seed = shift, sharpness, torch.zeros_like(shift, dtype=torch.int64)
+    return sampler.keep_prob(mean, gate)
+
+
 class Shards(nn.ModuleList):
     """A weight that fully_shard has cut into rows, as draws: (mean, gate) beside it, and in it the present draw.
 

@@ -158,6 +158,12 @@ def noted_masks(model: nn.Module) -> list[tuple[nn.Module, dict[str, Tensor]]]:
     return [(module, note.mask) for module, note in noted(model) if note.mask is not None]
 
 
+def forget_masks(model: nn.Module) -> None:
+    """Takes every noted mask off, of the model and of the modules inside."""
+    for _, note in noted(model):
+        note.mask = None
+
+
 def noted_total(model: nn.Module) -> int:
     """D of a model that has a mask or gates, whatever became of its weights since."""
     return next(note.total for _, note in noted(model) if note.total is not None)
@@ -280,7 +286,7 @@ def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module
         0.9
     """
     if mask is None:
-        notes(model).mask = None
+        forget_masks(model)
         return model
     weights = prunable(model)
     unknown = [name for name in mask if name not in weights]
@@ -296,6 +302,7 @@ def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module
     note = notes(model)
     with changing(model):
         mark_seen(model, trace.noted(mask.values()))
+        forget_masks(model)
         note.mask = {n: keep.to(weights[n].device, torch.bool, copy=True) for n, keep in mask.items()}
         note.total = total(model)
         zero_pruned_(masked(model))

@@ -12,13 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pacprune import kernels
 from pacprune.deploy.export import extra
-from pacprune.kernels import Law
-from pacprune.methods.pft import COUPLING
-from pacprune.runs import options as opt
 from pacprune.runs import plots, store
-from pacprune.runs.options import Pft
+from pacprune.training import checkpoint
 from pacprune.types import Progress
 
 EVENTS = "events"
@@ -29,9 +25,9 @@ _EDGES = np.linspace(0.0, 1.0, 51)
 def write(folder: Path, *, out: Path | None = None) -> Path:
     """Writes the events of a run, finished or still going, to `out` or RUN/events; returns that folder.
 
-    The gates of pft are in its checkpoints, which a finished run deletes: to see them, run with --track.
+    Gates are in the checkpoints of a run, which it deletes when it is finished: to see them, use `following`.
     """
-    command, options = store.read_config(folder)
+    store.read_config(folder)  # refuses what is no run
     place = folder / EVENTS if out is None else out
     if place.is_dir() and any(place.iterdir()):
         raise ValueError(f"{place} already holds {len(list(place.iterdir()))} files; give another --out, or delete it")
@@ -40,14 +36,14 @@ def write(folder: Path, *, out: Path | None = None) -> Path:
         for row in store.metrics(folder) if finished else _rows_so_far(folder):
             _scalars(writer, "/".join(row[key] for key in ("method", "stage") if key in row), row)
         for path in _checkpoints(folder):
-            _gates(writer, path.stem, path, _options(command, options, path))
+            _gates(writer, path.stem, path)
         if finished:
             _outcome(writer, folder)
     return place
 
 
 @contextmanager
-def following(folder: Path, command: str, options: Any, progress: Progress) -> Iterator[Progress]:
+def following(folder: Path, progress: Progress) -> Iterator[Progress]:
     """A `progress` that also writes the events of the run in `folder` as it goes, and its figures at the end."""
     written_epochs: set[tuple[str, int]] = set()
     with _writer(folder / EVENTS) as writer:
@@ -63,7 +59,7 @@ def following(folder: Path, command: str, options: Any, progress: Progress) -> I
                 method, _, name = stage.rpartition(": ")
                 path = folder / store.CHECKPOINTS / method / f"{name}.pt"
                 if path.is_file():
-                    _gates(writer, stage.replace(": ", "/"), path, _options(command, options, path))
+                    _gates(writer, stage.replace(": ", "/"), path)
 
         yield update
         if written_epochs and (folder / "result.json").exists():
@@ -115,25 +111,10 @@ def _content(path: Path) -> dict[str, Any]:
     return torch.load(io.BytesIO(path.read_bytes()[32:]), weights_only=True, map_location="cpu")
 
 
-def _options(command: str, options: Any, path: Path) -> Any:
-    """The options of the procedure that wrote a checkpoint: the demo's lie in a folder by its name."""
-    return options if command != "demo" else opt.COMMANDS.get(path.parent.name, Pft)()
-
-
-def _gates(writer: Any, tag: str, path: Path, options: Any) -> None:
+def _gates(writer: Any, tag: str, path: Path) -> None:
     """Histograms of keep_prob, all weights and per layer, of the gates in a checkpoint; nothing where it has none."""
     content = _content(path)
-    state = content["model"]["state"]
-    coupled = isinstance(options, Pft) and options.recipe == "coupled"
-    clamped = isinstance(options, Pft) and not coupled
-    law = Law(kernels.CLAMP if clamped else kernels.SIGMOID, COUPLING if coupled else 0.0)
-    keep_probs: dict[str, Tensor] = {}
-    for name in [name.removesuffix(".original1") for name in state if name.endswith(".original1")]:
-        mean, gate, shift, sharpness = (
-            state[f"{name}.{part}"] for part in ("original0", "original1", "0.shift", "0.sharpness")
-        )
-        keep_probs[name.replace("parametrizations.", "")] = kernels.probability(law, mean, gate, shift, sharpness)
-    _histograms(writer, tag, keep_probs, content["epoch"])
+    _histograms(writer, tag, checkpoint.keep_probs(content["model"]), content["epoch"])
 
 
 def _histograms(writer: Any, tag: str, keep_probs: dict[str, Tensor], step: int) -> None:

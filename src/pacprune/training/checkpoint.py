@@ -17,6 +17,7 @@ from pacprune.data.trace import Trace
 from pacprune.distributed import is_sharded, local, ranks
 from pacprune.files import digest, write_atomically
 from pacprune.masking import attachment, weights
+from pacprune.masking.sampler import keep_prob_of
 from pacprune.training.config import Config
 from pacprune.training.step import Stage
 from pacprune.types import Data
@@ -187,8 +188,22 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return {
         "state": {n: local(t).clone() for n, t in state(model).items()},
         "steps": [site.sampler.step.clone() for site in attachment.sites(model)],
+        "mappings": {site.name: [site.sampler.mapping, site.sampler.coupling] for site in attachment.sites(model)},
         "masks": [local(keep).clone() for _, keep in weights.masked(model)],
     }
+
+
+def keep_probs(content: dict[str, Any]) -> dict[str, Tensor]:
+    """keep_prob of every weight by its plain name, from what `model_state` returned; empty for a plain model."""
+    probabilities = {}
+    for name, (mapping, coupling) in content.get("mappings", {}).items():  # older checkpoints have none
+        owner, _, attribute = name.rpartition(".")
+        prefix = f"{owner}.parametrizations.{attribute}" if owner else f"parametrizations.{attribute}"
+        mean, gate, shift, sharpness = (
+            content["state"][f"{prefix}.{part}"] for part in ("original0", "original1", "0.shift", "0.sharpness")
+        )
+        probabilities[name] = keep_prob_of(mapping, coupling, mean, gate, shift, sharpness)
+    return probabilities
 
 
 def load_model_state(model: nn.Module, content: dict[str, Any]) -> None:

@@ -161,8 +161,8 @@ def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256)
 
 def _reestimate(model: nn.Module, norms: Sequence[Any], data: Data, batch_size: int) -> None:
     """Each of these BatchNorms' statistics, as means over the data."""
-    momenta, device, count = [norm.momentum for norm in norms], device_of(model), 0
-    with weights.modes_kept(model), isolated_rng(device, data):
+    device, count = device_of(model), 0
+    with weights.modes_kept(model), isolated_rng(device, data), _batchnorm_kept_on_error(norms):
         model.eval()
         for norm in norms:
             norm.reset_running_stats()
@@ -176,5 +176,20 @@ def _reestimate(model: nn.Module, norms: Sequence[Any], data: Data, batch_size: 
             if attachment.sites(model):
                 attachment.resample_(model)
             model(x)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
+
+
+@contextmanager
+def _batchnorm_kept_on_error(norms: Sequence[Any]) -> Iterator[None]:
+    """Puts momentum back at the end, and after an error the statistics, too."""
+    momenta = [norm.momentum for norm in norms]
+    before = [[buffer.clone() for buffer in norm.buffers()] for norm in norms]
+    try:
+        yield
+    except BaseException:
+        for norm, buffers in zip(norms, before, strict=True):
+            for buffer, old in zip(norm.buffers(), buffers, strict=True):
+                buffer.copy_(old)
+        raise
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
