@@ -945,10 +945,14 @@ def test_files_outside_the_folder_are_not_opened(name: str, tmp_path: Path) -> N
     folder = held_out().save(tmp_path / "folder")
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
 
-    def outside(record: Record) -> None:
+    def instead(record: Record) -> None:
         record["files"] = {name: record["files"]["model.safetensors"]}
 
-    refuse_everywhere(rewritten(folder, outside), "files")
+    def beside(record: Record) -> None:
+        record["files"] = {"model.safetensors": "", name: "0" * 64}
+
+    for change in (instead, beside):
+        refuse_everywhere(rewritten(held_out().save(folder), change), "files")
 
 
 def test_a_small_file_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
