@@ -147,10 +147,15 @@ def test_gradients_and_buffers_are_restored_even_after_an_error():
     model, _ = make(conv2d)
     weight, mean = model[0][0].weight, model[0][1].running_mean
     weight.grad, before = torch.ones_like(weight), mean.clone()
-    with pytest.raises(KeyError), criteria._gradients_and_buffers_kept(model):
-        weight.grad = None
-        mean.add_(1)
-        raise KeyError
+
+    def change_and_fail() -> None:
+        with criteria._gradients_and_buffers_kept(model):
+            weight.grad = None
+            mean.add_(1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        change_and_fail()
     assert torch.equal(mean, before)
     assert torch.equal(weight.grad, torch.ones_like(weight))
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pacprune as pp
+from pacprune.certification import drawn_networks
 from pacprune.masking import attachment, weights
 from pacprune.training.population import Population, per_member
 
@@ -398,3 +399,32 @@ def test_members_change_only_when_they_are_written_back() -> None:
     out = population.outputs(X, separate=False)
     torch.testing.assert_close(out, torch.stack([m(X) for m in models]))
     torch.testing.assert_close(population.outputs(torch.stack([X, X.flip(0)]), separate=True)[1], models[1](X.flip(0)))
+
+
+# --- What vmap cannot do.
+
+
+class Broken(nn.Linear):
+    """Fails in its first call, by an error that has nothing to do with vmap."""
+
+    calls = 0
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__(6, 3)
+        self._failure = failure
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 1:
+            raise self._failure
+        return super().forward(input)
+
+
+def test_a_lack_of_memory_is_not_answered_by_a_loop() -> None:
+    failure = torch.OutOfMemoryError("no memory left")
+    model = Broken(failure)
+    slab = pp.isotropic(model, sparsity=0.5)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        drawn_networks.outputs(model, slab, X[:20].reshape(2, 10, 6), seed=0, steps=torch.arange(2))
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        Population([Broken(failure), Broken(failure)]).outputs(X, separate=False)

@@ -3,7 +3,6 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -55,10 +54,15 @@ def outputs(plain: nn.Module, slab: SpikeSlab, x: Tensor, *, seed: int, steps: T
         return functional_call(plain, network, (inputs,))
 
     if not any(isinstance(module, nn.RNNBase) for module in plain.modules()):  # vmap has no rule for them
-        with warnings.catch_warnings(), suppress(RuntimeError):  # nor for networks that look at their own numbers
-            # Attention has no rule either, but vmap then loops over that one operation alone, which is fast.
-            warnings.filterwarnings("ignore", message="There is a performance drop")
-            return torch.vmap(call)(networks, x)
+        try:
+            with warnings.catch_warnings():
+                # Attention has no rule either, but vmap then loops over that one operation alone, which is fast.
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                return torch.vmap(call)(networks, x)
+        except torch.OutOfMemoryError:
+            raise  # a loop would need less memory, but take many times as long
+        except RuntimeError:
+            pass  # vmap cannot serve a network that looks at its own numbers; an error of its own comes again below
     return torch.stack([call({name: w[k] for name, w in networks.items()}, x[k]) for k in range(len(steps))])
 
 

@@ -306,7 +306,7 @@ class Sampler(nn.Module):
 
 
 def keep_prob_of(mapping: str, coupling: float, mean: Tensor, gate: Tensor, shift: Tensor, sharpness: Tensor) -> Tensor:
-    """`Sampler.keep_prob` of stored tensors, as a checkpoint holds them; shift has shape [K] where they are K models."""
+    """`Sampler.keep_prob` of stored tensors, as a checkpoint holds them; of K models, shift has shape [K]."""
     options = {"mapping": mapping, "coupling": coupling, "estimator": kernels.SOFT, "beta": 0.5, "cast": False}
     sampler = Sampler((mean, gate), None, Pool(), offset=0, seed=0, **options)
     sampler.shift, sampler.sharpness, sampler.seed = shift, sharpness, torch.zeros_like(shift, dtype=torch.int64)
