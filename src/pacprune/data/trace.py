@@ -133,7 +133,7 @@ def near_copies(x: Tensor, others: Tensor) -> Tensor:
     pixels = [torch.cat([_scaled(part) for part in t.detach().cpu().split(_PORTION)]) for t in (x, others)]
     # Equal but for 1 in every pixel, two images differ by at most 1 in every mean over pixels.
     means = [torch.stack([p.float().mean(1) for p in t.chunk(_MEANS, 1)], 1) for t in pixels]
-    telling = means[1].var(0).argsort(descending=True)
+    telling = means[1].var(0, correction=0).argsort(descending=True)
     means = [m[:, telling].contiguous() for m in means]
     orders = [m[:, 0].argsort() for m in means]
     firsts = [m[order, 0].contiguous() for m, order in zip(means, orders, strict=True)]
