@@ -464,15 +464,30 @@ def gibbs(risk: float, n: int, kl: float, delta: float, c: float | None = None) 
     return {name: min(1.0, bound) for name, bound in values.items()}
 
 
+def _stirling(n: int) -> float:
+    """ln n! - (n + 1/2) ln n + n - ln(2 pi)/2."""
+    if n < 16:
+        return math.log(math.factorial(n)) - (n + 0.5) * math.log(n) + n - math.log(2 * math.pi) / 2
+    return (1 / 12 - (1 / 360 - (1 / 1260 - (1 / 1680 - n**-2 / 1188) * n**-2) * n**-2) * n**-2) / n
+
+
+def _log_binomial(k: int, n: int, p: float) -> float:
+    """ln Pr[Binomial(n, p) = k] for k < n, as a sum of small numbers: those of size n ln n would cancel (Loader)."""
+    if k == 0:
+        return n * math.log1p(-p)
+    apart = k * math.log(k / n / p) + (n - k) * math.log((n - k) / n / (1 - p))
+    return _stirling(n) - _stirling(k) - _stirling(n - k) - apart - math.log(2 * math.pi * k * (n - k) / n) / 2
+
+
 def clopper_pearson(errors: int, n: int, delta: float) -> float:
     """The largest p with Pr[Binomial(n, p) <= errors] >= delta."""
-    j = np.arange(errors, max(0, errors - 40 * math.sqrt(n)), -1.0)  # terms further away are nothing in float64
+    j = np.arange(errors, max(0, errors - 20 * math.sqrt(n)), -1.0)  # terms further away are nothing in float64
     steps, change = np.arange(len(j) + 1), np.append(0, np.cumsum(np.log(j / (n - j + 1))))
-    choose = math.lgamma(n + 1) - math.lgamma(errors + 1) - math.lgamma(n - errors + 1)
 
     def rare(p: float) -> bool:
-        terms = np.logaddexp.reduce(change + steps * math.log((1 - p) / p))  # relative to the term of `errors`
-        return choose + errors * math.log(p) + (n - errors) * math.log1p(-p) + terms <= math.log(delta)
+        terms = change + steps * math.log((1 - p) / p)  # relative to the term of `errors`
+        tail = terms.max() + math.log(np.exp(terms - terms.max()).sum())
+        return _log_binomial(errors, n, p) + tail <= math.log(delta)
 
     return 1.0 if errors == n else _bisect(max(0.0, errors / n - 10 / math.sqrt(n)), 1.0, rare)
 
