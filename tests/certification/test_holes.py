@@ -642,6 +642,25 @@ def test_another_plan_than_the_sealed_one_is_refused(changed: dict[str, Any]) ->
         certify_sealed(**changed)
 
 
+def test_draws_that_were_broken_off_at_the_best_moment_are_refused(tmp_path: Path) -> None:
+    """Chernoff's bound holds for a number of draws that was fixed beforehand; betting may stop at any time."""
+    run, monte_carlo = sealed_run(), drawn_networks.monte_carlo
+
+    def broken_off(*args: Any, **options: Any) -> drawn_networks.Counts:
+        return monte_carlo(*args, **options | {"draws": 200})
+
+    for method, words in (("betting", "VALID"), ("chernoff", "INVALID: the commitment's plan has 300 draws, but 200")):
+        commitment = pp.commit(run.prior, run.split, method=method, **FAST).sealed(run.model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(drawn_networks, "monte_carlo", broken_off)
+            cert = certify_sealed(grid=1, method=method, commitment=commitment)
+        assert cert.draws == 200
+        assert verdict_of(cert.save(tmp_path / method)).startswith(words)
+        assert verdict_of(certify_sealed(grid=1, method=method, commitment=commitment).save(tmp_path)).startswith(
+            "VALID"
+        )
+
+
 def test_a_commitment_needs_a_second_seal_and_a_beacon() -> None:
     run = sealed_run()
     with pytest.raises(ValueError, match="a commitment and a beacon come together"):
