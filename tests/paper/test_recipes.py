@@ -20,6 +20,7 @@ from pacprune.paper import frame, linear_model, painting, recipes, weight_noise,
 from pacprune.paper.frame import Figure, Job, Recipe, Setting
 from pacprune.paper.statistics import agreement, interval
 from pacprune.theory import linear
+from pacprune.training.config import Config
 
 NAMES = list(recipes.RECIPES)
 
@@ -153,6 +154,11 @@ class Options:
     values: tuple[float, ...] = frame.in_entries()
 
 
+@dataclass(frozen=True)
+class WiderOptions(Options):
+    width: int = 3
+
+
 class Entry(NamedTuple):
     value: float
     seed: int
@@ -211,7 +217,30 @@ def test_the_terms_are_what_entries_do_not_say() -> None:
     setting = Setting(data="digits", model="mlp", options=Options())
     same = setting.changed(seeds=9, sparsities=(0.5,), alphas=(0.1,), values=(1.0,))
     assert same.terms == setting.terms
-    assert len({setting.terms, setting.changed(factor=2.0).terms, setting.changed(std=0.1).terms}) == 3
+    others = [setting.changed(factor=2.0), setting.changed(std=0.1), setting.changed(dense=Config(gate_lr=1.0))]
+    schedules = (lambda share: 1 - share), (lambda share: 1 - share**2)
+    others += [setting.changed(dense=Config(schedule=schedule)) for schedule in schedules]
+    assert len({setting.terms, *(other.terms for other in others)}) == 6
+
+
+def test_a_field_that_is_added_changes_no_terms() -> None:
+    setting = Setting(data="digits", dense=Config(lr=0.3), options=Options(factor=2.0))
+    wider = replace(setting, options=WiderOptions(factor=2.0))
+    assert wider.terms == setting.terms
+    assert frame.digest(wider) == frame.digest(setting)
+    assert replace(setting, options=WiderOptions(factor=2.0, width=4)).terms != setting.terms
+
+
+def test_rows_of_a_figure_on_other_terms_are_refused(job: Job) -> None:
+    figure = Figure("mine", "Mine.", lambda: [{"value": 1}], lambda canvas, rows: canvas.subplots())
+    assert frame.draw(figure, job, terms="one").rows == [{"value": 1.0}]
+    kept = figure._replace(rows=lambda: pytest.fail("again"))
+    assert frame.draw(kept, job, terms="one").rows == [{"value": 1.0}]
+    with pytest.raises(ValueError, match=r"mine\.csv was filled on the terms one .* those of now are two; go back"):
+        frame.draw(kept, job, terms="two")
+    (job.out / frame.TERMS).unlink()
+    with pytest.raises(ValueError, match=r"on the terms unknown"):
+        frame.draw(kept, job, terms="one")
 
 
 def test_methods_have_one_look_in_all_figures() -> None:

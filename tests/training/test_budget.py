@@ -1,5 +1,6 @@
 """Sparsity controllers: the schedules, and each control against its budget."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,15 @@ def test_every_control_of_gates_trains(control):
         ({"sparsity": 0.9, "control": "shfit"}, "control 'shfit' is unknown; use one of none, shift, projection"),
         ({"sparsity": 0.9, "schedule": "linear"}, "schedule 'linear' is unknown; use one of fixed, cubic"),
         ({"sparsity": 0.9, "schedule": lambda share: 2 * share}, "the schedule goes from 0.0 to 2.0; it must begin in"),
+        (
+            {"sparsity": 0.9, "schedule": lambda share: 1 - 8 * share * (1 - share)},
+            r"the schedule gives -0\.0\S* at the share 0\.15625, and so the density 1\.0\S*; densities must lie in",
+        ),
+        (
+            {"sparsity": 0.9, "schedule": lambda share: 1 + 8 * share * (1 - share)},
+            r"the schedule gives 1\.1\S* at the share 0\.015625, and so the density -0\.01",
+        ),
+        ({"sparsity": 0.9, "schedule": lambda share: share / (share in (0, 1) or math.nan)}, "and so the density nan"),
         ({"sparsity": 0.9, "ramp": 0.0}, r"ramp 0\.0 must lie in \(0, 1\]"),
         ({"sparsity": 0.9, "ramp": 1.5}, r"ramp 1\.5 must lie in \(0, 1\]"),
         ({"sparsity": 0.9, "sharpen": 0.5}, r"sharpen 0\.5 be at least 1"),

@@ -40,6 +40,37 @@ def test_gate_lr_is_a_hundred_times_lr_by_default() -> None:
         assert pp.Config(lr=0.02, gate_lr=gate_lr).paced(10 * GATE_STEPS).gate_lr == gate_lr
 
 
+def test_a_gate_lr_that_follows_lr_is_another_setting_than_a_number_that_equals_it() -> None:
+    follows, given = pp.Config(lr=0.1), pp.Config(lr=0.1, gate_lr=10.0)
+    assert follows.gate_lr == given.gate_lr
+    assert follows != given
+    assert follows.identity() != given.identity()
+    assert (repr(follows), repr(given)) == ("Config(lr=0.1)", "Config(lr=0.1, gate_lr=10.0)")
+    assert follows == pp.Config(lr=0.1, gate_lr="auto")
+    assert hash(follows) == hash(pp.Config(lr=0.1, gate_lr="auto"))
+    assert dataclasses.replace(follows, lr=0.2) == pp.Config(lr=0.2)
+    assert dataclasses.replace(given, lr=0.2) == pp.Config(lr=0.2, gate_lr=10.0)
+
+
+def test_checkpoints_are_named_as_they_were() -> None:
+    plain = {
+        "epochs": 10, "lr": 0.01, "gate_lr": 1.0, "std_lr": None, "momentum": 0.9, "weight_decay": 0.0,
+        "batch_size": 128, "optimizer": "sgd", "schedule": "constant", "warmup": 0.0, "span": (0.0, 1.0),
+        "accumulate": 1, "amp": False, "augment": False, "clip": None, "samples": 0, "patience": 0,
+        "execution": "eager", "masks": "shared",
+    }  # fmt: skip
+    assert pp.Config().identity() == plain
+    assert pp.Config(gate_lr=2.5, execution="graph").identity() == plain | {"gate_lr": 2.5}
+    assert pp.Config(gate_lr=None).identity() == plain | {"gate_lr": None}
+
+
+def test_repr_shows_what_is_not_default() -> None:
+    assert repr(pp.Config()) == "Config()"
+    shown = pp.Config(epochs=5, lr=0.1, gate_lr=None, span=(0, 0.5), schedule="cosine")
+    assert repr(shown) == "Config(epochs=5, lr=0.1, gate_lr=None, schedule='cosine', span=(0, 0.5))"
+    assert eval(repr(shown), {"Config": pp.Config}) == shown
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -30,6 +30,8 @@ from pacprune.training.population import AT_ONCE
 from pacprune.types import Data, Loss, Progress, Table
 
 SCALES = ("smoke", "reduced", "paper")
+TERMS = "terms.json"
+"""The file that says on what terms each figure's CSV was made."""
 STRIDE = 1000
 """Seeds of one job; those of --seed 0 and --seed 1 do not meet."""
 
@@ -40,13 +42,36 @@ _T = TypeVar("_T")
 
 
 def in_entries(default: Any = ()) -> Any:
-    """A field whose values every entry names itself, so that they are no part of the terms."""
+    """A field that is no part of the terms, such as the seeds: every row of a result has its own value of it."""
     return field(default=default, metadata={"in_entries": True})
 
 
 def digest(*values: Any) -> str:
-    """Twelve hexadecimal digits that stand for the values."""
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
+    """Twelve hexadecimal digits that stand for the values.
+
+    Of a dataclass only fields count that have not their default: one that is added later changes no digest.
+    """
+    return hashlib.sha256(repr([_canonical(value) for value in values]).encode()).hexdigest()[:12]
+
+
+def _canonical(value: Any) -> Any:
+    """The value with every dataclass inside as a list of names and values."""
+    if isinstance(value, Config):
+        probed = {"schedule": value.identity()["schedule"]} if callable(value.schedule) else {}
+        return sorted((value.changes() | probed).items())
+    if is_dataclass(value):
+        return [(name, _canonical(content)) for name, content in _changes(value)]
+    return [_canonical(part) for part in value] if isinstance(value, tuple | list) else value
+
+
+def _changes(value: Any, *, with_entries: bool = True) -> list[tuple[str, Any]]:
+    """Names and values of the fields that have not their default, of all or of those that entries do not say."""
+    changes = []
+    for part in () if value is None else fields(value):
+        default = part.default if part.default_factory is MISSING else part.default_factory()
+        if (with_entries or not part.metadata.get("in_entries")) and getattr(value, part.name) != default:
+            changes.append((part.name, getattr(value, part.name)))
+    return changes
 
 
 Options = TypeVar("Options", covariant=True)
@@ -98,7 +123,8 @@ class Setting(Generic[Options]):
     @property
     def terms(self) -> str:
         """Stands for all that entries do not say. Rows and networks made on other terms are not taken for these."""
-        return digest(_without_entries(replace(self, options=None)), _without_entries(self.options))
+        setting, options = replace(self, options=None), self.options
+        return digest(_changes(setting, with_entries=False), _changes(options, with_entries=False))
 
     def changed(self, **values: Any) -> "Setting[Options]":
         """The same with other values of fields of the setting, or of its options."""
@@ -107,12 +133,6 @@ class Setting(Generic[Options]):
         outer = {name: value for name, value in values.items() if name in names}
         options: Any = self.options
         return replace(self, **({"options": replace(options, **inner)} if inner else {}), **outer)
-
-
-def _without_entries(value: Any) -> list[tuple[str, Any]]:
-    """Names and values of the fields that entries do not say."""
-    parts = () if value is None else fields(value)
-    return [(part.name, getattr(value, part.name)) for part in parts if not part.metadata.get("in_entries")]
 
 
 @dataclass(frozen=True)
@@ -228,17 +248,24 @@ def reproduce(recipe: Recipe, job: Job) -> tuple[list[Drawing], dict[str, float]
     drawings: list[Drawing] = []
     numbers: dict[str, float] = {}
     for setting in job.select(recipe.at(job.scale)):
-        for figure in recipe.figures(on_device(setting, job.device), job):
-            drawings.append(draw(figure, job))
+        setting = on_device(setting, job.device)
+        for figure in recipe.figures(setting, job):
+            drawings.append(draw(figure, job, terms=digest(setting)))
             numbers |= figure.numbers(drawings[-1].rows)
     return drawings, numbers
 
 
-def draw(figure: Figure, job: Job) -> Drawing:
-    """Leaves NAME.csv and, with matplotlib, NAME.png; a CSV that is there from an earlier run stays as it is."""
-    path = job.out / f"{figure.name}.csv"
+def draw(figure: Figure, job: Job, *, terms: str) -> Drawing:
+    """Leaves NAME.csv and, with matplotlib, NAME.png; a CSV that was made on the same terms stays as it is."""
+    path, noted = job.out / f"{figure.name}.csv", job.out / TERMS
+    terms_by_name = json.loads(noted.read_text()) if noted.is_file() else {}
     if not path.is_file():
-        write_atomically(path, plots.csv_of(figure.rows()))
+        rows = figure.rows()
+        # Before the CSV: terms without one do no harm.
+        write_atomically(noted, (json.dumps(terms_by_name | {figure.name: terms}, indent=1) + "\n").encode())
+        write_atomically(path, plots.csv_of(rows))
+    elif terms_by_name.get(figure.name) != terms:
+        raise _other_terms(path, terms_by_name.get(figure.name), terms)
     rows = read(path)
     picture = plots.png_of(figure.paint, rows)
     if picture is not None:
@@ -283,7 +310,7 @@ def compute_rows(
 ) -> Table:
     """One row per entry, in their order: its own values, and those that `compute` gives it.
 
-    Rows are kept as they are made, so that a run that was broken off goes on where it stopped.
+    Rows are kept as they are made, so that an interrupted run goes on where it stopped.
 
     Args:
         entries: NamedTuples of one type.
@@ -322,12 +349,16 @@ def _kept_rows(path: Path, terms: str, names: list[str]) -> dict[Any, Mapping[st
         row = json.loads(line)
         before = row.pop("terms", None)
         if before != terms:
-            raise ValueError(
-                f"{path} was filled on the terms {before} (data, network, epochs, schedule, device), but those of now "
-                f"are {terms}; go back to those terms, or begin in another --out"
-            )
+            raise _other_terms(path, before, terms)
         rows[tuple(row.pop(name) for name in names)] = row
     return rows
+
+
+def _other_terms(path: Path, before: str | None, terms: str) -> ValueError:
+    return ValueError(
+        f"{path} was filled on the terms {before or 'unknown'} (data, network, epochs, schedule, device), but those of "
+        f"now are {terms}; go back to those terms, or begin in another --out"
+    )
 
 
 def dense_networks(

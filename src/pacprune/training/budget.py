@@ -25,6 +25,12 @@ SCHEDULES: dict[str, Schedule] = {
     "fixed": lambda share: 1.0,
     "cubic": lambda share: 1 - (1 - share) ** 3,  # Zhu & Gupta 2017
 }
+_PROBES = [k / 64 for k in range(65)]
+"""Where a schedule of the user's own is read, to check it and to tell it from others."""
+
+
+def _probed(schedule: Schedule) -> list[float]:
+    return [schedule(share) for share in _PROBES]
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,13 @@ class Budget:
                     f"the schedule goes from {first} to {last}; it must begin in [0, 1] and end at 1, "
                     "the share of the sparsity that is asked for"
                 )
+            for share, value in zip(_PROBES, _probed(self.schedule), strict=True):
+                density = 1 - self.sparsity * value
+                if not 0 <= density <= 1:
+                    raise ValueError(
+                        f"the schedule gives {value} at the share {share}, and so the density {density:.4g}; "
+                        "densities must lie in [0, 1]"
+                    )
         else:
             check_name("schedule", self.schedule, SCHEDULES, alternative="a function")
 
@@ -141,7 +154,7 @@ class Budget:
         """The fields as numbers and strings, which tell this budget from another one; a function by its values."""
         fields = asdict(self)
         if callable(self.schedule):
-            fields["schedule"] = [self.schedule(k / 64) for k in range(65)]
+            fields["schedule"] = _probed(self.schedule)
         return fields
 
 

@@ -129,7 +129,7 @@ def check_shards(config: Config, params: Iterable[Tensor]) -> None:
     params = list(params)
     if config.samples:
         refuse_sharded(params, "samples", config.samples)
-    if MASKS[config.masks]:
+    if MASKS[config.masks].by_rank:
         refuse_sharded(params, "independent masks")
     if config.amp:
         refuse_sharded(params, "amp")

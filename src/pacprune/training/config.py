@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,13 @@ class Execution:
     compiled: bool = False
 
 
+@dataclass(frozen=True)
+class MaskDraws:
+    """Who draws masks under torchrun: all ranks the same ones, or every rank its own."""
+
+    by_rank: bool = False
+
+
 SCHEDULES: dict[str, Schedule] = {"constant": constant, "cosine": cosine, "step": step}
 """Schedules of the learning rate, which `Config.schedule` names."""
 EXECUTIONS = {
@@ -45,8 +52,8 @@ EXECUTIONS = {
     "compiled": Execution(graph=True, compiled=True),
 }
 """What `Config.execution` names."""
-MASKS = {"shared": False, "independent": True}
-"""What `Config.masks` names: whether every rank draws masks of its own."""
+MASKS = {"shared": MaskDraws(), "independent": MaskDraws(by_rank=True)}
+"""What `Config.masks` names."""
 
 GATE_RATIO = 100.0
 """gate_lr / lr unless a gate_lr is given."""
@@ -101,6 +108,8 @@ class Config:
         >>> config = pp.Config(epochs=5, lr=0.1, schedule="cosine")
         >>> config.gate_lr
         10.0
+        >>> config
+        Config(epochs=5, lr=0.1, schedule='cosine')
         >>> pp.Config(schedule=lambda share: 1 - share).factor(0.25)
         0.75
     """
@@ -147,6 +156,20 @@ class Config:
         check_name("execution", self.execution, EXECUTIONS)
         check_name("masks", self.masks, MASKS)
 
+    def __eq__(self, other: object) -> bool:
+        # A gate_lr that follows lr is another setting than a number that equals it now: only the first can change.
+        return isinstance(other, Config) and self.changes() == other.changes()
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in self.changes().items())})"
+
+    def changes(self) -> dict[str, Any]:
+        """The fields that have not their default value, in their order."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        if isinstance(self.gate_lr, _Auto):
+            del values["gate_lr"]
+        return {name: value for name, (value, default) in values.items() if value != default}
+
     @property
     def first_epoch(self) -> int:
         """How many epochs of the schedule lie before this stage: order and augmentation go on where they ended."""
@@ -179,6 +202,8 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """All that the outcome of training follows from, as JSON holds it; `execution` is no part of that."""
         content = asdict(replace(self, execution="eager"))
+        if self.gate_lr == GATE_RATIO * self.lr and not isinstance(self.gate_lr, _Auto):
+            content["gate_lr"] = [self.gate_lr, "given"]  # any other number tells itself from one that follows lr
         if callable(self.schedule):  # a name does not tell two functions apart
             content["schedule"] = [float(self.schedule(share)) for share in _PROBES]
         return content

@@ -271,7 +271,7 @@ class Step:
     @contextmanager
     def _rank_samples(self) -> Iterator[None]:
         """With independent masks, samples that no other rank has, while this lasts."""
-        offset = ranks.rank() * (2**32 // ranks.world()) if MASKS[self.config.masks] else 0
+        offset = ranks.rank() * (2**32 // ranks.world()) if MASKS[self.config.masks].by_rank else 0
         steps = [site.sampler.step for site in self.sites] if offset else []
         for step in steps:
             step.add_(offset)
