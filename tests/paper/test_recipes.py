@@ -15,6 +15,7 @@ from sklearn.linear_model import Lasso
 from typer.testing import CliRunner, Result
 
 from pacprune.cli import app
+from pacprune.data import trace
 from pacprune.methods.table import METHODS
 from pacprune.paper import frame, linear_model, painting, recipes, weight_noise, wide_masks
 from pacprune.paper.frame import Figure, Job, Recipe, Setting
@@ -33,6 +34,7 @@ def call(*words: str) -> Result:
 def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a recipe prints at the scale smoke."""
     folder = tmp_path_factory.mktemp("recipe") / "out"
+    trace._looks.clear()  # a recipe is a process of its own
     process = call(request.param, "--scale", "smoke", "--out", str(folder), "--json")
     assert process.exit_code == 0, process.stderr
     return json.loads(process.stdout)
