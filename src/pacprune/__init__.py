@@ -5,6 +5,8 @@
 The nouns are scores, masks, SpikeSlab, Split, Config and Certificate; the rest are verbs. See docs/ for a tutorial.
 """
 
+import sys
+
 from pacprune import bounds, data, models
 from pacprune._version import __version__ as __version__
 from pacprune.certification.audit import verify
@@ -84,6 +86,19 @@ __all__ = [
     "verify",
     "wide",
 ]
+
+
+# `import pacprune.linear` and the like, whatever folder a public module lies in.
+for _name, _module in {
+    "export": export,
+    "linear": linear,
+    "patterns": patterns,
+    "ranks": ranks,
+    "scores": scores,
+    "slim": slim,
+    "wide": wide,
+}.items():
+    sys.modules[f"{__name__}.{_name}"] = _module
 
 
 def __dir__() -> list[str]:

@@ -178,6 +178,7 @@ def certify_held_out(
     rules.refuse_repeats(split, declaration)
     rules.refuse_batch_statistics(model)
     weights.note_changes([model])
+    weights.note_strangers(model)
     rules.refuse_untraced(weights.seen(model), split, "the network", declaration)
     n, ledger = len(split.bound), BOUNDS["held_out"].ledger(delta, certified=certified)
     errors = int(drawn_networks.errors(model, {}, split.bound).sum())
@@ -213,7 +214,7 @@ def _refuse_broken_rules(
     """A ValueError with the first rule that is broken."""
     rules.refuse_split(split)
     rules.refuse_repeats(split, declaration)
-    rules.refuse_untraced(prior.seen, split, "the prior", declaration)
+    rules.refuse_untraced(prior.origin, split, "the prior", declaration)
     rules.refuse_seen_unlabelled(posterior, split)
     rules.refuse_without_receipt(model, prior, split)
     rules.refuse_moved_rest(prior, posterior)

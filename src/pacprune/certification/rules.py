@@ -104,9 +104,9 @@ def refuse_untraced(seen: Trace, split: Split, who: str, declaration: str | None
         raise ValueError(f"pacprune has never trained {who}, so that nobody knows what it has seen; {remedy}")
     unknown = seen.labelled[~torch.isin(seen.labelled, split.prior.known.labelled)]
     if trace.FOREIGN in unknown:
-        raise ValueError(f"the weights of {who} were changed by something other than pacprune; {remedy}")
+        raise ValueError(f"weights of {who} were made or changed by something other than pacprune; {remedy}")
     if trace.UNKNOWN_MASK in unknown:
-        raise ValueError(f"a mask of {who} was not computed by pacprune from this network; {remedy}")
+        raise ValueError(f"a mask or a tensor of {who} was not computed by pacprune; {remedy}")
     if len(unknown):
         raise ValueError(
             f"{who} was trained on {len(unknown)} examples or labels that are not those of split.prior, so that nobody "

@@ -81,16 +81,19 @@ def look_at(data: Data) -> None:
 def _part(data: Data) -> splits.Part | None:
     """The part that the data are read from, if nothing else can come in between."""
     source = _source(data)
-    if isinstance(data, DataLoader) and data.collate_fn is not default_collate:
+    # A subclass could read anything, and so could a collate_fn.
+    if isinstance(data, DataLoader) and (type(data) is not DataLoader or data.collate_fn is not default_collate):
         return None
-    if isinstance(source, splits.Augmented):
-        return source.part
-    return source if isinstance(source, splits.Part) else None
+    if type(source) is splits.Augmented:
+        source = source.part
+    return source if type(source) is splits.Part else None
 
 
 def example_hashes(data: Data) -> Tensor:
     """64-bit hashes of all examples by their content, in their order."""
-    pair = tensors(data)
+    part, pair = _part(data), tensors(data)
+    if part is not None:
+        return part.example_hashes
     return _read(data)[0] if pair is None else _hashes_of(pair[0])
 
 

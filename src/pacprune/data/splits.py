@@ -216,8 +216,10 @@ class Split:
 
     @cached_property
     def pool(self) -> str:
-        """SHA-256 of the examples of all parts but `test`, in no order: every split of one data set has the same."""
-        parts = (self.prior, self.bound, self.unlabelled)
+        """SHA-256 of all examples that the parts were cut from, in no order: every split of one data set has the same."""
+        parts = [self.prior, self.bound, self.unlabelled]
+        if self.test.source == self.bound.source:  # cut from the same examples, by the seed
+            parts.append(self.test)
         hashes = [part.example_hashes if part.raw is None else part.raw[:, 0] for part in parts]
         return _sha256(torch.cat(hashes).sort().values)
 
@@ -378,6 +380,7 @@ def cut(
     classes = _count_classes(examples.y, test_examples.y, classes)
     (x, y), (test_x, test_y) = _take(examples, order), _take(test_examples, test_order)
     hashes = torch.stack([example_hashes(examples.x[order]), example_hashes(x)], dim=1)
+    test_hashes = torch.stack([example_hashes(test_examples.x[test_order]), example_hashes(test_x)], dim=1)
     mean, std = _standardise_(x, test_x, k) if standardise and x.is_floating_point() else ((), ())
     source, test_source = (_name_source(part) for part in (examples, test_examples))
     return Split(
@@ -385,7 +388,7 @@ def cut(
         bound=Part("bound", x[k:n], y[k:n], order[k:n], source, hashes[k:n]),
         train=Part("train", x[:n], y[:n], order[:n], source, hashes[:n]),
         unlabelled=Part("unlabelled", x[n:], y[n:], order[n:], source, hashes[n:]),
-        test=Part("test", test_x, test_y, test_order, test_source),
+        test=Part("test", test_x, test_y, test_order, test_source, test_hashes),
         dataset=dataset,
         seed=seed,
         prior_fraction=prior_fraction,

@@ -336,7 +336,8 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
     carries = any(p.requires_grad for p in keep_prob.values())
     if not carries:
         weights.note_changes([model])
-    return SpikeSlab(
+        weights.note_strangers(model)
+    slab = SpikeSlab(
         keep_prob=keep_prob,
         mean=mean,
         std=std,
@@ -344,6 +345,9 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
         total=total(model),
         seen=Trace() if carries else weights.seen(model),
     )
+    if not carries:
+        slab.note()
+    return slab
 
 
 def total(model: nn.Module) -> int:
@@ -384,7 +388,7 @@ def resample_(model: nn.Module) -> nn.Module:
     """
     listed = attached(model)
     moves_gates = any(site.sampler.mapping == kernels.CLAMP for site in listed)
-    with weights.changing(model) if moves_gates else nullcontext():
+    with weights.changing(model, chosen=False) if moves_gates else nullcontext():
         advance_(listed)
     return model
 

@@ -63,6 +63,19 @@ class SpikeSlab:
                 digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
+    def note(self) -> None:
+        """Remembers that these very tensors were made together: others that are put in their place are not known."""
+        trace.note({str(i): t for i, t in enumerate(self._tensors())}, self.seen)
+
+    @property
+    def origin(self) -> Trace:
+        """What was used to shape all of this, and that something is not known where a tensor was put in by hand."""
+        return self.seen | trace.noted(self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        parts = (self.keep_prob, self.mean, self.std, self.rest)
+        return [tensor for part in parts for tensor in part.values()]
+
     def __repr__(self) -> str:
         return (
             f"SpikeSlab({len(self.keep_prob)} tensors, {self.total:,} weights, expected sparsity {self.sparsity:.4f})"
@@ -86,7 +99,7 @@ def _around(
         if not 0 <= std < float("inf"):
             raise ValueError(f"std is {std}; it must be 0 (a stochastic mask) or a positive number")
         std = {name: torch.tensor(float(std), device=w.device) for name, w in chosen.items()}
-    return SpikeSlab(
+    slab = SpikeSlab(
         keep_prob={name: kernels.quantised(keep_prob[name]) for name in chosen},
         mean=chosen,
         std=dict(std),
@@ -94,6 +107,8 @@ def _around(
         total=weights.total(model),
         seen=weights.seen(model) | (Trace() if made_from is None else trace.noted(made_from.values())),
     )
+    slab.note()
+    return slab
 
 
 def rest_of(model: nn.Module, chosen: set[str]) -> dict[str, Tensor]:

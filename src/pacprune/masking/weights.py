@@ -7,6 +7,7 @@ from typing import NoReturn, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from pacprune.data import trace
 from pacprune.data.trace import Trace
@@ -203,13 +204,16 @@ def mark_seen(models: nn.Module | Sequence[nn.Module], use: Trace) -> None:
 
 
 @contextmanager
-def changing(model: nn.Module) -> Iterator[None]:
+def changing(model: nn.Module, *, chosen: bool = True) -> Iterator[None]:
     """While pacprune changes the weights: what something else did to them before is noted, and so is their new state.
 
-    A model that pacprune has not changed yet is taken as it is.
+    A model that pacprune has not changed yet is taken as it is. What was evaluated before may have been the reason for
+    the change, unless it is not `chosen`.
     """
     note_changes([model])
     forget_stamps([model])
+    if chosen:
+        mark_seen(model, trace.looked())
     yield
     stamp([model])
 
@@ -220,6 +224,14 @@ def note_changes(models: Sequence[nn.Module]) -> None:
         stamped = [(module, note.fingerprint) for module, note in noted(model) if note.fingerprint is not None]
         if any(fingerprint(module) != known for module, known in stamped):
             mark_seen(model, trace.foreign())
+
+
+def note_strangers(model: nn.Module) -> None:
+    """Notes whether there are layers that pacprune has never trained or pruned beside those that it has."""
+    owners = [m for m in model.modules() if m._parameters and not isinstance(m, parametrize.ParametrizationList)]
+    known = [module for module, note in noted(model) if note.seen is not None]
+    if known and any(module not in known for module in owners):
+        mark_seen(model, trace.foreign())
 
 
 def forget_stamps(models: Sequence[nn.Module]) -> None:
