@@ -1,6 +1,7 @@
 """N:M patterns: exact for every method and criterion, the gate of a group as a distribution, resuming, refusals."""
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import pacprune as pp
 from pacprune.masking import attachment, criteria, masks, patterns, weights
+from pacprune.methods.pft import RECIPES
+from pacprune.methods.table import METHODS, Method
 from pacprune.runs import options as opt
 from pacprune.training.budget import move_masks_
 from pacprune.training.population import Population
@@ -21,16 +24,25 @@ Y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
 IMAGES = torch.randn(60, 4, 6, 6, generator=G)
 LABELS = (IMAGES[:, 0].mean((1, 2)) > 0).long()
 CONFIG = pp.Config(epochs=2, lr=0.1, batch_size=32)
-METHODS = {
-    "osp": pp.osp,
-    "pft": pp.pft,
-    "pft-still": lambda *arguments, **options: pp.pft(*arguments, noise=False, **options),
-    "gmp": lambda *arguments, **options: pp.gmp(*arguments, every=1, **options),
-    "dpf": lambda *arguments, **options: pp.gmp(*arguments, every=1, feedback=True, **options),
-    "imp": pp.imp,
-}
-CASES = [(name, {"criterion": criterion}) for name in ("osp", "pft", "pft-still") for criterion in criteria.CRITERIA]
-CASES += [(name, {}) for name in ("gmp", "dpf", "imp")]
+
+
+def takes_pattern(method: Method) -> bool:
+    """Whether a method prunes to a pattern; a recipe of pft may not."""
+    recipe = method.options.get("recipe")
+    return method.takes("pattern") and (recipe is None or RECIPES[recipe].takes_pattern)
+
+
+def call(method: Method) -> "partial[pp.Pruned]":
+    """The method, with masks that move at every step."""
+    return partial(method.verb, **method.options, **({"every": 1} if method.takes("every") else {}))
+
+
+PATTERN_METHODS = {name: call(method) for name, method in METHODS.items() if takes_pattern(method)}
+CASES = [
+    (name, options)
+    for name in PATTERN_METHODS
+    for options in ([{"criterion": c} for c in criteria.CRITERIA] if METHODS[name].takes("criterion") else [{}])
+]
 
 
 def seeded(*modules: Any, seed: int = 0) -> nn.Module:
@@ -77,7 +89,7 @@ def test_every_method_and_criterion_keeps_exactly_n_of_m(name: str, options: dic
     n, m = patterns.parse(pattern)
     for model, data in ((net(), (X, Y)), (convolution(), (IMAGES, LABELS))):
         plain = list(model.state_dict())
-        result = METHODS[name](model, data, CONFIG, pattern=pattern, dense=CONFIG, **options)
+        result = PATTERN_METHODS[name](model, data, CONFIG, pattern=pattern, dense=CONFIG, **options)
         assert result.pattern == pattern
         assert result.sparsity == 1 - n / m == patterns.sparsity(pattern)
         assert list(model.state_dict()) == plain
@@ -140,7 +152,7 @@ def test_harden_without_a_mask_takes_the_likeliest_choice() -> None:
 def test_shapes_that_do_not_divide_are_refused_before_anything_is_trained() -> None:
     model = seeded(lambda: nn.Linear(8, 6), nn.ReLU, lambda: nn.Linear(6, 3))
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    for method in METHODS.values():
+    for method in PATTERN_METHODS.values():
         with pytest.raises(ValueError, match=r"2\.weight has rows of 6 weights, .* groups of 4; .* prunable="):
             method(model, (X, Y), CONFIG, pattern="2:4", dense=CONFIG)
     for name, t in model.state_dict().items():
@@ -159,7 +171,7 @@ def test_shapes_that_do_not_divide_are_refused_before_anything_is_trained() -> N
     ],
 )
 def test_contradictory_arguments_are_refused(options: dict[str, Any], sentence: str) -> None:
-    for method in METHODS.values():
+    for method in PATTERN_METHODS.values():
         with pytest.raises(ValueError, match=sentence):
             method(net(), (X, Y), CONFIG, **options)
     with pytest.raises(ValueError, match=sentence):
@@ -338,11 +350,10 @@ def test_an_interrupted_run_resumes_to_the_bit(tmp_path: Path) -> None:
 # --- Many models at once, and gradual pruning.
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", PATTERN_METHODS)
 def test_models_pruned_together_equal_models_pruned_alone(name: str) -> None:
-    verb = {"osp": pp.osp, "pft": pp.pft, "pft-still": pp.pft, "imp": pp.imp}.get(name, pp.gmp)
-    options: dict[str, Any] = {"pattern": "2:4", "dense": CONFIG}
-    options |= {"pft-still": {"noise": False}, "gmp": {"every": 1}, "dpf": {"every": 1, "feedback": True}}.get(name, {})
+    verb = PATTERN_METHODS[name].func
+    options: dict[str, Any] = {"pattern": "2:4", "dense": CONFIG, **PATTERN_METHODS[name].keywords}
     seeds = [0, 1, 2]
     crowd = pp.together(verb, [net(seed) for seed in seeds], (X, Y), CONFIG, seed=seeds, **options)
     for seed, result in zip(seeds, crowd, strict=True):
