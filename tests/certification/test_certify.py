@@ -252,7 +252,7 @@ def test_a_prior_that_changed_is_refused() -> None:
     run = issued()
     wider = dataclasses.replace(run.prior, std={n: 2 * s for n, s in run.prior.std.items()})
     with pytest.raises(ValueError, match=f"another prior \\({run.prior.hash[:12]}\\) than .*\\({wider.hash[:12]}\\)"):
-        certify_again(prior=wider)
+        certify_again(prior=wider, declare="the width was doubled afterwards")
 
 
 @pytest.mark.parametrize("case", ["fit", "validation", "snip", "batchnorm"])

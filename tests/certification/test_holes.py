@@ -359,6 +359,8 @@ def test_a_missing_key_is_refused_at_every_depth(kind: str, tmp_path: Path) -> N
         for key in inside(record, path):
             if (*path, key)[:2] == ("data", "files") or (*path, key) == ("files",):
                 continue  # files have names of the issuer's own; without their hashes nothing can be written here
+            if path == ("bounds",) and key not in ("held_out", record["claim"]["family"]):
+                continue  # a certificate may state fewer bounds
             changed = copy.deepcopy(record)
             del inside(changed, path)[key]
             write(folder, changed, digests=(*path, key) != ("digest",))
@@ -397,8 +399,8 @@ def test_a_grid_that_is_no_longer_paid_for_is_refused_or_said(tmp_path: Path) ->
     assert "assumptions are not in the words" in verdict_of(forged(tmp_path / "quiet", partial(with_grid, 1), cert))
     report = pp.verify(forged(tmp_path / "said", said, cert))
     assert report.valid  # nobody can count what an issuer tried
-    line = "no more was tried on these bound examples than the ledger pays for: grid 1, certified 1"
-    assert line in report.trusted
+    line = "no more was tried on these bound examples than the ledger pays for (grid 1, certified 1)"
+    assert any(trusted.startswith(line) for trusted in report.trusted)
     assert f"on trust: {line}" in str(report)
 
 
@@ -749,7 +751,6 @@ def test_every_cut_of_one_pool_is_a_try_on_it(ledger: Path) -> None:  # noqa: F8
     assert pp.certify_held_out(constant_answer(), other, declare=DECLARED).tries.number == 1
 
 
-@pytest.mark.xfail(strict=True, reason="Split.pool leaves out a test part that the seed cuts from the same examples")
 def test_a_cut_with_another_test_part_is_a_try_on_the_same_pool(ledger: Path) -> None:  # noqa: F811
     x, y = random_labels().train.x, random_labels().train.y
     cuts: tuple[dict[str, Any], ...] = ({"test": 0.2}, {"test": 0.2, "seed": 3}, {"test": 0.3}, {})
@@ -1120,7 +1121,6 @@ class OtherPart(pp.data.Part):
         return digits().bound.x[i % 643], digits().bound.y[i % 643]
 
 
-@pytest.mark.xfail(strict=True, reason="batches._part takes a subclass of DataLoader or Part at its word")
 @pytest.mark.parametrize("kind", ["loader", "part"])
 def test_a_subclass_is_not_taken_at_its_word(kind: str) -> None:
     part = digits().prior
@@ -1225,7 +1225,7 @@ def test_a_mask_from_a_copy_that_was_trained_on_everything_is_refused() -> None:
 def test_a_mask_that_pacprune_did_not_compute_is_untraced() -> None:
     model = trained(digits().prior)
     mask = pp.top_k(pp.scores.magnitude(model), sparsity=0.5)
-    words = "a mask of the network was not computed by pacprune"
+    words = "a mask or a tensor of the network was not computed by pacprune"
     for other in (
         {name: ~keep for name, keep in mask.items()},
         {name: torch.rand(keep.shape) > 0.5 for name, keep in mask.items()},
@@ -1277,13 +1277,12 @@ def test_for_q_under_one_p_a_look_is_free_but_for_the_single_draw(tmp_path: Path
     assert {"seeger", "held_out", "thresholded"} <= cert.bounds.keys()
     assert check(cert.save(tmp_path)).valid
 
-    def stated(record: Record, tensors: Tensors) -> None:
-        record["single_draw"]["fresh"] = True
+    def stale(record: Record, tensors: Tensors) -> None:
+        record["single_draw"]["fresh"] = False
 
-    assert verdict_of(forged(tmp_path / "forged", stated, cert)).startswith("INVALID: bounds are given for")
+    assert verdict_of(forged(tmp_path / "forged", stale)).startswith("INVALID: bounds are given for ['single_draw']")
 
 
-@pytest.mark.xfail(strict=True, reason="weights.changing does not count looks: how much is pruned is a choice, too")
 @pytest.mark.parametrize("how", ["apply_mask", "attach"])
 def test_a_network_that_is_pruned_after_a_look_is_refused(how: str) -> None:
     split, model = digits(), trained(digits().prior)
@@ -1318,7 +1317,7 @@ def test_weights_that_something_else_changed_are_untraced(how: str) -> None:
     else:
         with torch.no_grad():
             model[1].weight.copy_(other[1].weight)
-    words = "the weights of the network were changed by something other than pacprune"
+    words = "weights of the network were made or changed by something other than pacprune"
     needs_declaration(copy.deepcopy(model), words=words)
     pp.fit(model, digits().prior, SHORT)  # which does not make it forget
     refused(model, words=words)
@@ -1330,18 +1329,17 @@ def test_a_prior_whose_weights_something_else_changed_is_untraced() -> None:
     pp.attach(model, pp.isotropic(model, sparsity=0.5, std=0.02))
     prior = pp.read(model)
     pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
-    with pytest.raises(ValueError, match="the weights of the prior were changed by something other than pacprune"):
+    with pytest.raises(ValueError, match="weights of the prior were made or changed by something other than pacprune"):
         pp.certify(model, prior, split, **FAST)
     model, prior = prior_of(split)
     with torch.no_grad():
         next(p for p in model.parameters() if p.ndim == 2).add_(0.01)
     moved_prior = pp.read(model)
     pp.fit_posterior(model, moved_prior, split, pp.Config(epochs=0))
-    with pytest.raises(ValueError, match="the weights of the prior were changed by something other than pacprune"):
+    with pytest.raises(ValueError, match="weights of the prior were made or changed by something other than pacprune"):
         pp.certify(model, moved_prior, split, **FAST)
 
 
-@pytest.mark.xfail(strict=True, reason="SpikeSlab.seen stays when other means are put in by dataclasses.replace")
 def test_a_prior_with_other_means_than_were_read_is_untraced() -> None:
     split = digits()
     model, prior = prior_of(split)
@@ -1351,7 +1349,6 @@ def test_a_prior_with_other_means_than_were_read_is_untraced() -> None:
         pp.certify(model, other, split, **FAST)
 
 
-@pytest.mark.xfail(strict=True, reason="weights.note_changes does not ask for modules without notes beside noted ones")
 def test_layers_that_pacprune_never_trained_are_untraced_beside_others() -> None:
     model = nn.Sequential(trained(digits().prior), nn.Linear(10, 10))
     refused(model, words="declare=")

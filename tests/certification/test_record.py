@@ -118,5 +118,5 @@ def test_the_content_of_a_certificate_stays_what_it_was() -> None:
     content = json.dumps(rounded(record), indent=2)
     assert (
         hashlib.sha256(content.encode()).hexdigest()
-        == "0f64948e5ebab30d7b8f372c252ce349e762ab59255fd9f6cfffd23da7f1895d"
+        == "5aefbc60f881474d2a9b521f88229ff2d26b0cbefb755675c98f1e0235ac8c64"
     )

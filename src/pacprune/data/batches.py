@@ -126,17 +126,23 @@ def _read(data: Data) -> tuple[Tensor, Tensor]:
     source, entry = _source(data), _read_hashes.get(id(data))
     if entry is not None and entry[0]() is data and entry[1] == len(source):
         return entry[2], entry[3]
-    if isinstance(data, DataLoader) and data.batch_sampler is None:  # what it reads are batches already
-        collate: Any = lambda items: data.collate_fn(items[0])  # noqa: E731
-    else:
-        collate = data.collate_fn if isinstance(data, DataLoader) else default_collate
-    pairs = (collate([source[i]]) for i in range(len(source)))
+    pairs = _pairs(data, source)
     with isolated_rng(torch.device("cpu"), data, seed=0):  # random augmentation gives the same hashes every time
         hashes = [(trace.example_hashes(x), trace.label_hashes(torch.as_tensor(y))) for x, y in pairs]
     x, y = (torch.cat(column) for column in zip(*hashes, strict=True))
     key = id(data)
     _read_hashes[key] = weakref.ref(data, lambda _: _read_hashes.pop(key, None)), len(source), x, y
     return x, y
+
+
+def _pairs(data: Any, source: Any) -> Iterator[tuple[Any, Any]]:
+    """Every example of a Dataset or a DataLoader, in batches of one or as they come."""
+    if isinstance(data, DataLoader) and (type(data) is not DataLoader or data.batch_sampler is None):
+        yield from data  # a subclass may give other batches; without a sampler of batches, what it reads are batches
+        return
+    collate = data.collate_fn if isinstance(data, DataLoader) else default_collate
+    for i in range(len(source)):
+        yield collate([source[i]])
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -216,7 +216,7 @@ class Split:
 
     @cached_property
     def pool(self) -> str:
-        """SHA-256 of all examples that the parts were cut from, in no order: every split of one data set has the same."""
+        """SHA-256 of all examples that the parts were cut from, in no order: equal for every split of a data set."""
         parts = [self.prior, self.bound, self.unlabelled]
         if self.test.source == self.bound.source:  # cut from the same examples, by the seed
             parts.append(self.test)
