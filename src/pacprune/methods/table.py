@@ -38,6 +38,7 @@ class Method:
         examples: Flags of the examples in its help.
         tunes_gates: Whether a comparison tunes gate_lr / lr as well.
         certifies: Whether the verb takes a split and leaves a certificate.
+        names_runs: Whether a run of the command with the same verb that was given its `options` is called by its name.
     """
 
     verb: Callable[..., Any]
@@ -54,6 +55,7 @@ class Method:
     examples: tuple[str, ...] = ("--sparsity 0.95",)
     tunes_gates: bool = False
     certifies: bool = False
+    names_runs: bool = True
 
     def takes(self, parameter: str) -> bool:
         """Whether the verb has such a parameter, say a criterion or a mask_share."""
@@ -113,6 +115,7 @@ METHODS: dict[str, Method] = {
         "d",
         options={"noise": False},
         tunes_gates=True,
+        names_runs=False,
     ),
     "gmp": Method(
         gmp,

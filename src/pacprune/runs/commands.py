@@ -368,7 +368,8 @@ def method_name(options: Options) -> str:
     """The method's name in tables: the name of the variant with these options, else the command's."""
     verb, values = METHODS[options.command].verb, vars(options)
     for name, method in METHODS.items():
-        if method.flags is None and method.verb is verb and method.options.items() <= values.items():
+        variant = method.flags is None and method.names_runs and method.verb is verb
+        if variant and method.options.items() <= values.items():
             return name
     return options.command
 
