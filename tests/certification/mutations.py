@@ -132,6 +132,7 @@ SORTS: dict[str, Callable[[], pp.Certificate]] = {
     "Chernoff": lambda: _pac_bayes(method="chernoff", delta=0.001),
     "declared, packed": lambda: _pac_bayes(declare="it came from “elsewhere” – 数字 🙂"),
     "committed": lambda: _pac_bayes(seal=True),
+    "committed, Chernoff, packed": lambda: _pac_bayes(seal=True, method="chernoff"),
     "masks alone, packed": lambda: _pac_bayes(std=0.0),
     "trained std": lambda: _pac_bayes(train_std=True),
     "looked at, packed": lambda: _pac_bayes(look=True),
@@ -561,6 +562,37 @@ def change_what_is_on_trust(rng: random.Random, files: Files) -> Files:
     if path.split("/")[0] not in record:
         return stored(files, record)
     return stored(files, changed(record, tuple(path.split("/")), value))
+
+
+@mutation
+def state_fewer_bounds(rng: random.Random, files: Files) -> Files:
+    record = record_of(files)
+    for name in rng.sample(list(record["bounds"]), rng.randrange(1 + len(record["bounds"]))):
+        if name != "held_out" or rng.random() < 0.2:
+            del record["bounds"][name]
+    return stored(files, record)
+
+
+@mutation
+def seal_another_plan(rng: random.Random, files: Files) -> Files | None:
+    """With seals and seeds that fit it."""
+    record = record_of(files)
+    if (sealed := record["commitment"]) is None:
+        return None
+    key = rng.choice(list(sealed["plan"]))
+    others = {"draws": [59, 60, 61, 10**9], "method": ["betting", "chernoff", "x"], "family": ["seeger", "catoni", "x"]}
+    number = rng.choice([0, 1, 2, 1.0, 0.05, 0.5, None])
+    sealed["plan"][key] = rng.choice(others[key]) if key in others else number
+    sealed["beacon"] = rng.choice([sealed["beacon"], "round 5", "🙂", "", "\u202e"])
+    split = {key: record["split"][key] for key in ("parts", "indices")}
+    first = arithmetic.digest({"prior": record["hashes"]["prior"], "split": split, "plan": sealed["plan"]})
+    sealed |= {
+        "digest": first,
+        "seal": arithmetic.digest({"commitment": first, "posterior": record["hashes"]["posterior"]}),
+    }
+    words = f"from the commitment {first[:12]} and"
+    record["statement"] = re.sub(r"from the commitment \w+ and", words, record["statement"])
+    return rehashed(stored(files, record))
 
 
 # --- True in themselves: counts are invented, and everything that follows from them is computed by the library.
