@@ -417,9 +417,9 @@ def test_members_are_penalised_independently():
 
 def test_wrong_budgets_of_a_population_are_refused():
     stacked, models, plans = population("shift")
-    with pytest.raises(ValueError, match="there are 2 budgets for 3 models; give one for each, or one for all"):
+    with pytest.raises(ValueError, match="budget has 2 entries for 3 models; give one for each, or one for all"):
         budget.enforce_(stacked, plans[:2], 0.0)
-    with pytest.raises(ValueError, match="there are 2 budgets for 1 models"):
+    with pytest.raises(ValueError, match="budget has 2 entries for 1 models"):
         budget.enforce_(models[0], plans[:2], 0.0)
     with pytest.raises(ValueError, match="have the controls none and shift, but all are held in one pass"):
         budget.enforce_(stacked, [*plans[:2], Budget(0.5, control="none")], 0.0)

@@ -55,7 +55,7 @@ def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, A
         records.append(
             {
                 "clock": self.clock.clone(),
-                "rates": [group.rate.clone() for group in self.run.groups],
+                "rates": [group.rate.clone() for group in self.stage.groups],
                 "x": x.clone(),
                 "word": word,
             }

@@ -76,17 +76,17 @@ def _plan(k: int, device: torch.device, scale: str) -> list[_Way]:
         single = {"eager": _config(), "graph": _config("graph"), "graph, bfloat16": _config("graph", amp=True), **fast}
     else:
         fast = single = {"eager": _config()}
-    plan = [_Way("dense", 1, setting, config) for setting, config in single.items()]
-    plan += [
+    ways = [_Way("dense", 1, setting, config) for setting, config in single.items()]
+    ways += [
         _Way("PFT", 1, setting, config)
         for setting, config in single.items()
         if setting == "graph, bfloat16" or device.type == "cpu"
     ]
-    plan += [_Way(stage, k, setting, config) for setting, config in fast.items() for stage in ("dense", "PFT")]
+    ways += [_Way(stage, k, setting, config) for setting, config in fast.items() for stage in ("dense", "PFT")]
     if device.type == "cuda":
         # Forward and backward: the first way is also measured last. A compiled way is measured once.
-        return plan + [way for way in reversed(plan) if way.config.execution != "compiled"]
-    return plan * (1 if scale == "smoke" else 5)
+        return ways + [way for way in reversed(ways) if way.config.execution != "compiled"]
+    return ways * (1 if scale == "smoke" else 5)
 
 
 def _config(execution: str = "eager", *, amp: bool = False) -> Config:

@@ -1,4 +1,4 @@
-"""Stochastic masks on any nn.Module: the only contact with torch.nn.utils.parametrize.
+"""Stochastic masks on any nn.Module, installed by torch.nn.utils.parametrize; `Sampler` is what it calls.
 
 `attach` turns every prunable weight into a draw of its spike and slab; the module keeps its class, its forward and its
 other parameters. A weight's parameters become `mean` (original0), `gate` (original1) and, when std is trained, the
@@ -110,7 +110,7 @@ def raw_logits(attached_weights: Sequence[AttachedWeight]) -> list[Tensor]:
     return [site.raw() for site in attached_weights]
 
 
-def attached(model: nn.Module) -> list[AttachedWeight]:
+def require_sites(model: nn.Module) -> list[AttachedWeight]:
     """`sites`, or a ValueError when there are none."""
     listed = sites(model)
     if not listed:
@@ -317,7 +317,7 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
         >>> pp.read(pp.attach(model, pp.isotropic(model, sparsity=0.9)))
         SpikeSlab(2 tensors, 1,184 weights, expected sparsity 0.9000)
     """
-    listed = attached(model)
+    listed = require_sites(model)
     if listed[0].sampler.pattern is not None:
         raise ValueError(
             f"the gates of a {listed[0].sampler.mapping} pattern are one choice for every group, and a SpikeSlab has "
@@ -342,17 +342,12 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
         mean=mean,
         std=std,
         rest={n: t.detach().clone() for n, t in _rest(model)} if detach else {},
-        total=total(model),
+        total=weights.noted_total(model),
         seen=Trace() if carries else weights.seen(model),
     )
     if not carries:
         slab.note()
     return slab
-
-
-def total(model: nn.Module) -> int:
-    """D of an attached model: all weights of its plain form in tensors of two or more dimensions."""
-    return weights.noted_total(model)
 
 
 def _rest(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -386,7 +381,7 @@ def resample_(model: nn.Module) -> nn.Module:
         >>> torch.equal(first, model(x)), torch.equal(first, pp.resample_(model)(x))
         (True, False)
     """
-    listed = attached(model)
+    listed = require_sites(model)
     moves_gates = any(site.sampler.mapping == kernels.CLAMP for site in listed)
     with weights.changing(model, chosen=False) if moves_gates else nullcontext():
         advance_(listed)
@@ -406,7 +401,7 @@ def advance_(attached_weights: Sequence[AttachedWeight]) -> None:
 def set_logits_(model: nn.Module, logits: Mapping[str, Tensor]) -> nn.Module:
     """Gates with which every weight has this logit before shift and sharpness; under a pattern, choices their sums."""
     with weights.changing(model):
-        for site in attached(model):
+        for site in require_sites(model):
             pattern, goal = site.sampler.pattern, local(logits[site.name])
             if pattern is None:
                 site.local_gate.add_(goal - site.raw())
@@ -425,7 +420,7 @@ def forget(model: nn.Module) -> nn.Module:
 
 def final_mask(model: nn.Module, *, sparsity: float | None = None, min_per_layer: int = 0) -> dict[str, Tensor]:
     """The mask that the gates have come to: `top_mask` of their keep_prob, or the likeliest choices of a pattern."""
-    listed = attached(model)
+    listed = require_sites(model)
     if listed[0].sampler.pattern is None:
         return top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
     mask = {site.name: site.sampler.chosen(site.mean, site.gate) for site in listed}
@@ -450,7 +445,7 @@ def harden(model: nn.Module, mask: dict[str, Tensor] | None = None) -> nn.Module
         >>> round(pp.sparsity(pp.harden(model)), 3)
         0.9
     """
-    listed = attached(forget(model))
+    listed = require_sites(forget(model))
     if mask is None:
         mask = final_mask(model)
     with weights.changing(model):

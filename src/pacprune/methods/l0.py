@@ -14,9 +14,9 @@ from pacprune.masking.spikeslab import SpikeSlab, isotropic, top_mask
 from pacprune.methods.pipeline import (
     Pipeline,
     Pruned,
+    check_reachable,
     check_request,
     fine_tune,
-    magnitude_mask,
     pipeline,
     split_epochs,
     stage_maker,
@@ -81,7 +81,7 @@ def l0(
         raise ValueError(f"gate_lr is {config.gate_lr}, so the gates of L0 would stay as they are; give one above 0")
     mask_config, tune_config = split_epochs(config, mask_share)
     stage = stage_maker(model, data, loss, seed, folder, progress)
-    magnitude_mask(model, sparsity, prunable, min_per_layer)
+    check_reachable(model, sparsity, prunable, min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
     start = isotropic(model, sparsity=0.0, prunable=prunable)
     start = replace(start, keep_prob={name: torch.full_like(p, START) for name, p in start.keep_prob.items()})

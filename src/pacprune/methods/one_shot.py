@@ -7,7 +7,7 @@ from torch import nn
 
 from pacprune.masking import masks, weights
 from pacprune.masking.criteria import Criterion, score
-from pacprune.methods.pipeline import Pipeline, Pruned, check_request, fine_tune, magnitude_mask, pipeline, stage_maker
+from pacprune.methods.pipeline import Pipeline, Pruned, check_reachable, check_request, fine_tune, pipeline, stage_maker
 from pacprune.training.config import Config
 from pacprune.types import Data, Loss, Progress
 
@@ -61,7 +61,7 @@ def osp(
     """
     sparsity = check_request(model, sparsity, criterion, pattern)
     stage = stage_maker(model, data, loss, seed, folder, progress)
-    magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern, scope=scope)
+    check_reachable(model, sparsity, prunable, min_per_layer, pattern=pattern, scope=scope)
     history = (yield stage("dense", dense)) if dense else []
     scores = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
     mask = masks.top_k(

@@ -295,6 +295,13 @@ def magnitude_mask(
     )
 
 
+def check_reachable(
+    model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int, **options: Any
+) -> None:
+    """Refuses, before anything is trained, a sparsity that no mask of these weights can have."""
+    magnitude_mask(model, sparsity, prunable, min_per_layer, **options)
+
+
 def reachable_mask(
     model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int, pattern: str | None
 ) -> dict[str, Tensor]:

@@ -29,23 +29,23 @@ def work_at(address: str) -> Work:
     return partial(_run, address)
 
 
-def _run(address: str, plan: Sweep, folder: Path, waiting: list[Entry]) -> None:
+def _run(address: str, content: Sweep, folder: Path, waiting: list[Entry]) -> None:
     """Hands every run to Ray and waits. Ray restarts a run whose worker or node dies, on another node if need be.
 
     The shared folder records which runs are finished and how far the others are: a killed driver can be restarted.
     """
     waiting, folder = [_anywhere(entry) for entry in waiting], folder.absolute()
     with _connected(address) as ray:
-        _check_resources(ray, plan.resources)
-        reservation = {"num_cpus": plan.resources.num_cpus, "num_gpus": plan.resources.num_gpus}
-        _rehearse(ray, reservation, [_anywhere(Entry("", options, {})).options for options in plan.rehearsed])
-        sweep.begin(plan, folder)
-        task = ray.remote(**reservation, max_retries=plan.resources.max_retries)(_task)
-        pending = {task.remote(folder, plan.command, entry): entry for entry in waiting}
-        with locks.live(partial(sweep.status_of, folder, plan)):
+        _check_resources(ray, content.resources)
+        reservation = {"num_cpus": content.resources.num_cpus, "num_gpus": content.resources.num_gpus}
+        _rehearse(ray, reservation, [_anywhere(Entry("", options, {})).options for options in content.rehearsed])
+        sweep.begin(content, folder)
+        task = ray.remote(**reservation, max_retries=content.resources.max_retries)(_task)
+        pending = {task.remote(folder, content.command, entry): entry for entry in waiting}
+        with locks.live(partial(sweep.status_of, folder, content)):
             while pending:
                 ready, _ = ray.wait(list(pending), num_returns=1)
-                _settle(ray, ready[0], folder, pending.pop(ready[0]), plan.resources)
+                _settle(ray, ready[0], folder, pending.pop(ready[0]), content.resources)
 
 
 def _task(folder: Path, command: str, entry: Entry) -> str:

@@ -16,6 +16,7 @@ from pacprune.distributed import Across, is_sharded, refuse_sharded
 from pacprune.masking import attachment, masks, patterns, weights
 from pacprune.masking.attachment import AttachedWeight
 from pacprune.masking.spikeslab import ETA
+from pacprune.training.population import per_member
 from pacprune.types import check_name
 
 Schedule = Callable[[float], float]
@@ -203,9 +204,9 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
         )
-    for plan in budgets:
-        if plan.pattern is not None:
-            refuse_sharded(model.parameters(), "budget pattern", plan.pattern)
+    for budget in budgets:
+        if budget.pattern is not None:
+            refuse_sharded(model.parameters(), "budget pattern", budget.pattern)
     if control in MASK_CONTROLS and (gates or not weights.masked(model)):
         what = "has gates instead" if gates else "has none"
         raise ValueError(
@@ -222,29 +223,29 @@ def move_masks_(pairs: weights.Masked, budget: Budget | Sequence[Budget], step: 
     in place, so that a captured step goes on with the new masks. `total` is D.
     """
     members = not isinstance(budget, Budget)
-    for k, plan in enumerate([budget] if isinstance(budget, Budget) else budget):
-        if step % plan.period == 0:
+    for k, member_budget in enumerate([budget] if isinstance(budget, Budget) else budget):
+        if step % member_budget.period == 0:
             member_pairs = [(weight[k], keep[k]) for weight, keep in pairs] if members else pairs
-            _move_mask_(member_pairs, plan, step / steps, total)
+            _move_mask_(member_pairs, member_budget, step / steps, total)
 
 
-def _move_mask_(pairs: Sequence[tuple[Tensor, Tensor]], plan: Budget, progress: float, total: int) -> None:
+def _move_mask_(pairs: Sequence[tuple[Tensor, Tensor]], budget: Budget, progress: float, total: int) -> None:
     """The mask of one network, at the density of this moment."""
     scores = {str(i): weight.abs() for i, (weight, _) in enumerate(pairs)}
-    if plan.pattern is not None:
-        scores = patterns.protected_scores(scores, plan.pattern)
+    if budget.pattern is not None:
+        scores = patterns.protected_scores(scores, budget.pattern)
     # Tensors by themselves only where they have to be: every one more is looked at.
-    joined = plan.min_per_layer == 0 and not any(is_sharded(weight) for weight, _ in pairs)
+    joined = budget.min_per_layer == 0 and not any(is_sharded(weight) for weight, _ in pairs)
     mask = masks.top_k(
         {"": torch.cat([score.reshape(-1) for score in scores.values()])} if joined else scores,
-        sparsity=1 - plan.density(progress),
-        min_per_layer=plan.min_per_layer,
+        sparsity=1 - budget.density(progress),
+        min_per_layer=budget.min_per_layer,
         total=total,
     )
     pieces = mask[""].split([keep.numel() for _, keep in pairs]) if joined else mask.values()
     for (weight, keep), piece in zip(pairs, pieces, strict=True):
         keep.copy_(piece.reshape(keep.shape) if joined else piece)
-        if not MASK_CONTROLS[plan.control].feedback:
+        if not MASK_CONTROLS[budget.control].feedback:
             weight.masked_fill_(~keep, 0)
 
 
@@ -254,25 +255,23 @@ def enforce_(model: nn.Module, budget: Budget | Sequence[Budget], progress: floa
 
     A population takes one budget for all its members or one for each, of one control.
     """
-    sites = attachment.attached(model)
-    plans = _per_member(sites, budget)
+    sites = attachment.require_sites(model)
+    budgets = _budgets(sites, budget)
     shape, device = sites[0].sampler.seed.shape, sites[0].gate.device
     density, sharpness = (
         torch.tensor(values, dtype=torch.float64, device=device).reshape(shape)
-        for values in (densities(model, plans, progress), [plan.sharpness(progress) for plan in plans])
+        for values in (densities(model, budgets, progress), [entry.sharpness(progress) for entry in budgets])
     )
     between = attachment.between_ranks(sites)
-    hold_(sites, plans[0].control, density, sharpness, wait=True, between=between)
+    hold_(sites, budgets[0].control, density, sharpness, wait=True, between=between)
 
 
 def densities(model: nn.Module, budget: Budget | Sequence[Budget], progress: float) -> list[float]:
     """Each member's mean keep_prob of the attached weights with which all D weights have its budget's density."""
-    sites = attachment.attached(model)
+    sites = attachment.require_sites(model)
     size = sum(site.gate.numel() for site in sites) // sites[0].sampler.seed.numel()
-    everything = attachment.total(model)
-    return [
-        masks.density(1 - plan.density(progress), size=size, total=everything) for plan in _per_member(sites, budget)
-    ]
+    sizes = {"size": size, "total": weights.noted_total(model)}
+    return [masks.density(1 - entry.density(progress), **sizes) for entry in _budgets(sites, budget)]
 
 
 @torch.no_grad()
@@ -357,13 +356,13 @@ def penalty(
 
     One number per member of a population; density as `densities` gives it, on the device.
     """
-    plans, multiplier = _per_member(sites, budget), sites[0].sampler.multiplier
+    budgets, multiplier = _budgets(sites, budget), sites[0].sampler.multiplier
     size = sum(site.gate.numel() for site in sites) // multiplier.numel()
     axes = tuple(range(multiplier.ndim, 2))  # of [K, n] the last, of [1, n] both
     sums = torch.stack([torch.sigmoid(site.logit()).reshape(multiplier.numel(), -1).sum(axes) for site in sites]).sum(0)
     excess = (sums if between is None else between.sum(sums)) / size - density
     # Filled on the device, since a tensor of Python numbers would be copied there, for which the host waits.
-    numbers = [[plan.strength for plan in plans], [plan.strength / plan.patience for plan in plans]]
+    numbers = [[b.strength for b in budgets], [b.strength / b.patience for b in budgets]]
     strength, ascent = (
         torch.stack([torch.full((), n, device=excess.device) for n in values]).reshape(multiplier.shape)
         for values in numbers
@@ -379,20 +378,17 @@ def _over(value: Tensor, like: Tensor) -> Tensor:
     return value.reshape(value.shape + (1,) * (like.ndim - value.ndim))
 
 
-def _per_member(sites: Sequence[AttachedWeight], budget: Budget | Sequence[Budget]) -> list[Budget]:
+def _budgets(sites: Sequence[AttachedWeight], budget: Budget | Sequence[Budget]) -> list[Budget]:
     """The budget of every member of a population, or of the only model; one budget may be given for all."""
-    members = sites[0].sampler.seed.numel()
-    plans = [budget] * members if isinstance(budget, Budget) else list(budget)
-    if len(plans) != members:
-        raise ValueError(f"there are {len(plans)} budgets for {members} models; give one for each, or one for all")
-    _one_control(plans)
-    return plans
+    budgets: list[Budget] = per_member("budget", budget, sites[0].sampler.seed.numel())
+    _one_control(budgets)
+    return budgets
 
 
-def _one_control(plans: Sequence[Budget]) -> str:
-    if any(plan is None for plan in plans):
+def _one_control(budgets: Sequence[Budget]) -> str:
+    if any(budget is None for budget in budgets):
         raise ValueError("budget is None for some members; give every member a budget (control='none' holds nothing)")
-    controls = sorted({plan.control for plan in plans})
+    controls = sorted({budget.control for budget in budgets})
     if len(controls) > 1:
         raise ValueError(
             f"the budgets of one population have the controls {' and '.join(controls)}, but all are held in one pass; "
@@ -406,7 +402,7 @@ def keep_means_(model: nn.Module, mask: Mapping[str, Tensor]) -> nn.Module:
     """mean <- mean * mask for the tensors that `mask` names, in place: a weight that is hardly ever kept is then 0."""
     with weights.changing(model):
         weights.mark_seen(model, trace.noted(mask.values()))
-        for site in attachment.attached(attachment.forget(model)):
+        for site in attachment.require_sites(attachment.forget(model)):
             if site.name in mask:
                 site.mean.masked_fill_(~mask[site.name], 0.0)
     return model

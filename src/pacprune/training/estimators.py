@@ -20,7 +20,7 @@ def algorithm1_(model: nn.Module, loss: Callable[[], Tensor], *, samples: int) -
     """
     if samples < 2:
         raise ValueError(f"Algorithm 1 compares draws and needs at least 2 samples, not {samples}")
-    sites = attachment.attached(model)
+    sites = attachment.require_sites(model)
     pattern = sites[0].sampler.pattern
     if pattern is not None:
         raise ValueError(

@@ -111,7 +111,7 @@ def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10) -> float:
     """
     if draws < 1:
         raise ValueError(f"draws is {draws}; at least 1 is needed")
-    attachment.attached(model)
+    attachment.require_sites(model)
     return sum(error(attachment.resample_(model), data) for _ in range(draws)) / draws
 
 

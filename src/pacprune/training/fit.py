@@ -92,13 +92,14 @@ def fit(
     in shards: every rank keeps, draws and moves its rows alone, and writes its own part of the checkpoint.
     """
     cohort = Cohort(model, config, seed)
-    loss_value = cohort.prepare(data, loss)
+    loss_value = cohort.try_out(data, loss)
+    cohort.stack()
     budgets = cohort.budgets(budget)
     seen = {"data": example_hashes(data), **({} if validation is None else {"validation": example_hashes(validation)})}
     cohort.mark_seen(data, *([] if validation is None else [validation]))
-    # `prepare` saw the labels of tensors only; on an accelerator, looking at every batch would cost a stop.
+    # `try_out` saw the labels of tensors only; on an accelerator, looking at every batch would cost a stop.
     check_each = loss is F.cross_entropy and tensors(data) is None and cohort.device.type == "cpu"
-    plan = Stage(
+    definition = Stage(
         name=stage,
         objective=cohort.objective(loss, check_each=check_each),
         groups=groups(cohort.trained, cohort.configs, rest=True),
@@ -127,7 +128,7 @@ def fit(
             "progress": progress,
         },
     )
-    return cohort.train(data, plan, train_slice, path=checkpoint, every=every, progress=progress)
+    return cohort.train(data, definition, train_slice, path=checkpoint, every=every, progress=progress)
 
 
 class Cohort:
@@ -148,20 +149,24 @@ class Cohort:
                 across_model(member)
                 refuse_sharded(member.parameters(), "population")
 
-    def prepare(self, data: Data, loss: Loss) -> str:
-        """`trial_pass` of every model; then the members are stacked, since one may take its shape from the data."""
+    def try_out(self, data: Data, loss: Loss) -> str:
+        """Refuses bad input before anything changes, by a `trial_pass` of every model; returns what the first gives."""
         values = [trial_pass(model, data, loss) for model in self.models]
         check_shards(self.configs[0], self.models[0].parameters())
-        if not self._alone:
-            try:
-                self.population = Population(self.models)
-            except torch.OutOfMemoryError as failure:
-                raise ValueError(
-                    f"{len(self.models)} models do not fit into the memory of {self.device}; give fewer at once"
-                ) from failure
-            if EXECUTIONS[self.configs[0].execution].compiled:
-                self.population.compile()
         return values[0]
+
+    def stack(self) -> None:
+        """Puts the members of a population behind one model: after `try_out`, which may give a member its shape."""
+        if self._alone:
+            return
+        try:
+            self.population = Population(self.models)
+        except torch.OutOfMemoryError as failure:
+            raise ValueError(
+                f"{len(self.models)} models do not fit into the memory of {self.device}; give fewer at once"
+            ) from failure
+        if EXECUTIONS[self.configs[0].execution].compiled:
+            self.population.compile()
 
     @property
     def trained(self) -> nn.Module:

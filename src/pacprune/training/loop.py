@@ -125,7 +125,7 @@ class Loop:
         ]
         if self.step.sites and self.stage.budgets is not None:
             # The last step moved the gates; what is read from here on meets the budget.
-            budget.enforce_(self.model, self.stage.plan(), (self.epoch + 1) / self.config.epochs)
+            budget.enforce_(self.model, self.stage.budget_per_member(), (self.epoch + 1) / self.config.epochs)
         _add_sparsity(rows, self.model, self.stage)
         if self.stage.validate is not None:
             self._judge(rows)
@@ -262,7 +262,7 @@ def _add_sparsity(rows: History, model: nn.Module, stage: Stage) -> None:
         totals = between.sum(totals)
     for row, total in zip(rows, _listed(totals), strict=True):
         if sites or total:  # a member without a mask has a row as if it were alone
-            row[key] = total / attachment.total(model)
+            row[key] = total / weights.noted_total(model)
 
 
 def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[Group]:
@@ -271,11 +271,6 @@ def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[G
     if sites:
         for config in configs:
             check_rates(config)
-    if len({config.gate_lr is None for config in configs}) > 1:
-        raise ValueError(
-            "gate_lr is None for some members of the population and a number for others; give 0.0 to those that are "
-            "not to train their gates"
-        )
     plain = [site.mean for site in sites] + (attachment.rest_parameters(model) if rest else [])
     gates = [site.gate for site in sites] if configs[0].gate_lr is not None else []
     log_stds = [site.log_std for site in sites if site.log_std is not None]

@@ -201,12 +201,13 @@ def fit_posterior(
     pac_bayes, n = bounds.Ledger.split(delta).pac_bayes, len(split.bound)
     folders, hashes = _write_priors(priors, out)  # no rank goes on to the bound set before
     data = split.bound if data is None else data
-    cohort.prepare(data, F.cross_entropy)
+    cohort.try_out(data, F.cross_entropy)
+    cohort.stack()
     training = BoundTraining(cohort, priors, objective, n=n, delta=pac_bayes, kl_weights=kl_weights)
     seen = example_hashes(data)
     cohort.mark_seen(data)
     budgets = cohort.budgets(budget)
-    plan = Stage(
+    definition = Stage(
         name=stage,
         objective=training.risk,
         bound=training.bound,
@@ -241,7 +242,7 @@ def fit_posterior(
             "progress": progress,
         },
     )
-    history = cohort.train(data, plan, train_slice, path=checkpoint, every=every, progress=progress)
+    history = cohort.train(data, definition, train_slice, path=checkpoint, every=every, progress=progress)
     for row in history:
         row["kl_weight"] = kl_weights[row.get("member", 0)]
     for member, written, folder in zip(cohort.models, hashes, folders, strict=True):
@@ -266,7 +267,7 @@ def _check_priors(models: Sequence[nn.Module], priors: Sequence[SpikeSlab], spli
     """Refuses models and priors of which there can be no certificate."""
     for model, prior in zip(models, priors, strict=True):
         refuse_sharded(model.parameters(), "certificate")
-        attachment.attached(model)
+        attachment.require_sites(model)
         if any(t.requires_grad for t in prior.keep_prob.values()):
             raise ValueError("the prior carries gradients and forgot what it has seen; take it by pp.read(model)")
         refuse_if_touched(prior.seen, split, "the prior")

@@ -40,9 +40,12 @@ class Stage:
     after: Callable[[Optimizer], None] | None = None
     """Called after every optimiser step."""
     bound: Callable[[Tensor], Tensor] | None = None
-    """Made of the objective's mean over a micro-batch, of all ranks together: what is not linear in it."""
+    """What is trained on, as a function of the objective's mean over a micro-batch; None: that mean itself.
 
-    def plan(self) -> Any:
+    It need not be linear in the mean, which is therefore taken over all ranks first.
+    """
+
+    def budget_per_member(self) -> Any:
         """The budgets as budget.py takes them: one, or one per member."""
         assert self.budgets is not None
         return list(self.budgets) if self.members else self.budgets[0]
@@ -50,7 +53,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A rank's part of a micro-batch: its number of examples, and what its mean counts for there and in the batch."""
+    """A rank's part of a micro-batch.
+
+    Args:
+        size: How many examples it has.
+        share: The weight of their mean loss in the mean loss of the micro-batch.
+        weight: The weight of their mean loss in the mean loss of the whole batch.
+    """
 
     size: int
     share: float
@@ -69,41 +78,41 @@ class Step:
     """
 
     def __init__(
-        self, model: nn.Module, configs: Sequence[Config], run: Stage, seeds: Sequence[int], device: torch.device
+        self, model: nn.Module, configs: Sequence[Config], stage: Stage, seeds: Sequence[int], device: torch.device
     ) -> None:
-        self.model, self.configs, self.run, self.device, self.config = model, configs, run, device, configs[0]
+        self.model, self.configs, self.stage, self.device, self.config = model, configs, stage, device, configs[0]
         self.sites, self.masked = attachment.sites(model), weights.masked(model)
         self.between = attachment.between_ranks(self.sites)
         self.weights_total = weights.noted_total(model) if self.sites or self.masked else 0
         """D, which sparsity is counted in."""
-        shape = (len(configs),) if run.members else ()
-        self.clock = torch.zeros(len(run.groups) + 3, *shape, device=device)
+        shape = (len(configs),) if stage.members else ()
+        self.clock = torch.zeros(len(stage.groups) + 3, *shape, device=device)
         self.value = torch.zeros(shape, dtype=torch.float64, device=device)
         self.total = torch.zeros_like(self.value)
         self.orders = orders(configs, seeds)
         self.separate = len(self.orders) > 1
         """Whether every member reads the data in an order of its own."""
-        alike = not run.members or len({_rates(config) for config in configs}) == 1
-        for row, group in zip(self.clock, run.groups, strict=False):
-            group.rate = row[0] if alike and run.members else row  # one rate for all: one launch for all parameters
-        self.optimizer = Optimizer(self.config.optimizer, run.groups)
-        control = "none" if run.budgets is None else run.budgets[0].control
-        self.holds = bool(self.sites) and run.budgets is not None
+        alike = not stage.members or len({_rates(config) for config in configs}) == 1
+        for row, group in zip(self.clock, stage.groups, strict=False):
+            group.rate = row[0] if alike and stage.members else row  # one rate for all: one launch for all parameters
+        self.optimizer = Optimizer(self.config.optimizer, stage.groups)
+        control = "none" if stage.budgets is None else stage.budgets[0].control
+        self.holds = bool(self.sites) and stage.budgets is not None
         """Whether a budget holds the gates."""
         self.control, self.mask_control = control, MASK_CONTROLS.get(control)
-        fades = any(plan.fade for plan in run.budgets or ())
+        fades = any(entry.fade for entry in stage.budgets or ())
         # Taken before a checkpoint is read, whose gates have come further.
         self.start = [site.local_gate.detach().clone() for site in self.sites] if fades else []
         self.cold = 2
         captured = EXECUTIONS[self.config.execution].graph and device.type == "cuda" and ranks.world() == 1
         self.capture = _Capture() if captured else None
-        params = [p for group in run.groups for p in group.params]
+        params = [p for group in stage.groups for p in group.params]
         self.across = across(params)
         plain = [p for p in params if not is_sharded(p)]
         self.exchange = ranks.Gradients(plain) if ranks.world() > 1 else None
         self.count = 0
         """How many examples the present batch has, over all ranks."""
-        self._plans: dict[int, tuple[Tensor | None, list[_Piece]]] = {}
+        self._rank_parts: dict[int, tuple[Tensor | None, list[_Piece]]] = {}
 
     @property
     def sharded(self) -> bool:
@@ -114,7 +123,7 @@ class Step:
         """A function of the epoch that gives its batches: indices of tensors on the device, or (x, y) of a loader."""
         pair = tensors(data)
         if pair is None:
-            if self.run.members:
+            if self.stage.members:
                 raise ValueError(
                     f"a population needs data that all members can read at once, not a {type(data).__name__}; "
                     "give (x, y) tensors or a Part"
@@ -140,7 +149,7 @@ class Step:
         table = torch.tensor(rows, dtype=torch.float64).permute(2, 0, 1)  # [steps, rows, members]
         self.rates = table[:, 0].tolist()
         """The learning rates of the members' weights at every step of the epoch."""
-        self.table = (table if self.run.members else table[..., 0]).to(self.device, torch.float32).contiguous()
+        self.table = (table if self.stage.members else table[..., 0]).to(self.device, torch.float32).contiguous()
         self.first = epoch * per_epoch
         if self.config.augment:
             steps = torch.arange(self.first, self.first + per_epoch, device=self.device)
@@ -155,7 +164,7 @@ class Step:
         factors = {key: [config.factor(share) for share in shares] for key, config in schedules.items()}
         constant = [1.0] * len(shares)
         rows = []
-        for group in self.run.groups:
+        for group in self.stage.groups:
             by_member = [factors[_rates(config)[1:]] if group.scheduled else constant for config in self.configs]
             rows.append([[base * f for f in factor] for base, factor in zip(group.base, by_member, strict=True)])
         return rows
@@ -164,14 +173,14 @@ class Step:
         """What fades of the gates' start, the density and the sharpness, of every member at every step."""
         if not self.holds:
             return [[[1.0] * len(shares)] * len(self.configs)] * 3
-        plans = self.run.budgets or ()
+        budgets = self.stage.budgets or ()
         attached = sum(site.gate.numel() for site in self.sites) // len(self.configs)
         sizes = {"size": attached, "total": self.weights_total}
         before = [max(0.0, share - 1 / self.steps) for share in shares]
         return [
-            [[b.faded(t) - b.faded(t0) for t0, t in zip(before, shares, strict=True)] for b in plans],
-            [[masks.density(1 - b.density(share), **sizes) for share in shares] for b in plans],
-            [[b.sharpness(share) for share in shares] for b in plans],
+            [[b.faded(t) - b.faded(t0) for t0, t in zip(before, shares, strict=True)] for b in budgets],
+            [[masks.density(1 - b.density(share), **sizes) for share in shares] for b in budgets],
+            [[b.sharpness(share) for share in shares] for b in budgets],
         ]
 
     def __call__(self, number: int, examples: Any) -> int:
@@ -179,7 +188,7 @@ class Step:
         self.clock.copy_(self.table[number])
         if self.mask_control is not None:
             step, total = self.first + number, self.weights_total
-            budget.move_masks_(self.masked, self.run.plan(), step, self.steps, total=total)
+            budget.move_masks_(self.masked, self.stage.budget_per_member(), step, self.steps, total=total)
         if isinstance(examples, Tensor):
             self._take_indexed(number, examples)
         else:
@@ -192,7 +201,7 @@ class Step:
         (seed, first), per_epoch = self.orders[0], self.steps // self.config.epochs
         step = first * per_epoch + self.first + number
         word = self._words(seed, step, self.count) if self.config.augment else None
-        rank_rows = self._plan()[0]
+        rank_rows = self._rank_part()[0]
         if rank_rows is not None:
             x, y, word = x[rank_rows], y[rank_rows], None if word is None else word[rank_rows]
         self._take(x, y, word)
@@ -201,7 +210,7 @@ class Step:
         """The step on examples of the tensors that lie on the device."""
         self.count = index.shape[-1]
         word = self.words[number, ..., : self.count] if self.config.augment else None
-        rank_rows = self._plan()[0]
+        rank_rows = self._rank_part()[0]
         if rank_rows is not None:
             index, word = index[..., rank_rows], None if word is None else word[..., rank_rows]
         if self.capture is not None and self.count == self.config.batch_size:
@@ -213,10 +222,10 @@ class Step:
         """The step on these examples, operation by operation."""
         self._take(self.x[index], self.y[index], word)
 
-    def _plan(self) -> tuple[Tensor | None, list[_Piece]]:
+    def _rank_part(self) -> tuple[Tensor | None, list[_Piece]]:
         """Which examples of the batch are this rank's (None: all), and how they lie in its micro-batches."""
         count = self.count
-        if count not in self._plans:
+        if count not in self._rank_parts:
             pieces, rank_rows, world = [], [], ranks.world()
             for micro in portions(torch.arange(count), math.ceil(count / self.config.accumulate)):
                 low, high = ranks.part(len(micro))
@@ -225,15 +234,15 @@ class Step:
                     low, high, share = 0, len(micro), 1 / world
                 rank_rows.append(micro[low:high])
                 pieces.append(_Piece(high - low, share, share * len(micro) / count))
-            self._plans[count] = None if world == 1 else torch.cat(rank_rows).to(self.device), pieces
-        return self._plans[count]
+            self._rank_parts[count] = None if world == 1 else torch.cat(rank_rows).to(self.device), pieces
+        return self._rank_parts[count]
 
     def _words(self, seed: int, step: Tensor | int, count: int) -> Tensor:
         return philox.words(count, seed=seed, step=step, stream=philox.AUGMENT, device=self.device)
 
     def _take(self, x: Tensor, y: Tensor, word: Tensor | None) -> None:
         """One optimiser step on (this rank's part of) a batch; leaves its mean loss in `value` and adds to `total`."""
-        run, config = self.run, self.config
+        stage, config = self.stage, self.config
         along = 1 if self.separate else 0
         if word is not None:
             x = self._augmented(x, word)
@@ -249,12 +258,12 @@ class Step:
         if self.exchange is not None:
             self.exchange.sum_()
         if self.holds and budget.GATE_CONTROLS[self.control].penalised:
-            budget.penalty(self.sites, run.plan(), self.clock[-2], between=self.between).sum().backward()
+            budget.penalty(self.sites, stage.budget_per_member(), self.clock[-2], between=self.between).sum().backward()
         if config.clip is not None:
             self._clip(config.clip)
         self.optimizer.step()
-        if run.after is not None:
-            run.after(self.optimizer)
+        if stage.after is not None:
+            stage.after(self.optimizer)
         if self.masked and not feedback:
             weights.zero_pruned_(self.masked)
         self.value.copy_(value)
@@ -283,7 +292,7 @@ class Step:
 
     def _gradients(self, x: Tensor, y: Tensor, along: int) -> Tensor:
         """Adds the gradients of a batch, one micro-batch after another; returns its mean loss."""
-        pieces = self._plan()[1]
+        pieces = self._rank_part()[1]
         value, sizes = torch.zeros_like(self.value), [piece.size for piece in pieces]
         for piece, part_x, part_y in zip(pieces, x.split(sizes, along), y.split(sizes, along), strict=True):
             if self.sites:
@@ -303,8 +312,8 @@ class Step:
     def _loss(self, x: Tensor, y: Tensor, piece: _Piece) -> Tensor:
         """The mean loss of this part of a micro-batch; the bound, where that is trained on, is of all ranks' mean."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.amp):
-            loss = self.run.objective(x, y)
-            return loss if self.run.bound is None else self.run.bound(ranks.mean(loss, piece.share))
+            loss = self.stage.objective(x, y)
+            return loss if self.stage.bound is None else self.stage.bound(ranks.mean(loss, piece.share))
 
     def _weighted_loss(self, x: Tensor, y: Tensor, piece: _Piece) -> Tensor:
         """What this part of a micro-batch adds to the loss of the batch."""
@@ -314,7 +323,7 @@ class Step:
     def _fade(self) -> None:
         """Takes away what is due of the gates' start."""
         for site, start in zip(self.sites, self.start, strict=False):
-            share = self.clock[-3].reshape(-1, *[1] * (start.ndim - 1)) if self.run.members else self.clock[-3]
+            share = self.clock[-3].reshape(-1, *[1] * (start.ndim - 1)) if self.stage.members else self.clock[-3]
             site.local_gate.detach().addcmul_(start, share, value=-1)
 
     def _augmented(self, x: Tensor, word: Tensor) -> Tensor:
@@ -327,8 +336,8 @@ class Step:
 
     def _clip(self, most: float) -> None:
         """Scales every member's gradients so that their norm is at most this."""
-        grads = [local(p.grad) for group in self.run.groups for p in group.params if p.grad is not None]
-        members = 1 if self.run.members else 0
+        grads = [local(p.grad) for group in self.stage.groups for p in group.params if p.grad is not None]
+        members = 1 if self.stage.members else 0
         norm = torch.stack([g.reshape(*g.shape[:members], -1).float().norm(dim=-1) for g in grads]).norm(dim=0)
         if self.across is not None:
             norm = self.across.sum(norm.square()).sqrt()
