@@ -384,7 +384,8 @@ class _Audit:
             )
             return
         if whose == "posterior":
-            counts = Counts(issued.batch, *rows.int().unbind(1))
+            wrong, plus, minus = rows.int().unbind(1)
+            counts = Counts(issued.batch, wrong, plus, minus)
             self.findings.append(
                 f"all {len(issued):,} draws of {kind} made again: at most {rounded_up(self._bound_from(counts))}"
             )

@@ -200,5 +200,5 @@ def claimed_bound(record: PacBayesRecord, counts: Counts, *, delta: float, grid:
         method=step["method"],
         seed=step["posterior"]["seed"],
     )
-    evidence: Evidence = {**record, "monte_carlo": {**step, "posterior": summary}}
-    return all_bounds(evidence, counts, delta=delta, **choices)[record["claim"]["family"]]["bound"]
+    redrawn: PacBayesRecord = {**record, "monte_carlo": {**step, "posterior": summary}}
+    return all_bounds(redrawn, counts, delta=delta, **choices)[record["claim"]["family"]]["bound"]

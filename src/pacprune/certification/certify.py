@@ -452,14 +452,14 @@ def _record(
     evidence: Evidence, q_counts: Counts, candidate: _Candidate, plan: Plan, declaration: str | None
 ) -> PacBayesRecord:
     """The evidence with its bounds, the claim, and where everything came from."""
-    shares = {key: plan[key] for key in ("delta", "grid", "certified")}
-    entries = bounds_table.all_bounds(evidence, q_counts, **shares)
+    delta, choices = plan["delta"], {"grid": plan["grid"], "certified": plan["certified"]}
+    entries = bounds_table.all_bounds(evidence, q_counts, delta=delta, **choices)
     chance = f"the {evidence['n']:,} bound examples and of the {len(q_counts):,} sampled networks"
     network = f"a network drawn from Q (expected sparsity {rounded_down(evidence['sparsity'])})"
     commitment = candidate.commitment
     record: PacBayesRecord = {
         **evidence,
-        **_conclusion(entries, plan["family"], plan["delta"], chance, network, declaration, commitment),
+        **_conclusion(entries, plan["family"], delta, chance, network, declaration, commitment),
         **_provenance(candidate.split, candidate.hashes),
     }
     record["assumptions"] = assumptions(record)  # type: ignore[arg-type]
@@ -511,7 +511,7 @@ def _conclusion(
 
 def _provenance(split: Split, hashes: dict[str, str]) -> Provenance:
     """Where the data came from, how it was cut and standardised, and what was hashed."""
-    parts = {part.name: part for part in (split.prior, split.bound, split.unlabelled)}
+    parts, hashed = {part.name: part for part in (split.prior, split.bound, split.unlabelled)}, split_hashes(split)
     return {
         "data": {"dataset": split.dataset, "files": dict(split.files), "classes": split.classes},
         "split": {
@@ -521,7 +521,8 @@ def _provenance(split: Split, hashes: dict[str, str]) -> Provenance:
             "declared": split.declared,
             "duplicates": split.duplicates,
             "repeats": split.repeats,
-            **split_hashes(split),
+            "parts": hashed["parts"],
+            "indices": hashed["indices"],
         },
         "standardisation": {"mean": list(split.mean), "std": list(split.std)},
         "evaluation": EVALUATION,

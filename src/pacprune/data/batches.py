@@ -135,7 +135,7 @@ def _read(data: Data) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _pairs(data: Any, source: Any) -> Iterator[tuple[Any, Any]]:
+def _pairs(data: Any, source: Any) -> Iterator[Any]:
     """Every example of a Dataset or a DataLoader, in batches of one or as they come."""
     if isinstance(data, DataLoader) and (type(data) is not DataLoader or data.batch_sampler is None):
         yield from data  # a subclass may give other batches; without a sampler of batches, what it reads are batches
