@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from pacprune.cli.actions import sweep as sweep_command
-from pacprune.runs import cluster, commands, locks, options, store, sweep
+from pacprune.runs import cluster, commands, locks, options, store, sweep, sweep_table
 
 FIXED = "dense_epochs = 1\nepochs = 2\n"
 POSTERIOR, PAID = "posterior_epochs = 1\ndraws = 20\n", "grid = [2]\n"
@@ -337,8 +337,8 @@ def test_the_table_shows_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
             locks.begin(note)
             note(event, reason="no luck", stage="dense", done=3, total=9, epoch=1)
     output = io.StringIO()
-    monkeypatch.setattr(locks, "Console", partial(Console, file=output, force_terminal=True, width=160))
-    with locks.exclusive(Path("out"), names[2]), locks.live(partial(sweep.status_of, Path("out"), plan)):
+    monkeypatch.setattr(sweep_table, "Console", partial(Console, file=output, force_terminal=True, width=160))
+    with locks.exclusive(Path("out"), names[2]), sweep_table.live(partial(sweep.status_of, Path("out"), plan)):
         pass
     lines = {name: next(line for line in output.getvalue().splitlines() if name in line) for name in names}
     for name, words in zip(

@@ -18,7 +18,7 @@ from pacprune.deploy.export import FORMATS
 from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS, pruning_methods
 from pacprune.paper import frame, recipes
-from pacprune.runs import cluster, commands, events, locks, report, store
+from pacprune.runs import cluster, commands, events, report, store, sweep_table
 from pacprune.runs import sweep as sweeps
 
 PRUNING = ", ".join(name for name, method in pruning_methods().items() if method.flags is not None)
@@ -367,6 +367,6 @@ def sweep(
             raise ValueError(f"there is a second argument, {folder}, after {what}; give the runs' folder as --out")
         else:
             state = sweeps.run(Path(what), out=out, device=device, work=None if ray is None else cluster.work_at(ray))
-        show(state, json, locks.table(state), f"Runs: {state['folder']}")
+        show(state, json, sweep_table.table(state), f"Runs: {state['folder']}")
     if state["failed"]:
         raise typer.Exit(1)

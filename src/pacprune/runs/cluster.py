@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pacprune.deploy.export import extra
-from pacprune.runs import locks, sweep
+from pacprune.runs import locks, sweep, sweep_table
 from pacprune.runs.sweep import Entry, Resources, Sweep, Work
 
 TIMEOUT = 5.0
@@ -42,7 +42,7 @@ def _run(address: str, content: Sweep, folder: Path, waiting: list[Entry]) -> No
         sweep.begin(content, folder)
         task = ray.remote(**reservation, max_retries=content.resources.max_retries)(_task)
         pending = {task.remote(folder, content.command, entry): entry for entry in waiting}
-        with locks.live(partial(sweep.status_of, folder, content)):
+        with sweep_table.live(partial(sweep.status_of, folder, content)):
             while pending:
                 ready, _ = ray.wait(list(pending), num_returns=1)
                 _settle(ray, ready[0], folder, pending.pop(ready[0]), content.resources)

@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, lock_descriptor
-from rich.console import Console
-from rich.live import Live
-from rich.table import Column, Table
 
-from pacprune.runs import report, store
+from pacprune.runs import store
 from pacprune.types import Progress
 
 LOG = "log"
@@ -119,44 +116,3 @@ def _is_locked(path: Path) -> bool:
     guard = FileLock(path.parent / "look.lock", fallback_to_soft=False) if writable else nullcontext()
     with guard, path.open("rb+" if writable else "rb") as file:
         return not lock_descriptor(file.fileno(), blocking=False)
-
-
-def table(status: dict[str, Any]) -> Table:
-    """The runs of a sweep, as `sweep.status` returns them."""
-    rows = status["runs"]
-    names = list(rows[0]["point"])
-    grid = Table(Column("Run", no_wrap=True), *names, "State", "Test error", Column("Detail", overflow="fold"))
-    for row in rows:
-        error = report.cell("test_error", row["test_error"]) if "test_error" in row else ""
-        grid.add_row(row["run"], *(str(row["point"][name]) for name in names), row["state"], error, _detail(row))
-    grid.caption = ", ".join(f"{status[name]} {name}" for name in STATES)
-    return grid
-
-
-def _detail(row: dict[str, Any]) -> str:
-    position = ""
-    if "stage" in row:
-        position = f"{row['stage']}, epoch {row['epoch'] + 1}, {row['done']} of {row['total']} steps"
-    if row["state"] == "running":
-        since = time.strftime("%d %b %H:%M:%S", time.localtime(row["since"])) if row["since"] else "?"
-        return f"since {since} on {row['host']}" + (f": {position}" if position else "")
-    if row["state"] == "waiting":
-        return f"interrupted in {position}" if position else ""
-    return row["reason"] if row["state"] == "failed" else row["route"]
-
-
-@contextmanager
-def live(status: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """The table on stderr, updated while the block runs. Running runs come first, since a long table is cut."""
-    order = ("running", "failed", "waiting", "finished")
-
-    def sorted_table() -> Table:
-        current = status()
-        return table(current | {"runs": sorted(current["runs"], key=lambda row: order.index(row["state"]))})
-
-    console = Console(stderr=True)
-    if not console.is_terminal:  # a log file cannot show a table that changes
-        yield
-        return
-    with Live(get_renderable=sorted_table, console=console, refresh_per_second=1, transient=True):
-        yield

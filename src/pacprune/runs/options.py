@@ -281,14 +281,14 @@ def from_toml(path: Path, command: str | None = None) -> tuple[str, dict[str, An
     plain_types = types_of(COMMANDS[named])
     if "criterion" not in plain_types and content.get("criterion") == "magnitude":
         del content["criterion"]  # older run folders name it for every method, with this value alone
-    for name in content:
-        if name not in plain_types:
-            raise ValueError(f"{path} has an unknown key {name!r}; pacprune {named} knows {', '.join(plain_types)}")
-    return named, {name: checked_value(path, name, value, plain_types[name]) for name, value in content.items()}
+    return named, {name: checked_value(path, plain_types, name, value) for name, value in content.items()}
 
 
-def checked_value(path: Path, name: str, value: Any, plain: type) -> Any:
-    """The value of a key in a TOML file, if it has the type; a whole number may stand for a float."""
+def checked_value(path: Path, plain_types: Mapping[str, type], name: str, value: Any) -> Any:
+    """The value of a key in a TOML file, if key and type are right; a whole number may stand for a float."""
+    if name not in plain_types:
+        raise ValueError(f"{path} has an unknown key {name!r}; use one of {', '.join(plain_types)}")
+    plain = plain_types[name]
     if plain is float and type(value) is int:
         return float(value)
     if type(value) is not plain:

@@ -19,7 +19,7 @@ from typing import Any
 from pacprune.data.splits import Split
 from pacprune.files import write_atomically
 from pacprune.methods.pipeline import together
-from pacprune.runs import commands, locks, store
+from pacprune.runs import commands, locks, store, sweep_table
 from pacprune.runs import options as opt
 from pacprune.runs.commands import Outcome
 from pacprune.runs.options import Certifying, Options
@@ -83,7 +83,7 @@ def read(path: Path, *, device: str | None = None) -> Sweep:
     check_name(f"in {path}, command", command, COMMANDS)
     grid, ray_table = content.pop("grid", {}), content.pop("ray", {})
     kind, kinds = opt.COMMANDS[command], opt.types_of(opt.COMMANDS[command])
-    fixed = {name: _checked(path, kinds, name, value) for name, value in content.items()}
+    fixed = {name: opt.checked_value(path, kinds, name, value) for name, value in content.items()}
     grid = _checked_grid(path, kinds, fixed, grid)
     fixed = _paid(path, kind, fixed, grid)
 
@@ -111,7 +111,7 @@ def _checked_grid(path: Path, kinds: dict[str, type], fixed: dict[str, Any], gri
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ValueError(f"{name} in [grid] of {path} is {values!r}; it must be a list of at least one value")
-        lists[name] = values = [_checked(path, kinds, name, value) for value in values]
+        lists[name] = values = [opt.checked_value(path, kinds, name, value) for value in values]
         if name in fixed:
             raise ValueError(f"{name} in {path} is {fixed[name]!r} and also in [grid]; keep one of the two")
         if len(set(values)) < len(values):
@@ -119,21 +119,10 @@ def _checked_grid(path: Path, kinds: dict[str, type], fixed: dict[str, Any], gri
     return lists
 
 
-def _checked(path: Path, kinds: dict[str, type], name: str, value: Any) -> Any:
-    """The value of a key, if there is such a key and the type is right."""
-    if name not in kinds:
-        raise ValueError(f"{path} has an unknown key {name!r}; use one of {', '.join(kinds)}")
-    if kinds[name] is float and type(value) is int:
-        return float(value)
-    if type(value) is not kinds[name]:
-        raise ValueError(f"{name} in {path} is {value!r}, but it must be a {kinds[name].__name__}; change it")
-    return value
-
-
 def _resources(path: Path, table: Any, device: str) -> Resources:
     if not isinstance(table, dict):
         raise ValueError(f"ray in {path} is {table!r}, but it must be a table: write [ray] and num_cpus = 1 below it")
-    settings = {name: _checked(path, opt.types_of(Resources), name, value) for name, value in table.items()}
+    settings = {name: opt.checked_value(path, opt.types_of(Resources), name, value) for name, value in table.items()}
     for name, value in settings.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} in [ray] of {path} is {value}; it must be a number of at least 0")
@@ -224,7 +213,7 @@ def run_here(sweep: Sweep, folder: Path, waiting: list[Entry]) -> None:
     rehearse(sweep.rehearsed)
     begin(sweep, folder)
     names = {entry.name for entry in waiting}
-    with locks.live(partial(status_of, folder, sweep)):
+    with sweep_table.live(partial(status_of, folder, sweep)):
         for chunk in _chunks(sweep, folder):
             # Checkpoints of a population fit the same members only, so finished members are trained along.
             has_checkpoints = _scratch(folder, chunk).exists()
@@ -308,8 +297,6 @@ def _train_together(
         split, model = commands.prepare(first)
         part = commands.training_part(first, split)
         dense = _dense(population, model, split, scratch, progress) if first.dense_epochs else []
-        for calls in scratch.glob("*/certify-calls.json"):  # as in runs.prune
-            calls.unlink()
         verbs: list[Any] = [commands.procedure(options) for options in population]
         results = together(
             verbs[0].func,
