@@ -94,6 +94,15 @@ def test_a_refused_export_names_the_fault_and_writes_nothing(run: Path, tmp_path
     assert not out.exists()
 
 
+def test_a_run_on_data_without_a_name_here_is_refused_in_one_line(tmp_path: Path) -> None:
+    store.begin(tmp_path, "osp", opt.Osp(data="svhn"))
+    store.write_model(tmp_path / "model.safetensors", torch.nn.Linear(2, 2))
+    store.finish(tmp_path, {})
+    known = ", ".join(DATA_SETS)
+    with pytest.raises(ValueError, match=rf"^in .*config.toml, data 'svhn' is unknown; use one of {known}$"):
+        deployment.network(tmp_path)
+
+
 def test_a_profile_measures_all_forms_against_dense(run: Path) -> None:
     calls: list[Any] = []
     profile = deployment.profile(run, seconds=0.0, progress=lambda *call: calls.append(call))

@@ -39,6 +39,7 @@ def network(folder: Path) -> tuple[nn.Module, Tensor]:
     path = folder / "model.safetensors"
     if not path.is_file():
         raise ValueError(f"{folder} holds no {path.name}: name the folder of one finished run, not of the demo")
+    check_name(f"in {folder / 'config.toml'}, data", options.data, DATA_SETS)
     data_set = DATA_SETS[options.data]  # not the data, which may not be here
     x = torch.randn(max(BATCHES), *data_set.shape, generator=torch.Generator().manual_seed(0))
     model = models.build_for(options.model, data_set.shape, data_set.classes)
