@@ -5,13 +5,13 @@ import functools
 import numpy as np
 import pytest
 import torch
+from enumeration import enumerate_gibbs
 from scipy import stats
 from torch import nn
 
 import pacprune as pp
 from pacprune.masking import criteria
 from pacprune.masking.spikeslab import SpikeSlab, draw_weights, kl
-from pacprune.training.estimators import enumerate_gibbs
 
 DRAWS = 2000
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from enumeration import enumerate_gibbs
 from torch import nn
 
 import pacprune as pp
@@ -11,7 +12,7 @@ from pacprune import kernels, philox
 from pacprune.masking import attachment
 from pacprune.masking.spikeslab import SpikeSlab
 from pacprune.training import estimators
-from pacprune.training.estimators import algorithm1_, enumerate_gibbs
+from pacprune.training.estimators import algorithm1_
 
 X = torch.tensor([[1.0, -0.5, 0.8, 0.3], [0.2, 1.1, -0.7, 0.9], [-1.3, 0.4, 0.6, -0.2]])
 Y = torch.tensor([0.7, -0.4, 0.5])

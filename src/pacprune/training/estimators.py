@@ -1,14 +1,12 @@
-"""Gradients of the Gibbs risk in keep_prob beyond the relaxation: the paper's Algorithm 1, and exact enumeration."""
+"""The gradient of the Gibbs risk in keep_prob beyond the relaxation: the paper's Algorithm 1."""
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from pacprune import kernels, philox
 from pacprune.masking import attachment, weights
-from pacprune.masking.spikeslab import SpikeSlab
 
 
 def algorithm1_(model: nn.Module, loss: Callable[[], Tensor], *, samples: int) -> Tensor:
@@ -57,23 +55,3 @@ def _present_gate(site: attachment.AttachedWeight) -> Tensor:
     counter = {"seed": sampler.seed, "step": sampler.step, "offset": sampler.offset}
     word = philox.words(gate.numel(), stream=philox.GATE, device=gate.device, **counter)
     return kernels.hard_gate(site.keep_prob(), word)
-
-
-def enumerate_gibbs(q: SpikeSlab, loss: Callable[[Mapping[str, Tensor]], Tensor]) -> Tensor:
-    """The exact Gibbs risk sum_b Pr(b) loss(b * mean) over all 2^D masks, D <= 16.
-
-    Differentiable in keep_prob and mean: the oracle that the estimators are tested against. The slab has no width.
-    """
-    names, sizes = list(q.keep_prob), [p.numel() for p in q.keep_prob.values()]
-    if sum(sizes) > 16:
-        raise ValueError(f"enumeration needs 2^D losses and takes D <= 16, not {sum(sizes)}")
-    if any(bool((s != 0).any()) for s in q.std.values()):
-        raise ValueError("enumeration is for stochastic masks: std must be 0")
-    p = torch.cat([q.keep_prob[n].reshape(-1) for n in names])
-    risk = torch.zeros((), dtype=p.dtype)
-    for bits in itertools.product((0.0, 1.0), repeat=sum(sizes)):
-        b = torch.tensor(bits, dtype=p.dtype)
-        parts = dict(zip(names, b.split(sizes), strict=True))
-        chance = torch.where(b > 0, p, 1 - p).prod()
-        risk = risk + chance * loss({n: parts[n].reshape(q.mean[n].shape) * q.mean[n] for n in names})
-    return risk
