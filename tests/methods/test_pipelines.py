@@ -296,10 +296,7 @@ def test_a_killed_pipeline_resumes_to_the_same_result(name: str, tmp_path: Path)
         state, expected = resumed.model.state_dict(), whole.model.state_dict()
         assert all(torch.equal(state[n], t) for n, t in expected.items())
         if name == "pbp":
-            assert {**resumed.certificate.record, "certify_calls": 1} == {
-                **whole.certificate.record,
-                "certify_calls": 1,
-            }
+            assert resumed.certificate.record == whole.certificate.record
     again = run(tmp_path / str(count))
     assert again.history == whole.history
     assert all(call[0].endswith("draws") for call in steps)
