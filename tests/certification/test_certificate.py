@@ -347,3 +347,11 @@ def test_a_certificate_that_cannot_be_written_leaves_nothing_half(tmp_path: Path
     with pytest.raises(ValueError, match="not JSON compliant"):
         broken.save(tmp_path)
     assert not (tmp_path / "certificate.json").exists()
+
+
+def test_the_short_form_says_what_is_claimed(story: SimpleNamespace) -> None:
+    claim = f"error at most {certificate.rounded_up(story.cert.bound)}, n 719"
+    assert repr(story.cert) == f"Certificate(pac-bayes: {claim})"
+    assert repr(dataclasses.replace(story.cert, record={**story.cert.record, "model": "mlp"})) == (
+        f"Certificate(mlp, pac-bayes: {claim})"
+    )

