@@ -72,7 +72,7 @@ def test_an_attached_model_is_not_counted_as_a_plain_one(model):
     pp.attach(model, pp.isotropic(model, sparsity=0.5))
     for call in (pp.prunable, pp.sparsity, weights.total):
         with pytest.raises(
-            ValueError, match=r"weight has a stochastic mask, since a run was broken off .* pp\.harden\(model\)"
+            ValueError, match=r"weight has a stochastic mask, since a run was interrupted, or .* pp\.harden\(model\)"
         ):
             call(model)
 

@@ -366,7 +366,7 @@ def test_a_model_that_is_still_attached_is_refused() -> None:
         lambda: pp.osp(model, (X, Y), CONFIG, sparsity=0.5, dense=CONFIG),
         lambda: pp.attach(model, pp.read(model)),
     ):
-        with pytest.raises(ValueError, match=r"a run was broken off or attached before: start from a fresh copy"):
+        with pytest.raises(ValueError, match=r"interrupted, or it was attached before: start from a fresh copy"):
             call()
 
 

@@ -199,7 +199,7 @@ def test_rows_are_kept_as_they_are_made_and_computed_once(job: Job) -> None:
 
     def compute(portion: list[Entry]) -> list[dict[str, float]]:
         if portion[0].value == 0.25 and not portions[1:]:
-            portions.append("broken off")
+            portions.append("interrupted")
             raise KeyboardInterrupt
         portions.append(portion)
         return [{"double": 2 * entry.value} for entry in portion]
@@ -208,7 +208,7 @@ def test_rows_are_kept_as_they_are_made_and_computed_once(job: Job) -> None:
     with pytest.raises(KeyboardInterrupt):
         frame.compute_rows(entries, compute, **options)
     rows = frame.compute_rows(entries, compute, **options)
-    assert portions == [entries[:3], "broken off", entries[3:]]
+    assert portions == [entries[:3], "interrupted", entries[3:]]
     assert rows == [entry._asdict() | {"double": 2 * entry.value} for entry in entries]
     assert frame.compute_rows(entries[::-1], lambda _: pytest.fail("again"), **options) == rows[::-1]
     with pytest.raises(ValueError, match=r"was filled on the terms one .* those of now are other"):

@@ -39,7 +39,9 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
         ...     return {name: w for name, w in pp.prunable(model).items() if not name.startswith("3.")}
         >>> list(pp.prunable(model)), list(body(model))
         (['1.weight', '3.weight'], ['1.weight'])
-        >>> mask = pp.top_k(pp.scores.magnitude(model, prunable=body), sparsity=0.9)
+        >>> pruned = pp.osp(model, split.train, pp.Config(epochs=1), sparsity=0.8, prunable=body)
+        >>> round(pruned.sparsity, 3), int((model[3].weight == 0).sum())  # of all weights; none in the last layer
+        (0.8, 0)
     """
     across_model(model)
     weights = {n: p for n, p in model.named_parameters() if p.ndim >= 2 and p.is_floating_point()}
@@ -78,7 +80,7 @@ def _refuse_parametrized(model: nn.Module, name: str) -> NoReturn:
     kind = type(model.get_submodule(f"{owner}parametrizations.{tensor}.0"))
     if kind.__module__ == "pacprune.masking.sampler":
         raise ValueError(
-            f"{owner}{tensor} has a stochastic mask, since a run was broken off or attached before: "
+            f"{owner}{tensor} has a stochastic mask, since a run was interrupted, or it was attached before: "
             "start from a fresh copy, or call pp.harden(model)"
         )
     raise ValueError(

@@ -56,7 +56,7 @@ def imp(
         loss: (outputs, labels) -> one number.
         prunable: Which weights may be pruned: model -> {name: weight}.
         seed: Seed of the data order.
-        folder: Where checkpoints are kept, so that a broken run goes on from them; None keeps none.
+        folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
 
     Returns:

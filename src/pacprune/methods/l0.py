@@ -62,7 +62,7 @@ def l0(
         loss: (outputs, labels) -> one number.
         prunable: Which weights may be pruned: model -> {name: weight}.
         seed: Seed of the data order and the gates' noise.
-        folder: Where checkpoints are kept, so that a broken run goes on from them; None keeps none.
+        folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
 
     Returns:

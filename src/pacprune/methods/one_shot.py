@@ -45,7 +45,7 @@ def osp(
         loss: (outputs, labels) -> one number.
         prunable: Which weights may be pruned: model -> {name: weight}.
         seed: Seed of the data order, and of random scores.
-        folder: Where checkpoints are kept, so that a broken run goes on from them; None keeps none.
+        folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
 
     Returns:

@@ -214,9 +214,10 @@ def moved(part: Part, motion: Motion, *, seed: int = 0, device: torch.device | s
 
 
 def run(grid: Grid, name: str, job: Job) -> Table:
-    """One row per cell of a declared setting: COLUMNS and what explains them. What a broken run has finished is kept.
+    """One row per cell of a declared setting: COLUMNS and what explains them.
 
-    The certificate of the first seed of every cell is saved in certificates/; of the others the digest is kept.
+    What an interrupted run has finished is kept. The certificate of the first seed of every cell is saved
+    in certificates/; of the others the digest is kept.
     """
     setting = grid[name]
     table = compute_rows(
@@ -266,7 +267,7 @@ def _centres(
 ) -> list[nn.Module]:
     """The pruned networks that priors are made around; they are kept in files.
 
-    P follows from these files: a run that was broken off goes on with the P that it had begun to certify.
+    P follows from these files: a run that was interrupted goes on with the P that it had begun to certify.
     """
     folder = job.out / "networks" / grid.terms
     paths = [folder / f"{setting.name}-{cell.alpha:g}-{cell.sparsity:g}-{cell.seed}.safetensors" for cell in cells]

@@ -95,7 +95,7 @@ def figures(setting: Setting[Text], job: Job) -> Iterator[Figure]:
 
 
 def rows(setting: Setting[Text], job: Job) -> Table:
-    """One row per network, in COLUMNS, the dense ones first; what a broken run has finished is kept."""
+    """One row per network, in COLUMNS, the dense ones first; what an interrupted run has finished is kept."""
     text, vocabulary = encoded(setting, job)
     first, second = (round(len(text) * part) for part in PARTS)
     tuning = task(setting, "tuning", text[:first], text[first:second], vocabulary)

@@ -118,7 +118,7 @@ class Task(NamedTuple):
 
 
 def run(setting: Setting[Contest], job: Job) -> Table:
-    """One row per network, in COLUMNS, the dense ones first; what a broken run has finished is kept."""
+    """One row per network, in COLUMNS, the dense ones first; what an interrupted run has finished is kept."""
     split = data.load(setting.data, seed=0, data_dir=job.data_dir)
     points = tune(setting, lambda: validation_task(setting, split, job), job)
     rows = contest(setting, points, report_task(setting, split, job), job)

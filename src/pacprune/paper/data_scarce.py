@@ -157,7 +157,7 @@ def grid_size(setting: Setting[Sizes]) -> int:
 
 
 def rows(setting: Setting[Sizes], job: Job) -> Table:
-    """One row per size, seed, alpha and sparsity; those of a run that was broken off are kept."""
+    """One row per size, seed, alpha and sparsity; those of an interrupted run are kept."""
     base = data.load(setting.data, seed=job.seed, data_dir=job.data_dir)
     parts = {(n, seed): part for n, seed, part in subsets(base.train, setting, job)}
     entries = [

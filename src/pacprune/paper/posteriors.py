@@ -145,7 +145,7 @@ def numbers(setting: Setting[Steps], rows: Table) -> dict[str, float]:
 
 
 def rows(setting: Setting[Steps], job: Job) -> Table:
-    """One row per alpha, std, way and seed, the seeds trained as a population; a broken run keeps whole alphas."""
+    """One row per alpha, std, way and seed, the seeds trained as a population; an interrupted run keeps its alphas."""
     base = data.load(setting.data, prior_fraction=FIRST, seed=0, data_dir=job.data_dir)
     entries = [
         Entry(alpha, std, way, seed)
