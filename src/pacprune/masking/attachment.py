@@ -171,8 +171,14 @@ def attach(
 
     Example:
         >>> model = pp.attach(model, pp.isotropic(model, sparsity=0.9))
-        >>> [tuple(p.shape) for p in model.parameters()][:3]  # the first layer's bias, its means and its gates
-        [(16,), (16, 64), (16, 64)]
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # means, gates, and the biases as before
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(pp.resample_(model)(x), y)  # with the next draw of the weights
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> pp.read(model)  # the distribution that was trained
+        SpikeSlab(2 tensors, 1,184 weights, expected sparsity 0.90...)
     """
     _check_options(mapping, coupling, estimator, train_std)
     pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None

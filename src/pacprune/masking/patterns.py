@@ -150,10 +150,11 @@ def to_semi_structured(model: nn.Module) -> list[str]:
         ValueError: If a weight is not on CUDA in float16 or bfloat16, or no weight can be handed over.
 
     Example:
-        >>> pp.patterns.to_semi_structured(model)
-        Traceback (most recent call last):
-            ...
-        ValueError: 1.weight is torch.float32 on cpu, but semi-structured kernels take float16 or bfloat16 on CUDA; ...
+        >>> layers = torch.nn.Flatten(), torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)
+        >>> net = torch.nn.Sequential(*layers)
+        >>> pruned = pp.osp(net, split.train, pp.Config(epochs=1), pattern="2:4")
+        >>> pp.patterns.to_semi_structured(net.to("cuda", torch.bfloat16))  # doctest: +SKIP
+        ['1.weight']
     """
     layers = {f"{n}.weight".lstrip("."): m for n, m in model.named_modules() if type(m) is nn.Linear}
     for name, layer in layers.items():

@@ -159,8 +159,8 @@ def block_isotropic(model: nn.Module, mask: Mapping[str, Tensor], *, eps: float,
 
     Example:
         >>> mask = pp.top_k(pp.scores.magnitude(model), sparsity=0.9)
-        >>> pp.block_isotropic(model, mask, eps=1e-4, std=2e-3).sparsity.__round__(4)
-        0.9003
+        >>> pp.block_isotropic(model, mask, eps=1e-4, std=2e-3)
+        SpikeSlab(2 tensors, 1,184 weights, expected sparsity 0.9003)
     """
     size, kept = sum(m.numel() for m in mask.values()), masks.kept(mask)
     if not ETA <= eps < 0.5:
