@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -82,6 +83,15 @@ def test_every_option_is_a_flag_with_help(command: str) -> None:
         assert field.metadata["help"].split(":")[0] in text
 
 
+def test_defaults_are_written_in_one_way() -> None:
+    for command in COMMANDS:
+        text = " ".join(call(command, "--help").stdout.split())
+        brackets = re.findall(r"(?<=[.)] )\[[^]]*", text.partition("Options:")[2])
+        assert all(words.startswith(("[default: ", "[required")) for words in brackets), command
+        assert not re.search(r"unless given|\w \[[^]]*\]\.", text.partition("Options:")[2]), command
+    assert "[default: off; cifar10: on]" in " ".join(call("osp", "--help").stdout.split())
+
+
 def test_the_examples_use_flags_that_exist() -> None:
     for command in app.all_commands().values():
         for line in command.examples:
@@ -93,6 +103,8 @@ def test_epochs_and_gates_are_explained_where_they_matter() -> None:
     texts = {command: " ".join(call(command, "--help").stdout.split()) for command in ("osp", "pft", "pbp")}
     assert "Epochs of training the prior" in texts["pbp"]
     assert [command for command, text in texts.items() if "--gate-lr" in text] == ["pft", "pbp"]
+    assert "the posterior is always 100 times --posterior-lr. [default: 100 times --lr]" in texts["pbp"]
+    assert "[default: 100 times --lr, and less if" in texts["pft"]
     assert not any(word in texts["pft"] for word in ("lower block", "gates", "logit", "beta")), "defined nowhere in it"
 
 

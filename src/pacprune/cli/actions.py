@@ -11,7 +11,18 @@ from pacprune.bench import coverage, deployment
 from pacprune.bench import subjects as benchmark
 from pacprune.certification import audit, page
 from pacprune.cli import calculator
-from pacprune.cli.console import Device, Json, Seed, Where, data_state, show, user_errors, write
+from pacprune.cli.console import (
+    DATA_DIR,
+    Device,
+    Json,
+    Seed,
+    Where,
+    data_state,
+    default_text,
+    show,
+    user_errors,
+    write,
+)
 from pacprune.cli.progress import progress_bars
 from pacprune.data import datasets, download
 from pacprune.deploy.export import FORMATS
@@ -37,8 +48,8 @@ def bound(
     draws: Annotated[
         int | None,
         typer.Option(
-            help="The risk is the mean over so many networks drawn from Q, each on all n examples: costs delta/5, by "
-            "Chernoff's bound (a mean alone does not do for the tighter betting bound of pbp)."
+            help="How many networks drawn from Q the risk is a mean over, each on all n examples. Chernoff's bound for "
+            "that mean costs a fifth of delta."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write bound.json to.")] = None,
@@ -46,7 +57,10 @@ def bound(
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
-    """A calculator of bounds on the error on new data."""
+    """A calculator of bounds on the error on new data.
+
+    Give the error on examples that the prior did not see, as --risk or as --errors.
+    """
     with user_errors():
         fraction = calculator.risk_of(risk, errors, n=n, draws=draws)
         bounds = calculator.calculate(fraction, n=n, kl=kl, delta=delta, draws=draws)
@@ -85,19 +99,27 @@ def sealed_lines(result: dict[str, Any]) -> list[str]:
 def certify(
     run: Annotated[Path, typer.Argument(help=f"Folder of a finished run, with --train-on prior, of {PRUNING}.")],
     delta: Annotated[float, typer.Option(help="Probability with which the certificate may fail.")] = 0.05,
-    certified: Annotated[int, typer.Option(help="Networks among which you may choose; each pays delta / so many.")] = 1,
+    certified: Annotated[
+        int, typer.Option(help="How many networks you certify to choose among; each pays its part of delta.")
+    ] = 1,
     declare: Annotated[
         str | None, typer.Option(help='What else shaped the network; goes on after "The issuer states that".')
     ] = None,
     beacon: Annotated[
         str | None, typer.Option(help="For a sealed run of pbp: randomness that is younger than its second seal.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the certificate [RUN/certificate].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the certificate." + default_text("RUN/certificate"))
+    ] = None,
     seed: Seed = 0,
     device: Where = "cpu",
     json: Json = False,
 ) -> None:
-    """A certificate for the network of a run."""
+    """A certificate for the network of a run.
+
+    Counts the errors of the network on the training data that it was not trained on, and bounds its error on new data
+    (Clopper-Pearson). Runs of pbp have a certificate already, unless they are sealed.
+    """
     with user_errors():
         if beacon is None:
             options = {"delta": delta, "certified": certified, "declare": declare, "device": device, "out": out}
@@ -121,19 +143,20 @@ def verify(
         bool, typer.Option("--replay", help="The same, and make draws of P and Q: the issuer's again, and fresh ones.")
     ] = False,
     draws: Annotated[
-        int, typer.Option(help="How many draws --replay makes of each kind; as many as the certificate has are all.")
+        int, typer.Option(help="How many draws --replay makes of each kind; of the issuer's, at most all.")
     ] = 2000,
     seal: Annotated[
         list[str] | None, typer.Option(help="A seal that was published before; may be given twice.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="What makes a network that is not pacprune's own: package.module:factory.")
+        str | None,
+        typer.Option(help="Function that makes the network, if it is not one of pacprune: package.module:factory."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="File to write the browser's verifier to, with this certificate inside.")
+        Path | None, typer.Option(help="HTML file to write: a verifier for the browser, with this certificate inside.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write verify.json to.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of what is drawn here; random unless given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of what is drawn here." + default_text("random"))] = None,
     device: Where = "cpu",
     json: Json = False,
 ) -> None:
@@ -198,7 +221,7 @@ def selftest(
 
 
 def bench(
-    subject: Annotated[str, typer.Argument(help=f"{', '.join(benchmark.SUBJECTS)}.")],
+    subject: Annotated[str, typer.Argument(help=f"What to measure: {', '.join(benchmark.SUBJECTS)}.")],
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes, which only show that it runs.")] = False,
     full: Annotated[bool, typer.Option("--full", help="On a CPU: the slow sizes as well.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder to write bench-SUBJECT.json to.")] = None,
@@ -215,17 +238,20 @@ def bench(
 
 
 def reproduce(
-    name: Annotated[str, typer.Argument(help=f"{', '.join(recipes.RECIPES)}.")],
+    name: Annotated[str, typer.Argument(help=f"Which figures: {', '.join(recipes.RECIPES)}.")],
     scale: Annotated[str, typer.Option(help=f"How much is computed: {', '.join(frame.SCALES)}.")] = "reduced",
-    out: Annotated[Path | None, typer.Option(help="Folder of the figures and CSVs [runs/NAME-SCALE[-ONLY]].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the figures and CSVs." + default_text("runs/NAME-SCALE[-ONLY]"))
+    ] = None,
     only: Annotated[
         str | None,
-        typer.Option(help=f"One setting of {', '.join(recipes.SEVERAL)}; an unknown name lists them [all of them]."),
+        typer.Option(
+            help=f"One setting of {', '.join(recipes.SEVERAL)}; an unknown name lists them."
+            + default_text("all of them")
+        ),
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data files [$PACPRUNE_DATA, or a cache].")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything; each is a fresh set of repetitions.")] = 0,
+    data_dir: Annotated[Path | None, typer.Option(help=DATA_DIR)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything; another one is another set of repetitions.")] = 0,
     device: Where = "cpu",
     json: Json = False,
 ) -> None:
@@ -239,11 +265,11 @@ def reproduce(
 
 
 def data(
-    action: Annotated[str, typer.Argument(help="list, fetch or path.")],
+    action: Annotated[
+        str, typer.Argument(help="list (what is here), fetch (download one) or path (where the files lie).")
+    ],
     name: Annotated[str | None, typer.Argument(help=f"For fetch and path: {', '.join(datasets.SOURCES)}.")] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option("--data-dir", "--out", help="Folder of the files [$PACPRUNE_DATA, or a cache].")
-    ] = None,
+    data_dir: Annotated[Path | None, typer.Option("--data-dir", "--out", help=DATA_DIR)] = None,
     seed: Seed = 0,
     device: Device = "cpu",
     json: Json = False,
@@ -288,7 +314,9 @@ DATA_ACTIONS = {"list": _data_list, "fetch": _data_fetch, "path": _data_path}
 
 def rebuild(
     folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
-    out: Annotated[Path | None, typer.Option(help="Write report.html and figures there instead.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write report.html and figures to." + default_text("that of the run"))
+    ] = None,
     seed: Seed = 0,
     device: Device = "cpu",
     json: Json = False,
@@ -304,7 +332,9 @@ def export(
     format: Annotated[
         str, typer.Option(help=", ".join(f"{name} ({row.sentence})" for name, row in FORMATS.items()) + ".")
     ] = "safetensors",
-    out: Annotated[Path | None, typer.Option(help="File to write [in RUN, named by the format].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write." + default_text("in RUN, named by the format"))
+    ] = None,
     seed: Seed = 0,
     device: Device = "cpu",
     json: Json = False,
@@ -333,7 +363,7 @@ def measure(
 
 def track(
     run: Annotated[Path, typer.Argument(help="Folder of a run, finished or going.")],
-    out: Annotated[Path | None, typer.Option(help="Folder of the event files [RUN/events].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the event files." + default_text("RUN/events"))] = None,
     seed: Seed = 0,
     device: Device = "cpu",
     json: Json = False,
@@ -348,9 +378,13 @@ def sweep(
     what: Annotated[str, typer.Argument(help="TOML file: a command, its options, a [grid] of lists; or: status.")],
     folder: Annotated[Path | None, typer.Argument(help="For status: the folder of a sweep.")] = None,
     ray: Annotated[str | None, typer.Option(help="Run on a Ray cluster: auto, or HOST:PORT of its head node.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the runs' folders [runs/FILE without .toml].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs' folders." + default_text("runs/FILE without .toml"))
+    ] = None,
     seed: Seed = 0,
-    device: Annotated[str | None, typer.Option(help="Where to compute, instead of what the file says.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to compute: cpu, cuda or cuda:N." + default_text("as the file says"))
+    ] = None,
     json: Json = False,
 ) -> None:
     """Runs every combination of some options, once.

@@ -12,7 +12,7 @@ import typer
 
 from pacprune import __version__
 from pacprune.cli import actions
-from pacprune.cli.console import Json, show, user_errors
+from pacprune.cli.console import Json, default_text, show, user_errors
 from pacprune.cli.progress import progress_bars
 from pacprune.data.datasets import DATA_SETS
 from pacprune.distributed import ranks
@@ -124,7 +124,7 @@ def run_command(name: str) -> Callable[..., None]:
     }
     hints["config"] = Annotated[Path | None, typer.Option(help="TOML file of these options; flags override it.")]
     folder = f"runs/{name}" if name == "demo" else f"runs/{name}-HASH"
-    hints["out"] = Annotated[Path | None, typer.Option(help=f"Run folder [{folder}].")]
+    hints["out"] = Annotated[Path | None, typer.Option(help=f"Run folder.{default_text(folder)}")]
     hints["json"] = Json
     call.__signature__ = inspect.Signature(
         [
@@ -139,6 +139,11 @@ def run_command(name: str) -> Callable[..., None]:
 def _help(kind: type, option: Field[Any]) -> str:
     """The help of an option: its sentence, its default, and the presets that differ from it."""
     presets = {name: opt.preset(kind, name).get(option.name, option.default) for name in DATA_SETS}
-    defaults = [] if option.default is None else [str(option.default)]
-    defaults += [f"{name}: {value}" for name, value in presets.items() if value != option.default]
-    return option.metadata["help"] + (f" [{'; '.join(defaults)}]" if defaults else "")
+    defaults = [option.metadata["unset"] if option.default is None else _word(option.default)]
+    defaults += [f"{name}: {_word(value)}" for name, value in presets.items() if value != option.default]
+    return option.metadata["help"] + default_text("; ".join(filter(None, defaults)))
+
+
+def _word(value: Any) -> str:
+    """A default as a reader says it."""
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)

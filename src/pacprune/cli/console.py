@@ -20,6 +20,14 @@ Device = Annotated[str, typer.Option(help=_UNUSED, show_default=False)]
 Where = Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")]
 
 
+def default_text(default: str) -> str:
+    """The end of a help text, as typer itself writes a default; for those that it cannot know."""
+    return f"  [default: {default}]" if default else ""
+
+
+DATA_DIR = "Folder of the data files." + default_text("$PACPRUNE_DATA, or a cache")
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
     """A user's mistake becomes one sentence on stderr and exit code 2; an interrupt a hint and exit code 130."""

@@ -40,7 +40,7 @@ def osp(
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
         dense: How the network is trained before pruning; None prunes it as it is.
-        scope: One ranking (global), the same sparsity in each layer (layer), or erk budgets.
+        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number.
         prunable: Which weights may be pruned: model -> {name: weight}.
