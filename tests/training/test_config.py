@@ -45,7 +45,7 @@ def test_a_gate_lr_that_follows_lr_is_another_setting_than_a_number_that_equals_
     assert follows.gate_lr == given.gate_lr
     assert follows != given
     assert follows.identity() != given.identity()
-    assert (repr(follows), repr(given)) == ("Config(lr=0.1)", "Config(lr=0.1, gate_lr=10.0)")
+    assert (repr(follows), repr(given)) == ("Config(epochs=10, lr=0.1)", "Config(epochs=10, lr=0.1, gate_lr=10.0)")
     assert follows == pp.Config(lr=0.1, gate_lr="auto")
     assert hash(follows) == hash(pp.Config(lr=0.1, gate_lr="auto"))
     assert dataclasses.replace(follows, lr=0.2) == pp.Config(lr=0.2)
@@ -64,8 +64,8 @@ def test_checkpoints_are_named_as_they_were() -> None:
     assert pp.Config(gate_lr=None).identity() == plain | {"gate_lr": None}
 
 
-def test_repr_shows_what_is_not_default() -> None:
-    assert repr(pp.Config()) == "Config()"
+def test_repr_shows_what_is_not_default_and_always_epochs_and_lr() -> None:
+    assert repr(pp.Config()) == "Config(epochs=10, lr=0.01)"
     shown = pp.Config(epochs=5, lr=0.1, gate_lr=None, span=(0, 0.5), schedule="cosine")
     assert repr(shown) == "Config(epochs=5, lr=0.1, gate_lr=None, schedule='cosine', span=(0, 0.5))"
     assert eval(repr(shown), {"Config": pp.Config}) == shown

@@ -161,7 +161,9 @@ class Config:
         return isinstance(other, Config) and self.changes() == other.changes()
 
     def __repr__(self) -> str:
-        return f"Config({', '.join(f'{name}={value!r}' for name, value in self.changes().items())})"
+        # Everyone who looks at a Config wants to know these two.
+        values = {"epochs": self.epochs, "lr": self.lr} | self.changes()
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     def changes(self) -> dict[str, Any]:
         """The fields that have not their default value, in their order."""
