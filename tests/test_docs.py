@@ -58,3 +58,14 @@ def test_every_fence_is_seen() -> None:
     for page in PAGES:
         fences = re.findall(r"^\s*(?:```|~~~)", page.read_text(), re.MULTILINE)
         assert len(fences) == 2 * len(FENCE.findall(page.read_text())), f"{page.name} has a fence that is not run"
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+def test_files_and_tables_that_are_named_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    package = ROOT / "src" / "pacprune"
+    for name in re.findall(r"`([\w/]+\.(?:py|cpp|html|md))`", text):
+        places = [ROOT / name, package / name, package.parent / name, *package.rglob(name if "/" not in name else "-")]
+        assert any(place.is_file() for place in places), f"{page} names {name}, which does not exist"
+    for table, file in re.findall(r"`([A-Z_]+)`(?:,)?(?: both)? in `([\w/]+\.py)`", text):
+        assert re.search(rf"^{table}\b", (package / file).read_text(), re.MULTILINE), f"{file} has no {table}"
