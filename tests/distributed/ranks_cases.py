@@ -136,14 +136,20 @@ def pbp(folder: Path) -> Outcome:
 def certificate(folder: Path) -> Outcome:
     """A posterior that is the prior, so that one process and two have the same to the bit."""
     split = pp.data.split(*pair(300), prior_fraction=0.5, seed=0, unlabelled=21)
-    model = net()
+    model, words = net(), "its weights were drawn at random"
     prior = pp.block_isotropic(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.5), eps=1e-2, std=2e-2)
     pp.attach(model, prior)
     prior = pp.read(model)
     pp.fit_posterior(model, prior, split, pp.Config(epochs=0), out=folder / "certificate")
     counts: list[int] = []
     cert = pp.certify(
-        model, prior, split, draws=2600, tolerance=0.02, progress=lambda stage, done, *_: counts.append(done)
+        model,
+        prior,
+        split,
+        draws=2600,
+        tolerance=0.02,
+        declare=words,
+        progress=lambda stage, done, *_: counts.append(done),
     )
     return {"record": cert.record, "tensors": cert.tensors, "last": counts[-1]}
 

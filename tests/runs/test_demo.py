@@ -51,7 +51,7 @@ def test_it_leaves_one_certificate_and_one_report(finished_demo: tuple[Path, dic
     assert result["folder"] == str(out)
     assert result["certificate"] == result["rows"][-1]["certificate"]
     assert result["statement"] in (out / "report.html").read_text()
-    assert CliRunner().invoke(app.build(), ["verify", str(out), "--recount"]).stdout.endswith("\nVALID\n")
+    assert CliRunner().invoke(app.build(), ["verify", str(out), "--recount"]).exit_code == 0
     figures = ["certificate", "curves", "keep_prob", "layers", "methods"]
     assert sorted(f.name for f in (out / "figures").glob("*.png")) == [f"{name}.png" for name in figures]
     assert not (out / store.CHECKPOINTS).exists()

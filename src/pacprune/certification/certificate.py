@@ -205,7 +205,7 @@ def pack(files: Mapping[str, Mapping[str, Tensor]]) -> bytes:
 
     The header's "index" is {file: {name: [dtype, shape, values]}}; where most entries equal values[0] it is [dtype,
     shape, values, bits]: the entries whose bit is set are values[1:], one each or one for all. Values may be stored in
-    a narrower integer type than their own. `decode.unpack` reads it.
+    a narrower integer type than their own. `verify.unpack` reads it.
     """
     blobs: dict[str, Tensor] = {}
     keys: dict[bytes, str] = {}

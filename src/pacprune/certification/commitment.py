@@ -75,7 +75,14 @@ class Commitment:
         return replace(self, posterior=attachment.read(model).hash)
 
     def record(self, beacon: str) -> CommitmentRecord:
-        """What a certificate says of it."""
+        """What a certificate says of it.
+
+        Args:
+            beacon: The value of a public round that is younger than the seal.
+
+        Returns:
+            Plan, both seals and beacon.
+        """
         if not beacon.strip() or not beacon.isprintable() or len(beacon) > 500:
             raise ValueError(
                 f"beacon is {beacon!r:.80}; give the value of a public round that is younger than the seal"

@@ -78,7 +78,7 @@ class Part:
 
     @cached_property
     def ids(self) -> Tensor:
-        """All 64-bit hashes of each example, a row of one for every example: content, place in its source, raw content.
+        """All 64-bit hashes of each example, one row for each kind: content, place in its source, raw content.
 
         Two splits of one source may standardise by different constants, so that contents differ; the others agree.
         """
