@@ -11,9 +11,9 @@ from pacprune.methods.pipeline import (
     Pruned,
     check_request,
     fine_tune,
-    magnitude_mask,
     pipeline,
     reachable_mask,
+    reachable_sparsity,
     split_epochs,
     stage_maker,
 )
@@ -77,9 +77,7 @@ def gmp(
         118
     """
     sparsity = check_request(model, sparsity, pattern=pattern)
-    mask = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)
-    if pattern is not None:
-        sparsity = masks.sparsity(mask, total=weights.total(model))  # `prunable` may leave some of these out
+    sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
     budget = Budget(
         sparsity,
         control="feedback" if feedback else "magnitude",

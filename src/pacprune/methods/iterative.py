@@ -6,14 +6,14 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import nn
 
-from pacprune.masking import masks, weights
+from pacprune.masking import weights
 from pacprune.methods.pipeline import (
     Pipeline,
     Pruned,
     check_request,
-    magnitude_mask,
     pipeline,
     reachable_mask,
+    reachable_sparsity,
     stage_maker,
 )
 from pacprune.training.config import Config
@@ -74,11 +74,9 @@ def imp(
         raise ValueError(f"rounds is {rounds}; at least 1 round must prune to the sparsity")
     sparsity = check_request(model, sparsity, pattern=pattern)
     stage = stage_maker(model, data, loss, seed, folder, progress)
-    mask = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)
-    if pattern is not None:
-        sparsity = masks.sparsity(mask, total=weights.total(model))
+    sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
     history = (yield stage("dense", dense)) if dense else []
-    rounds = min(rounds, max(1, config.epochs))
+    rounds, mask = min(rounds, max(1, config.epochs)), {}
     for i in range(1, rounds + 1):
         round_sparsity = sparsity if i == rounds else 1 - (1 - sparsity) ** (i / rounds)
         mask = reachable_mask(model, round_sparsity, prunable, min_per_layer, pattern)

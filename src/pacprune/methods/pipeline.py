@@ -302,6 +302,17 @@ def check_reachable(
     magnitude_mask(model, sparsity, prunable, min_per_layer, **options)
 
 
+def reachable_sparsity(
+    model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int, pattern: str | None
+) -> float:
+    """The sparsity that a mask of the largest weights has, found before anything is trained.
+
+    That of a pattern is a share of what `prunable` names, which may be less than all weights.
+    """
+    mask = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)
+    return sparsity if pattern is None else masks.sparsity(mask, total=weights.total(model))
+
+
 def reachable_mask(
     model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int, pattern: str | None
 ) -> dict[str, Tensor]:

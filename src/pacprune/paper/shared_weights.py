@@ -4,7 +4,6 @@ The paper's figure of the weights shared by masks before and after PFT, here wit
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from pacprune import data
@@ -14,7 +13,6 @@ from pacprune.paper.comparison import Contest, Entry
 from pacprune.paper.frame import Figure, Job, Setting, dense_networks
 from pacprune.paper.painting import Style
 from pacprune.paper.statistics import means
-from pacprune.training.config import Config
 from pacprune.types import Table
 
 _CRITERIA = {"magnitude": ("magnitude", "o"), "snip": ("SNIP", "s"), "random": ("random", "^")}
@@ -25,14 +23,7 @@ _COLOUR = pft_vs_osp.SETTINGS["reduced"][-1].changed(sparsities=(0.6, 0.8, 0.9, 
 SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
     "smoke": (pft_vs_osp.SETTINGS["smoke"][0].changed(sparsities=(0.6, 0.9), **_ONE_RATE),),
     "reduced": (_COLOUR,),
-    "paper": (
-        _COLOUR.changed(
-            sparsities=(0.6, 0.7, 0.8, 0.9, 0.95, 0.98),
-            seeds=5,
-            dense=Config(epochs=120, lr=0.1, schedule="step", augment=True, weight_decay=5e-4),
-            pruning=replace(_COLOUR.pruning, epochs=180),
-        ),
-    ),
+    "paper": (pft_vs_osp.at_paper_length(_COLOUR, sparsities=(0.6, 0.7, 0.8, 0.9, 0.95, 0.98)),),
 }
 
 

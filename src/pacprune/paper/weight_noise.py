@@ -6,7 +6,6 @@ fine-tuned networks; beside it PFT without noise, and how far every network's co
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from pacprune.paper import comparison, painting, pft_vs_osp
 from pacprune.paper.comparison import Contest, Entry, Task
 from pacprune.paper.frame import Figure, Job, Setting, dense_networks
 from pacprune.paper.statistics import means
-from pacprune.training.config import Config
 from pacprune.training.evaluate import BATCH, evaluating
 from pacprune.types import Table
 
@@ -49,13 +47,7 @@ _COLOUR = _at_90(pft_vs_osp.SETTINGS["reduced"][-1])
 SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
     "smoke": (_at_90(pft_vs_osp.SETTINGS["smoke"][0]),),
     "reduced": (_at_90(pft_vs_osp.SETTINGS["reduced"][-2]), _COLOUR),
-    "paper": (
-        _COLOUR.changed(
-            seeds=5,
-            dense=Config(epochs=120, lr=0.1, schedule="step", augment=True, weight_decay=5e-4),
-            pruning=replace(_COLOUR.pruning, epochs=180),
-        ),
-    ),
+    "paper": (pft_vs_osp.at_paper_length(_COLOUR),),
 }
 
 
