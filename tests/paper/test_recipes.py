@@ -119,7 +119,7 @@ def test_bad_input_gets_one_sentence(words: str, message: str, tmp_path: Path, m
 def test_help_says_which_recipes_have_several_settings_and_where_figures_go() -> None:
     text = " ".join(call("--help").stdout.split()).replace("- ", "-")  # a line may break after a hyphen
     assert f"One setting of {', '.join(recipes.SEVERAL)}; an unknown name lists them" in text
-    assert "[runs/NAME-SCALE[-ONLY]]" in text
+    assert "[default: runs/NAME-SCALE[-ONLY]]" in text
 
 
 # --- What recipes share
