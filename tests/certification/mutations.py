@@ -111,7 +111,7 @@ def _pac_bayes(
         pp.error(_network(), split.bound)
     pp.fit_posterior(model, prior, split, pp.Config(epochs=1, lr=0.1 if std else 0.0, gate_lr=1.0))
     if commitment is not None:
-        options |= {"commitment": commitment.sealed(model), "beacon": "round 1234: 9f2c ✓"}
+        options |= {"commitment": commitment.sealed(model), "beacon": "9f2c51d0a3b6e874"}
     return pp.certify(model, prior, split, draws=60, **options)
 
 
@@ -583,7 +583,7 @@ def seal_another_plan(rng: random.Random, files: Files) -> Files | None:
     others = {"draws": [59, 60, 61, 10**9], "method": ["betting", "chernoff", "x"], "family": ["seeger", "catoni", "x"]}
     number = rng.choice([0, 1, 2, 1.0, 0.05, 0.5, None])
     sealed["plan"][key] = rng.choice(others[key]) if key in others else number
-    sealed["beacon"] = rng.choice([sealed["beacon"], "round 5", "🙂", "", "\u202e"])
+    sealed["beacon"] = rng.choice([sealed["beacon"], "9f2c51d0a3b6e875", "round 5", "🙂", "", "9F2C51D0A3B6E874"])
     split = {key: record["split"][key] for key in ("parts", "indices")}
     first = arithmetic.digest({"prior": record["hashes"]["prior"], "split": split, "plan": sealed["plan"]})
     sealed |= {
@@ -674,7 +674,7 @@ def _restated(files: Files, record: Record, family: str, delta: float, *, chance
         f"the error rate on new data of {network} {rounded_down(record['sparsity'])}) is at most {rounded_up(bound)}."
     )
     if record["declaration"] is not None:
-        record["statement"] += f" The issuer states that {record['declaration']}."
+        record["statement"] += f' The issuer states: "{record["declaration"]}".'
     record["assumptions"] = arithmetic.assumptions(record)
     return stored(files, record)
 

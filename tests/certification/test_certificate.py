@@ -246,7 +246,7 @@ def test_the_thresholded_bound_needs_unlabelled_inputs() -> None:
     expected = bounds.agreement(transfer, disagreements=stated["disagreements"], m=150, delta=0.01)
     assert run.cert.bounds["thresholded"] == pytest.approx(expected)
     no_inputs = run.split.unlabelled.subset(torch.arange(0))
-    cert = certify_again(split=digits(unlabelled=no_inputs))
+    cert = certify_again(split=digits(unlabelled=no_inputs, declared=True))
     assert "thresholded" not in cert.bounds
     assert cert.record["thresholded"]["inputs"] == 0
 

@@ -63,7 +63,7 @@ def test_bounds_of_sealed_posteriors_hold(tmp_path: Path, monkeypatch: pytest.Mo
         commitment = pp.commit(prior, split, draws=200, delta=DELTA)
         pp.fit_posterior(model, prior, split, pp.Config(epochs=5, lr=0.5))
         commitment = commitment.sealed(model)
-        beacon = f"round {trial}"
+        beacon = f"{trial:016x}"
         cert = pp.certify(model, prior, split, draws=200, delta=DELTA, commitment=commitment, beacon=beacon)
         for name, bound in cert.bounds.items():
             failures[name] = failures.get(name, 0) + (bound < RISK)

@@ -224,11 +224,11 @@ class _Audit:
         unknown, total = [name for name in terms if name not in prunable], weights.total(self.plain)
         if unknown or record["total"] != total:
             # A bias or a running statistic in Q would be in no hash of what is frozen.
-            return (
-                f"recount: Q is over {unknown} and {record['total']} weights, but the model has {total}, "
-                f"in {list(prunable)}"
-            )
-        failure = self._single_draw_failure(record) if record["kind"] == "pac-bayes" else None
+            subject = f"Q is over {unknown} and" if terms else "the certificate is about"
+            return f"recount: {subject} {record['total']} weights, but the model has {total}, in {list(prunable)}"
+        failure = None
+        if record["kind"] == "pac-bayes":
+            failure = self._single_draw_failure(record) or self._thresholded_failure()
         return failure or self._sparsity_failure() or self._errors_failure()
 
     def _single_draw_failure(self, record: PacBayesRecord) -> str | None:
@@ -241,8 +241,16 @@ class _Audit:
         for name, drawn in draw_weights(posterior, seed=seed, step=0).items():
             # Gates are equal to the bit on every machine, normal numbers up to rounding.
             distance = (network[name].to(drawn.device) - drawn).abs()
-            if bool((distance > 1e-3 * posterior.std[name] + 1e-5 * drawn.abs()).any()):
+            if bool((distance > 2e-5 * posterior.std[name] + 1e-6 * drawn.abs()).any()):
                 return f"recount: the single draw network is not the draw of its seed (another {name})"
+        return None
+
+    def _thresholded_failure(self) -> str | None:
+        """Whether the thresholded network is another than Q's: where keep_prob tie, others have as many weights."""
+        network = self.cert.tensors["thresholded.safetensors"]
+        for name, weight in drawn_networks.thresholded(self._distribution("posterior")).items():
+            if not torch.equal(network[name].to(weight.device), weight):
+                return f"recount: the thresholded network is not that of Q (another {name})"
         return None
 
     def _sparsity_failure(self) -> str | None:
@@ -328,7 +336,8 @@ class _Audit:
         self.findings.append(
             f"test error of networks drawn from Q, one for each of {size:,} examples: {errors / size:.4f}"
         )
-        yield "a network drawn from Q", record["claim"]["bound"], errors, size
+        gibbs = min(stated[name] for name in (*arithmetic.FAMILIES, "paper") if name in stated)
+        yield "a network drawn from Q", gibbs, errors, size
 
     # --- Level 3.
 

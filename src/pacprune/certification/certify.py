@@ -94,11 +94,11 @@ def certify(
             is more, since n examples cannot tell finer.
         draws: The most networks to draw of each of P and Q.
         name: Which of pacprune's models it is ("mlp"), so that verifiers can build it; None for a model of one's own.
-        declare: What shaped the prior, where pacprune cannot trace it to split.prior: the end of a sentence that begins
-            with "The issuer states that". It stands in the certificate's own sentence.
+        declare: What shaped the prior, where pacprune cannot trace it to split.prior, in one sentence. The
+            certificate's own sentence quotes it.
         commitment: What `pp.commit` sealed before Q was trained, with Q sealed by its `sealed`; the settings here must
             be those of its plan.
-        beacon: Under a commitment: randomness that is younger than its second seal, such as a public round's value.
+        beacon: Under a commitment: what its `source` gave after the second seal, in hexadecimal.
         progress: Called as progress(stage, done, total, row) while networks are drawn.
 
     Returns:
@@ -135,7 +135,7 @@ def certify(
     candidate = _candidate(model, prior, posterior, split, sealed)
     evidence, tensors, q_counts = _evidence(candidate, plan, _is_fresh(model, split), name, progress)
     certificate = Certificate(_record(evidence, q_counts, candidate, plan, declaration), tensors)
-    return replace(certificate, tries=_tries(certificate, split, q_counts))
+    return replace(certificate, tries=_tries(certificate, split, plan, q_counts))
 
 
 def certify_held_out(
@@ -157,8 +157,8 @@ def certify_held_out(
         delta: Probability with which the certificate may fail, such as 0.05.
         certified: How many networks this one may be chosen among; delta is divided by it.
         name: Which of pacprune's models it is ("mlp"), so that verifiers can build it; None for a model of one's own.
-        declare: What shaped the network, where pacprune cannot trace it to split.prior: the end of a sentence that
-            begins with "The issuer states that". It stands in the certificate's own sentence.
+        declare: What shaped the network, where pacprune cannot trace it to split.prior, in one sentence. The
+            certificate's own sentence quotes it.
 
     Returns:
         The certificate, with the network in it.
@@ -173,15 +173,15 @@ def certify_held_out(
         True
     """
     declaration = rules.checked_declaration(declare)
+    rules.check_delta(delta)
     rules.refuse_random(model)
     rules.refuse_split(split)
     rules.refuse_repeats(split, declaration)
     rules.refuse_batch_statistics(model)
-    weights.note_changes([model])
-    weights.note_strangers(model)
-    rules.refuse_untraced(weights.seen(model), split, "the network", declaration)
+    rules.refuse_untraced(weights.origin(model), split, "the network", declaration)
     n, ledger = len(split.bound), BOUNDS["held_out"].ledger(delta, certified=certified)
     errors = int(drawn_networks.errors(model, {}, split.bound).sum())
+    rules.refuse_unsteady(model, split.bound.x)
     bound = bounds.clopper_pearson(errors, n=n, delta=ledger.delta_each)
     sparsity = weights.sparsity(model)
     state = {key: t.detach().clone() for key, t in (*model.named_parameters(), *model.named_buffers())}
@@ -196,7 +196,7 @@ def certify_held_out(
         "sparsity": sparsity,
         "total": weights.total(model),
         "reference": {"errors": errors},
-        "examples_seen": len(weights.seen(model).labelled),
+        "examples_seen": weights.seen(model).count,
         **_conclusion(entries, "held_out", delta, f"the {n:,} bound examples", network, declaration, None),
         **_provenance(split, {"model": tensor_hash(state)}),
     }
@@ -289,6 +289,7 @@ def _candidate(
     """The candidate, which is the same on all ranks."""
     plain = attachment.harden(copy.deepcopy(model))
     rules.refuse_batch_statistics(plain)
+    rules.refuse_unsteady(plain, split.bound.x)
     hashes = {"prior": prior.hash, "posterior": posterior.hash, "rest": tensor_hash(prior.rest)}
     ranks.require_equal(
         {
@@ -434,7 +435,7 @@ def _evidence(
         "reference": {"errors": step.reference_errors},
         "single_draw": single_draw,
         "thresholded": thresholded,
-        "examples_seen": len(prior.seen.labelled),
+        "examples_seen": prior.seen.count,
     }
     tensors = {
         "distributions.safetensors": _distribution_tensors(prior, posterior),
@@ -466,18 +467,19 @@ def _record(
     return record
 
 
-def _tries(certificate: Certificate, split: Split, q_counts: Counts | None = None) -> Tries:
+def _tries(certificate: Certificate, split: Split, plan: Plan | None = None, q_counts: Counts | None = None) -> Tries:
     """Counts this certificate among those on the same examples."""
-    record, ledger = certificate.record, certificate.ledger
+    record, ledger, sealed = certificate.record, certificate.ledger, certificate.record["commitment"]
 
     def bound_at(share: float) -> float:
+        delta = ledger.delta * share
         if q_counts is None:
-            delta = ledger.delta_each * share
             return bounds.clopper_pearson(record["reference"]["errors"], n=certificate.n, delta=delta)
-        shares = {"delta": ledger.delta * share, "grid": ledger.grid, "certified": ledger.certified}
-        return bounds_table.claimed_bound(certificate.pac_bayes, q_counts, **shares)
+        return bounds_table.claimed_bound(certificate.pac_bayes, q_counts, delta=delta)
 
-    subject = digest({"hashes": record["hashes"], "split": split_hashes(split)})
+    # Another share of delta is no other try; another family, number of draws or beacon is one.
+    done = {key: value for key, value in (plan or {}).items() if key not in ("delta", "grid", "certified")}
+    subject = digest({"hashes": record["hashes"], "split": split_hashes(split), "plan": done, "sealed": sealed})
     return tries.count(split.pool, subject, declared=ledger.grid * ledger.certified, bound_at=bound_at)
 
 
@@ -499,7 +501,7 @@ def _conclusion(
     if commitment is not None:
         statement += f" The draws follow from the commitment {commitment['digest'][:12]} and a later beacon."
     if declaration is not None:
-        statement += f" The issuer states that {declaration}."
+        statement += f' The issuer states: "{declaration}".'
     return {
         "bounds": entries,
         "claim": {"family": family, "bound": bound},

@@ -17,7 +17,7 @@ from pacprune import bounds
 from pacprune.bounds import Ledger
 from pacprune.certification import rules
 from pacprune.certification.record import CommitmentRecord, Plan
-from pacprune.certification.verify import digest
+from pacprune.certification.verify import LEAVES, digest
 from pacprune.data.splits import Split, check_split, index_hash
 from pacprune.files import write_atomically
 from pacprune.masking import attachment
@@ -25,6 +25,8 @@ from pacprune.masking.spikeslab import SpikeSlab
 
 FORMAT = "pacprune commitment"
 FILE = "commitment.json"
+SOURCE = "the first round of drand's default network after the second seal was published"
+"""Where the beacon comes from, unless another source is sealed."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Commitment:
         prior: The hash of the prior P.
         split: The hashes of the split's parts and of their index lists.
         plan: What is declared: delta, family, catoni_c, grid, certified, method, tolerance and draws.
+        source: Where the beacon will come from, and which one of its values is taken.
         posterior: The hash of Q; None before it is sealed.
 
     Example:
@@ -47,12 +50,13 @@ class Commitment:
     prior: str
     split: dict[str, dict[str, str]]
     plan: Plan
+    source: str
     posterior: str | None = None
 
     @property
     def digest(self) -> str:
         """The first seal, SHA-256 in hexadecimal: publish it before Q is trained."""
-        return digest({"prior": self.prior, "split": self.split, "plan": self.plan})
+        return digest({"prior": self.prior, "split": self.split, "plan": self.plan, "source": self.source})
 
     @property
     def seal(self) -> str:
@@ -78,16 +82,23 @@ class Commitment:
         """What a certificate says of it.
 
         Args:
-            beacon: The value of a public round that is younger than the seal.
+            beacon: The value that `source` gave, in hexadecimal.
 
         Returns:
-            Plan, both seals and beacon.
+            Plan, source, both seals and beacon.
         """
-        if not beacon.strip() or not beacon.isprintable() or len(beacon) > 500:
+        value = beacon.strip().lower()
+        if not LEAVES["beacon"](value):
             raise ValueError(
-                f"beacon is {beacon!r:.80}; give the value of a public round that is younger than the seal"
+                f"beacon is {beacon!r:.80}; give the value of {self.source}, as 16 or more hexadecimal digits"
             )
-        return {"plan": self.plan, "digest": self.digest, "seal": self.seal, "beacon": beacon}
+        return {
+            "plan": self.plan,
+            "source": self.source,
+            "digest": self.digest,
+            "seal": self.seal,
+            "beacon": value,
+        }
 
     def save(self, folder: str | Path) -> Path:
         """Writes commitment.json, which holds nothing secret.
@@ -104,6 +115,7 @@ class Commitment:
             "prior": self.prior,
             "split": self.split,
             "plan": self.plan,
+            "source": self.source,
             "posterior": self.posterior,
             "digest": self.digest,
             "seal": None if self.posterior is None else self.seal,
@@ -118,7 +130,7 @@ def load(folder: str | Path) -> Commitment:
     path = Path(folder) / FILE
     try:
         content: dict[str, Any] = json.loads(path.read_text())
-        commitment = Commitment(*(content[key] for key in ("prior", "split", "plan", "posterior")))
+        commitment = Commitment(*(content[key] for key in ("prior", "split", "plan", "source", "posterior")))
         stated, present = content["digest"], commitment.digest
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no commitment ({error}); make one by `pacprune commit`") from error
@@ -148,11 +160,12 @@ def commit(
     method: str = "betting",
     tolerance: float | None = None,
     draws: int = 20_000,
+    source: str = SOURCE,
 ) -> Commitment:
     """Seals prior, split and plan of a certificate before Q exists. No seed is sealed: nobody can aim Q at the noise.
 
-    Publish `.digest` where it gets a date that others believe (a signed git commit, a time-stamping service). Then
-    train Q, seal it by `.sealed(model)`, publish `.seal`, wait for a public beacon, and certify.
+    Publish `.digest` where others see all that you publish, and when. Then train Q, seal it by `.sealed(model)`,
+    publish `.seal` in the same place, wait for the beacon, and certify.
 
     Args:
         prior: The prior P, as `pp.read(model)` gives it.
@@ -165,6 +178,9 @@ def commit(
         method: The bound on the Monte-Carlo error: "betting" or "chernoff".
         tolerance: Sampling stops when the Monte-Carlo slack is at most this; None is as of `pp.certify`.
         draws: The most networks to draw of each of P and Q.
+        source: Where the beacon will come from and which of its values is taken, so that nobody can wait for a lucky
+            one. Any public randomness will do, and so will a number that the verifier draws once it has the second
+            seal.
 
     Returns:
         The commitment.
@@ -178,7 +194,7 @@ def commit(
         >>> commitment = pp.commit(prior, split, draws=200)
         >>> history = pp.fit_posterior(model, prior, split, pp.Config(epochs=1, lr=0.01))
         >>> commitment = commitment.sealed(model)
-        >>> certificate = pp.certify(model, prior, split, draws=200, commitment=commitment, beacon="round 1234: 9f2c")
+        >>> certificate = pp.certify(model, prior, split, draws=200, commitment=commitment, beacon="9f2c51d0a3b6e874")
         >>> certificate.record["commitment"]["seal"] == commitment.seal
         True
     """
@@ -194,7 +210,9 @@ def commit(
         tolerance=tolerance,
         draws=draws,
     )
-    return Commitment(prior.hash, split_hashes(split), plan)
+    if not LEAVES["name"](source):
+        raise ValueError(f"source is {source!r:.80}; give a line of plain text without double quotes")
+    return Commitment(prior.hash, split_hashes(split), plan, source)
 
 
 def plan_of(
@@ -211,6 +229,7 @@ def plan_of(
 ) -> Plan:
     """The plan with these settings, once it is one that can be certified."""
     rules.check_declared(family, method, expected_risk)
+    rules.check_delta(delta)
     n, ledger = len(split.bound), Ledger.split(delta, grid=grid, certified=certified)
     constant = None
     if expected_risk is not None:

@@ -187,12 +187,14 @@ class CommitmentRecord(TypedDict):
 
     plan: Plan
     """What was declared."""
+    source: str
+    """Where the beacon comes from, and which of its values is taken."""
     digest: str
-    """The first seal: of the prior, the split and the plan."""
+    """The first seal: of the prior, the split, the plan and the source."""
     seal: str
     """The second seal: of the first and of Q."""
     beacon: str
-    """Randomness that is younger than the second seal."""
+    """Randomness that is younger than the second seal, in hexadecimal."""
 
 
 class Subject(TypedDict):
@@ -226,7 +228,7 @@ class Conclusion(TypedDict):
     statement: str
     """What is proved, in one sentence, and what the issuer states beside it."""
     declaration: str | None
-    """What the issuer states of what pacprune could not trace; it completes "The issuer states that"."""
+    """What the issuer states of what pacprune could not trace; the sentence quotes it."""
     commitment: CommitmentRecord | None
     """Under which seals the draws were made; None where nothing was sealed, and for a deterministic network."""
 

@@ -1,17 +1,26 @@
 """What is refused, and why: every rule that a certificate rests on is one function that raises when it is broken."""
 
+from collections.abc import Callable
 from itertools import combinations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pacprune import philox
 from pacprune.certification.bounds_table import FAMILIES, RISK_BOUNDS
 from pacprune.data import trace
+from pacprune.data.batches import device_of
 from pacprune.data.splits import Split, check_split
 from pacprune.data.trace import Trace
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab
+from pacprune.training.evaluate import evaluating
 from pacprune.training.posterior import refuse_if_touched, touched
+
+_STEADY = 64
+"""So many examples are answered in several ways, to see whether an answer follows from its input alone."""
+_ROUNDING = 1000
+"""Rounding changes an output by less than so many units in the last place of the largest one."""
 
 # --- What is declared.
 
@@ -29,15 +38,21 @@ def check_declared(family: str, method: str, expected_risk: float | None) -> Non
         )
 
 
+def check_delta(delta: float) -> None:
+    """Refuses a probability that no sentence can name."""
+    if not 1e-12 <= delta < 1:
+        raise ValueError(f"delta is {delta}; it must lie in [1e-12, 1): give a fraction, such as 0.05")
+
+
 def checked_declaration(declare: str | None) -> str | None:
-    """The issuer's own words as a certificate has them: they complete "The issuer states that"."""
+    """The issuer's own words as a certificate quotes them."""
     if declare is None:
         return None
-    words = declare.strip().removesuffix(".")
-    if not 10 <= len(words) <= 500 or not words.isprintable():
+    words = " ".join(declare.split()).removesuffix(".")
+    if not 10 <= len(words) <= 500 or not words.isascii() or not words.isprintable() or '"' in words:
         raise ValueError(
-            f"declare is {declare!r:.80}; give one sentence of 10 to 500 characters that goes on after "
-            '"The issuer states that", such as "the network was trained on ImageNet alone"'
+            f"declare is {declare!r:.80}; give one sentence of 10 to 500 plain characters (ASCII, no double quotes) "
+            "that can be quoted, such as: the network was trained on ImageNet alone"
         )
     return words
 
@@ -49,7 +64,23 @@ def refuse_split(split: Split) -> None:
     """All rules about the data alone."""
     check_split(split)
     refuse_overlap(split)
+    refuse_order(split)
     refuse_standardisation(split)
+
+
+def refuse_order(split: Split) -> None:
+    """The parts are cut as the seed says, unless the issuer declared the index lists."""
+    if split.declared:
+        return
+    order = torch.cat([part.index for part in (split.prior, split.bound, split.unlabelled)])
+    cut = torch.equal(order.argsort().argsort(), philox.permutation(len(order), seed=split.seed))
+    # A test part may be cut off the same examples, at their end.
+    joined = torch.equal(order, philox.permutation(len(order) + len(split.test), seed=split.seed)[: len(order)])
+    if not cut and not joined:
+        raise ValueError(
+            f"the parts are not those that the seed {split.seed} cuts; make the split by pp.data.split, and index "
+            "lists of your own by indices= and split_declared_random=True"
+        )
 
 
 def refuse_overlap(split: Split) -> None:
@@ -100,8 +131,11 @@ def refuse_untraced(seen: Trace, split: Split, who: str, declaration: str | None
         "train it by pacprune on split.prior (its .augmented(transform) and .loader(...) are known as such), or say "
         'what shaped it: declare="it was trained on ..."'
     )
-    if not len(seen.labelled):
-        raise ValueError(f"pacprune has never trained {who}, so that nobody knows what it has seen; {remedy}")
+    if trace.UNTRAINED in seen.labelled:
+        raise ValueError(
+            f"pacprune has never trained {who}, or not every layer of it, so that nobody knows what it has seen; "
+            f"{remedy}"
+        )
     unknown = seen.labelled[~torch.isin(seen.labelled, split.prior.known.labelled)]
     if trace.FOREIGN in unknown:
         raise ValueError(f"weights of {who} were made or changed by something other than pacprune; {remedy}")
@@ -125,6 +159,46 @@ def refuse_batch_statistics(model: nn.Module) -> None:
                 f"{name} uses batch statistics in evaluation (track_running_stats=False), so that an answer depends on "
                 "its batch; give it running statistics"
             )
+
+
+def refuse_unsteady(network: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """An answer follows from its input alone, whatever else is in the batch, and is the same each time.
+
+    Some inputs are answered twice as a batch, and then one by one. Answers may differ where two outputs lie closer
+    together than rounding can tell.
+    """
+    if isinstance(network, nn.Module):
+        x = x[:_STEADY].to(device_of(network))
+    with evaluating(network) if isinstance(network, nn.Module) else torch.no_grad():
+        batch = network(x[:_STEADY])
+        if not isinstance(batch, Tensor):
+            return  # `mistakes` says that an error needs logits
+        for others, why in (
+            (
+                network(x[:_STEADY]),
+                "differ when they are asked for again: it draws something at random, such as dropout",
+            ),
+            (
+                torch.cat([network(example[None]) for example in x[:_STEADY]]),
+                "depend on what else is in the batch: it uses statistics of the batch",
+            ),
+        ):
+            count = _other_answers(batch, others)
+            if count:
+                raise ValueError(
+                    f"{count} of {batch[..., 0].numel()} answers of the network {why}, in eval mode too; let every "
+                    "answer follow from its own input alone"
+                )
+
+
+def _other_answers(batch: Tensor, others: Tensor) -> int:
+    """How many answers differ by more than rounding."""
+    if batch.shape != others.shape:
+        return len(batch)
+    rounding = _ROUNDING * torch.finfo(batch.dtype).eps * torch.stack([batch, others]).abs().amax()
+    # By how much the answer of one is not that of the other.
+    margins = others.amax(-1, keepdim=True) - others.gather(-1, batch.argmax(-1, keepdim=True))
+    return int((margins > rounding).sum())
 
 
 def refuse_random(model: nn.Module) -> None:

@@ -10,14 +10,15 @@ PACPRUNE_LEDGER=off turns the count off, and the text says so.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pacprune.distributed import ranks
 
 FILE = "certificates.jsonl"
-_memory: list[dict[str, str]] = []
+_memory: list[dict[str, Any]] = []
 """The tries of this process, where the file cannot be written."""
 
 
@@ -50,18 +51,19 @@ class Tries:
         )
 
 
-def count(pool: str, subject: str, *, declared: int, bound_at: Callable[[float], float]) -> Tries:
+def count(pool: Sequence[int], subject: str, *, declared: int, bound_at: Callable[[float], float]) -> Tries:
     """Counts a certificate, the same subject once; on rank 0, whose count all ranks get.
 
     Args:
-        pool: The hash of all examples that the split was cut from: another cut is another try on the same examples.
-        subject: The hash of what is certified and of the split.
+        pool: A sample of the hashes of all examples that the split was cut from, the smallest ones: another cut is
+            another try on the same examples, and so is one of half of them.
+        subject: The hash of what is certified, of the split and of what was declared.
         declared: How many tries the bound pays for.
         bound_at: A share of delta in (0, 1] -> the bound of this certificate with that share.
     """
     if os.environ.get("PACPRUNE_LEDGER", "").lower() == "off":
         return Tries(None, declared, None)
-    number, kept = ranks.on_rank0(lambda: _number(pool, subject))
+    number, kept = ranks.on_rank0(lambda: _number(list(pool), subject))
     return Tries(number, declared, bound_at(1 / (number * (number + 1))), kept)
 
 
@@ -71,7 +73,7 @@ def folder() -> Path:
     return Path(state) / "pacprune"
 
 
-def _number(pool: str, subject: str) -> tuple[int, bool]:
+def _number(pool: list[int], subject: str) -> tuple[int, bool]:
     """Which of the pool's subjects this is, in the order of their first certificates, and whether that is kept."""
     entry = {"pool": pool, "subject": subject}
     try:
@@ -81,23 +83,28 @@ def _number(pool: str, subject: str) -> tuple[int, bool]:
             with (folder() / FILE).open("a") as file:
                 file.write(json.dumps(entry) + "\n")
         entries, kept = _entries(), True
-    except OSError:
+    except (OSError, RuntimeError):  # the latter where nobody knows the user's home
         if entry not in _memory:
             _memory.append(entry)
         entries, kept = _memory, False
-    subjects = dict.fromkeys(e["subject"] for e in entries if e["pool"] == pool)
+    subjects = dict.fromkeys(e["subject"] for e in entries if _same(e["pool"], pool))
     return list(subjects).index(subject) + 1, kept
 
 
-def _entries() -> list[dict[str, str]]:
+def _same(first: list[int], second: list[int]) -> bool:
+    """Whether two pools are one: about half of the smaller one's examples are in the other one too."""
+    return 2 * len({*first} & {*second}) >= min(len(first), len(second))
+
+
+def _entries() -> list[dict[str, Any]]:
     """All lines of the file; what is no entry, such as a line that was cut short, is passed over."""
     path = folder() / FILE
     entries = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             entry = json.loads(line)
         except ValueError:
             continue
-        if isinstance(entry, dict) and {"pool", "subject"} <= entry.keys():
+        if isinstance(entry, dict) and isinstance(entry.get("pool"), list) and isinstance(entry.get("subject"), str):
             entries.append({key: entry[key] for key in ("pool", "subject")})
     return entries

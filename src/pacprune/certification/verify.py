@@ -35,8 +35,8 @@ PACKED_DTYPES = {
     "uint8": "u1",
     "bool": "?",
 }
-MOST_RECORD, MOST_FILE, MOST_HEADER, MOST_GROWTH = 2**22, 2**30, 2**23, 150
-"""Bytes of certificate.json, of a file beside it, and of that file's header; how much larger what is packed may be."""
+MOST_RECORD, MOST_FILE, MOST_HEADER, MOST_UNPACKED, MOST_GROWTH = 2**22, 2**30, 2**23, 2**27, 150
+"""Bytes of certificate.json, of a file beside it, of its header, and of what is packed; how many times it may grow."""
 MOST_DEPTH = 16
 """Tables and lists of JSON inside one another: less than what any Python can read."""
 MOST_COUNT = 10**9
@@ -161,7 +161,7 @@ def assumptions(record: dict[str, Any]) -> list[str]:
             f"all that shaped the {subject} is in pacprune's notes, and its first weights knew no bound example"
         )
     else:
-        lines.append(f"what pacprune could not trace is as the issuer states: {record['declaration']}")
+        lines.append(f'what pacprune could not trace is as the issuer states: "{record["declaration"]}"')
     if random and record["commitment"] is None:
         lines += [
             "the prior was written before the bound examples were used to train Q",
@@ -169,9 +169,10 @@ def assumptions(record: dict[str, Any]) -> list[str]:
             "Q was not changed because of its draws, which follow from Q: nobody sealed it before they were known",
         ]
     if record["commitment"] is not None:
-        lines.append(
-            "the first seal was published before Q was trained, and the beacon is younger than the second seal"
-        )
+        lines += [
+            "the first seal was published before Q was trained, and no second Q was sealed under it",
+            f"the beacon is the one that was sealed: {record['commitment']['source']}",
+        ]
     return lines
 
 
@@ -207,6 +208,10 @@ def _rules(contents: Folder, seals: tuple[str, ...]) -> Rules:
         repeats * 100 <= n or record["declaration"] is not None,
         f"{repeats} of the {n} bound examples repeat others, which needs a declaration of the issuer",
     )
+    _require(
+        record["examples_seen"] > 0 or record["declaration"] is not None,
+        "pacprune has not seen what shaped the network, which needs a declaration of the issuer",
+    )
     yield f"n = {n:,} is the size of the bound set; evaluation", {"evaluation": EVALUATION}, 0.0
     _require("held_out" in record["bounds"], "bounds are given without held_out, whose ledger the others follow")
     _require(
@@ -223,7 +228,8 @@ def _commitment(record: dict[str, Any], seals: tuple[str, ...]) -> Rules:
     if commitment is not None:
         plan, hashes, monte_carlo = commitment["plan"], record["hashes"], record["monte_carlo"]
         split = {key: record["split"][key] for key in ("parts", "indices")}
-        first = digest({"prior": hashes["prior"], "split": split, "plan": plan})
+        sealed = {"prior": hashes["prior"], "split": split, "plan": plan, "source": commitment["source"]}
+        first = digest(sealed)
         second = digest({"commitment": first, "posterior": hashes["posterior"]})
         stated = [first, second]
         yield "the seals of the commitment", {"commitment": {"digest": first, "seal": second}}, 0.0
@@ -303,6 +309,7 @@ def _bounds(record: dict[str, Any], n: int, draws: Tensors, kl: float, ratio: fl
     ledgers, shares = _ledgers(record, [name for name in SHARES if stated.get(name, True)])
     errors, single, _ = (_count(record, w, "errors", most=n) for w in ("reference", "single_draw", "thresholded"))
     method, delta = record["monte_carlo"]["method"], shares["seeger"][1]
+    _require(batch == min(25, n), f"monte_carlo.batch is {batch}, but must be {min(25, n)}: the smaller of 25 and n")
     drawn = {w: _monte_carlo(draws, w, batch, errors / n, delta, method) for w in BOTH}
     yield "Monte Carlo: draws, mean risk, betting and Chernoff bounds, of Q and of P", {"monte_carlo": drawn}, 1e-12
     risk, count = drawn["posterior"]["risk_upper"], drawn["posterior"]["draws"]
@@ -341,7 +348,7 @@ def _claim(record: Any, ledgers: dict[str, Any], values: dict[str, float], famil
     if record["commitment"] is not None:
         statement += f" The draws follow from the commitment {record['commitment']['digest'][:12]} and a later beacon."
     if record["declaration"] is not None:
-        statement += f" The issuer states that {record['declaration']}."
+        statement += f' The issuer states: "{record["declaration"]}".'
     yield f"the claim, at most {upper:.4f}, and its sentence", {"claim": {"bound": bound}, "statement": statement}, 0.0
 
 
@@ -349,7 +356,7 @@ def _ledgers(record: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], 
     """How each bound spends delta, in fixed fractions, and its shares as they are used, divided by the choices made."""
     held_out = record["bounds"]["held_out"]["ledger"]
     delta, choices = held_out["delta"], {key: held_out[key] for key in ("grid", "certified")}
-    possible = 1e-100 <= delta < 1 <= min(choices.values())
+    possible = 1e-12 <= delta < 1 <= min(choices.values())
     _require(possible, f"the ledgers have the impossible delta {delta} or {choices}")
     # A certificate may state fewer bounds than this verifier knows, such as one that is older than a bound.
     strangers = [name for name in record["bounds"] if name not in names]
@@ -530,7 +537,7 @@ _COMMON = {
     "bounds": {"*": {"bound": "fraction", "ledger": _LEDGER}},
     "claim": {"family": "name", "bound": "fraction"},
     "statement": "text",
-    "declaration": (None, "text"),
+    "declaration": (None, "name"),
     "data": {"dataset": "name", "files": {"*": "hash"}, "classes": "count"},
     "split": {
         "seed": "seed",
@@ -578,7 +585,7 @@ FORMS: dict[str, dict[str, Any]] = {
             "errors": "count",
             "sparsity": "fraction",
         },
-        "commitment": (None, {"plan": _PLAN, "digest": "hash", "seal": "hash", "beacon": "name"}),
+        "commitment": (None, {"plan": _PLAN, "source": "name", "digest": "hash", "seal": "hash", "beacon": "beacon"}),
     },
 }
 """Every field of certificate.json by its kind: {"*": f} is a table of names, [f] a list, (None, f) may be null."""
@@ -589,9 +596,16 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= 2.0**63
 
 
+def _plain(value: Any, most: int) -> bool:
+    """Text of printable ASCII characters, which no two readers print in two ways, without spaces to hide behind."""
+    fits = type(value) is str and 0 < len(value) <= most and "  " not in value
+    return fits and re.fullmatch("[!-~]([ -~]*[!-~])?", value) is not None
+
+
 LEAVES: dict[str, Callable[[Any], bool]] = {
-    "name": lambda v: type(v) is str and 0 < len(v) <= 500 and v.isprintable(),
-    "text": lambda v: type(v) is str and 0 < len(v) <= 5000 and v.isprintable(),
+    "name": lambda v: _plain(v, 500) and '"' not in v,
+    "text": lambda v: _plain(v, 1500),
+    "beacon": lambda v: type(v) is str and re.fullmatch("[0-9a-f]{16,512}", v) is not None,
     "hash": lambda v: type(v) is str and re.fullmatch("[0-9a-f]{64}", v) is not None,
     "flag": lambda v: type(v) is bool,
     "count": lambda v: type(v) is int and 0 <= v <= MOST_COUNT,
@@ -747,7 +761,7 @@ def unpack(content: bytes, files: tuple[str, ...]) -> dict[str, Tensors]:
     if unused:
         raise ValueError(f"nothing refers to {sorted(unused)[:3]}")
     size = sum(_size(entry[1]) * np.dtype(PACKED_DTYPES[entry[0]]).itemsize for entry in entries)
-    if size > MOST_GROWTH * len(content):
+    if size > min(MOST_GROWTH * len(content), MOST_UNPACKED):
         raise ValueError(f"{len(content):,} bytes would become {size:,}")
     return {
         file.removesuffix(".safetensors"): {name: _unpacked(blobs, *entry) for name, entry in table.items()}

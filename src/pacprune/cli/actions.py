@@ -10,6 +10,7 @@ from rich.table import Column, Table
 from pacprune.bench import coverage, deployment
 from pacprune.bench import subjects as benchmark
 from pacprune.certification import audit, page
+from pacprune.certification.commitment import SOURCE
 from pacprune.cli import calculator
 from pacprune.cli.console import (
     DATA_DIR,
@@ -92,8 +93,9 @@ def sealed_lines(result: dict[str, Any]) -> list[str]:
     folder, (first, *second) = result["folder"], result["seals"]
     lines = [f"First seal, of prior, split and plan: {first}", *(f"Second seal, of Q: {seal}" for seal in second)]
     if second:
-        return [*lines, f"Publish it, wait for a public beacon, then: pacprune certify {folder} --beacon VALUE"]
-    return [*lines, f"Publish it where it gets a date, then: pacprune commit {folder}"]
+        wait = f"Publish it, and wait for {SOURCE}."
+        return [*lines, wait, f"Then, with its hexadecimal value: pacprune certify {folder} --beacon VALUE"]
+    return [*lines, f"Publish it where others see all that you publish, then: pacprune commit {folder}"]
 
 
 def certify(
@@ -103,10 +105,11 @@ def certify(
         int, typer.Option(help="How many networks you certify to choose among; each pays its part of delta.")
     ] = 1,
     declare: Annotated[
-        str | None, typer.Option(help='What else shaped the network; goes on after "The issuer states that".')
+        str | None, typer.Option(help="What else shaped the network, in one sentence, which is quoted.")
     ] = None,
     beacon: Annotated[
-        str | None, typer.Option(help="For a sealed run of pbp: randomness that is younger than its second seal.")
+        str | None,
+        typer.Option(help="For a sealed run of pbp: the public randomness after its second seal, in hexadecimal."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the certificate." + default_text("RUN/certificate"))

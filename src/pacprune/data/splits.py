@@ -14,6 +14,9 @@ from pacprune import philox
 from pacprune.data import trace
 from pacprune.data.trace import Trace, as_bytes, example_hashes
 
+_SKETCH = 64
+"""How many hashes of its examples a pool is known by."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Part:
@@ -139,7 +142,8 @@ class Part:
             A Part of the same name and source.
         """
         x, y, index = self.x[positions], self.y[positions], self.index[positions]
-        return Part(self.name, x, y, index, self.source, None if self.raw is None else self.raw[positions])
+        raw = None if self.raw is None else self.raw[positions]
+        return Part(self.name, x, y, index, self.source, raw, self.origin)
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
@@ -211,17 +215,23 @@ class Split:
 
     @cached_property
     def repeats(self) -> int:
-        """How many examples of `bound` are copies of others of `bound`: n less the number of different ones."""
-        return len(self.bound) - len(torch.unique(self.bound.example_hashes))
+        """How many examples of `bound` are copies of earlier ones, images up to a 256th of their range.
+
+        Images that differ mostly in brightness or contrast are none.
+        """
+        return int(trace.repeats(self.bound.x).sum())
 
     @cached_property
-    def pool(self) -> str:
-        """SHA-256 of all examples that the parts were cut from, in no order: equal for every split of a data set."""
+    def pool(self) -> list[int]:
+        """The smallest hashes of all examples that the parts were cut from: equal for every split of a data set.
+
+        Pools that share most of their examples share most of these.
+        """
         parts = [self.prior, self.bound, self.unlabelled]
         if self.test.source == self.bound.source:  # cut from the same examples, by the seed
             parts.append(self.test)
         hashes = [part.example_hashes if part.raw is None else part.raw[:, 0] for part in parts]
-        return _sha256(torch.cat(hashes).sort().values)
+        return torch.cat(hashes).unique()[:_SKETCH].tolist()
 
 
 def index_hash(part: Part) -> str:

@@ -81,12 +81,13 @@ def pbp(
         draws: Most networks to draw in estimating the risk of Q, and of P.
         tolerance: Stop drawing once the estimate costs the certificate at most this much.
         name: The network's name in the certificate, such as "mlp".
-        declare: What shaped the prior, where pacprune cannot trace it to split.prior: the end of a sentence that begins
-            with "The issuer states that".
+        declare: What shaped the prior, where pacprune cannot trace it to split.prior, in one sentence that the
+            certificate quotes.
         commit: Seal prior, split and plan before Q is trained, and Q before anything is drawn. The first call stops
             after the first seal, the second after the second one. A call with a `beacon` then certifies. Needs a
             `folder`, in which the seals are kept.
-        beacon: Randomness that is younger than the second seal, such as the value of a public round.
+        beacon: Randomness that is younger than the second seal, in hexadecimal: the value that the first round of
+            drand's default network after that seal has.
         seed: Seed of the data order and the draws.
         folder: Where checkpoints and the prior are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
