@@ -292,10 +292,11 @@ def test_rounding_is_no_random_answer() -> None:
     def rounded(x: Tensor) -> Tensor:
         return x * (1 + 1e-6 * torch.randn_like(x))
 
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Layer(rounded))
+    layer = nn.Linear(64, 10)
     with torch.no_grad():
-        model[1].weight.mul_(1e-5)  # so that answers hang on rounding
-        model[1].bias.fill_(3.0)
+        layer.weight.mul_(1e-5)  # so that answers hang on rounding
+        layer.bias.fill_(3.0)
+    model = nn.Sequential(nn.Flatten(), layer, Layer(rounded))
     rules.refuse_unsteady(model, digits().bound.x)
     rules.refuse_unsteady(nn.Sequential(model, nn.BatchNorm1d(10), nn.Dropout(0.5)), digits().bound.x)
 

@@ -138,7 +138,7 @@ def test_isolated_rng_restores_every_random_state(has_generator: bool) -> None:
     assert g is None or torch.equal(g.get_state(), torch.Generator().manual_seed(3).get_state())
 
 
-def test_hashing_uses_the_loaders_collate_function_and_reads_a_dataset_once() -> None:
+def test_hashing_uses_the_loaders_collate_function_and_reads_a_dataset_once_per_training() -> None:
     class Ragged(Dataset):
         reads = 0
 
@@ -154,13 +154,11 @@ def test_hashing_uses_the_loaders_collate_function_and_reads_a_dataset_once() ->
 
     ragged = Ragged()
     loader = DataLoader(ragged, 2, collate_fn=collate)
-    for _ in range(2):
-        assert torch.equal(batches.example_hashes(loader), trace.example_hashes(X[:5]))
-        assert torch.equal(batches.label_hashes(loader), batches.label_hashes((X[:5], Y[:5])))
-    assert ragged.reads == 5
-    key = id(loader)
-    del loader
-    assert key not in batches._read_hashes
+    for training in range(2):
+        with batches.reading_once(), batches.reading_once():
+            assert torch.equal(batches.example_hashes(loader), trace.example_hashes(X[:5]))
+            assert torch.equal(batches.label_hashes(loader), batches.label_hashes((X[:5], Y[:5])))
+        assert ragged.reads == 5 * (training + 1)
 
 
 def test_crop_flip_gives_windows_of_the_padded_image_or_its_mirror():

@@ -1,21 +1,39 @@
 """Data in any form (a pair of tensors, a Part, a Dataset, a DataLoader) as batches on a device; augmentation there."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    default_collate,
+)
 
 from pacprune.data import splits, trace
 from pacprune.data.trace import Trace
 from pacprune.types import Data
 
-_read_hashes: dict[int, tuple[weakref.ref[Any], int, Tensor, Tensor]] = {}
-"""Size, and hashes of x and y, of Datasets and DataLoaders by id: reading one again may take as long as an epoch."""
+
+class Contents(NamedTuple):
+    """What is noted of the examples of a Dataset or a DataLoader: hashes of x and y, and `trace.sketches` of x."""
+
+    x: Tensor
+    y: Tensor
+    sketches: Tensor
+
+
+_reads: ContextVar[dict[int, tuple[Any, Contents]] | None] = ContextVar("reads", default=None)
+"""Datasets and DataLoaders that were read `reading_once`, by id."""
 _hashes: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor]] = {}
 """Hashes of tensors by id, with the state that changes when a tensor is written to."""
 
@@ -68,14 +86,20 @@ def use_of(data: Data) -> Trace:
     if part is not None:
         return part.trace | trace.looked()
     pair = tensors(data)
-    x, y = _read(data) if pair is None else (_hashes_of(pair[0]), trace.label_hashes(pair[1]))
+    x, y = _read(data)[:2] if pair is None else (_hashes_of(pair[0]), trace.label_hashes(pair[1]))
     return trace.of(x, trace.labelled(x, y)) | trace.looked()
 
 
 def look_at(data: Data) -> None:
     """Notes that something is evaluated on these data."""
-    part = _part(data)
-    trace.look(example_hashes(data) if part is None else part.known.examples)
+    part, pair = _part(data), tensors(data)
+    if part is not None:
+        trace.look(part.known.examples)
+    elif pair is not None:
+        trace.look(_hashes_of(pair[0]), lambda: trace.sketches(pair[0]))
+    else:
+        contents = _read(data)
+        trace.look(contents.x, lambda: contents.sketches)
 
 
 def _part(data: Data) -> splits.Part | None:
@@ -86,7 +110,19 @@ def _part(data: Data) -> splits.Part | None:
         return None
     if type(source) is splits.Augmented:
         source = source.part
-    return source if type(source) is splits.Part else None
+    if type(source) is not splits.Part:
+        return None
+    indices = _fixed_indices(data)
+    return source if indices is None else source.subset(torch.as_tensor(indices, dtype=torch.int64))
+
+
+def _fixed_indices(data: Data) -> Sequence[int] | None:
+    """The only examples that a DataLoader can read, where a SubsetRandomSampler has a list of them; None: all."""
+    batch_sampler = data.batch_sampler if type(data) is DataLoader else None
+    if type(batch_sampler) is not BatchSampler or type(batch_sampler.sampler) is not SubsetRandomSampler:
+        return None
+    indices = batch_sampler.sampler.indices
+    return [int(i) for i in indices] if type(indices) in (list, tuple, range, Tensor, np.ndarray) else None
 
 
 def example_hashes(data: Data) -> Tensor:
@@ -121,18 +157,33 @@ def label_hashes(data: Data) -> Tensor:
     return _read(data)[1] if pair is None else trace.label_hashes(pair[1])
 
 
-def _read(data: Data) -> tuple[Tensor, Tensor]:
-    """The hashes of all x and of all y of a Dataset or a DataLoader."""
-    source, entry = _source(data), _read_hashes.get(id(data))
-    if entry is not None and entry[0]() is data and entry[1] == len(source):
-        return entry[2], entry[3]
-    pairs = _pairs(data, source)
+def _read(data: Data) -> Contents:
+    """What is noted of all examples of a Dataset or a DataLoader."""
+    reads = _reads.get()
+    if reads is not None and id(data) in reads:
+        return reads[id(data)][1]
     with isolated_rng(torch.device("cpu"), data, seed=0):  # random augmentation gives the same hashes every time
-        hashes = [(trace.example_hashes(x), trace.label_hashes(torch.as_tensor(y))) for x, y in pairs]
-    x, y = (torch.cat(column) for column in zip(*hashes, strict=True))
-    key = id(data)
-    _read_hashes[key] = weakref.ref(data, lambda _: _read_hashes.pop(key, None)), len(source), x, y
-    return x, y
+        rows = [
+            (trace.example_hashes(x), trace.label_hashes(torch.as_tensor(y)), trace.sketches(x))
+            for x, y in _pairs(data, _source(data))
+        ]
+    contents = Contents(*(torch.cat(column) for column in zip(*rows, strict=True)))
+    if reads is not None:
+        reads[id(data)] = data, contents
+    return contents
+
+
+@contextmanager
+def reading_once() -> Iterator[None]:
+    """Reads a Dataset or a DataLoader for its hashes once meanwhile: that may take as long as an epoch.
+
+    Not for longer than one training: it could be filled with other examples before the next.
+    """
+    token = _reads.set({} if _reads.get() is None else _reads.get())
+    try:
+        yield
+    finally:
+        _reads.reset(token)
 
 
 def _pairs(data: Any, source: Any) -> Iterator[Any]:
@@ -141,7 +192,8 @@ def _pairs(data: Any, source: Any) -> Iterator[Any]:
         yield from data  # a subclass may give other batches; without a sampler of batches, what it reads are batches
         return
     collate = data.collate_fn if isinstance(data, DataLoader) else default_collate
-    for i in range(len(source)):
+    indices = _fixed_indices(data)
+    for i in range(len(source)) if indices is None else indices:
         yield collate([source[i]])
 
 

@@ -7,7 +7,7 @@ a `Trace`, evaluations are noted as looks, and masks carry the trace of what the
 import hashlib
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,10 +18,14 @@ FOREIGN = -1
 """In `Trace.labelled`: the weights were changed by something other than pacprune."""
 UNKNOWN_MASK = -2
 """In `Trace.labelled`: a mask was applied that pacprune did not compute."""
+UNTRAINED = -3
+"""In `Trace.labelled`: pacprune has never trained it, or never a layer of it."""
 _PORTION = 4096
 """Examples whose canonical form is in memory at once."""
 _MEANS, _ROWS = 64, 256
 """How near copies are looked for: by so many means of an image, for so many images at a time."""
+_PAIRS = 2**14
+"""Pairs of images whose pixels are compared at a time."""
 _PIXELS = 64
 """The fewest values of a channel that are told from others by their shape alone, whatever their scale."""
 
@@ -51,6 +55,15 @@ class Trace:
 
     def __repr__(self) -> str:
         return f"Trace({len(self.labelled):,} labelled examples)"
+
+    def without(self, kind: int) -> "Trace":
+        """The same without the note that something of this kind is not known."""
+        return Trace(self.examples, self.labelled[self.labelled != kind]) if kind in self.labelled else self
+
+    @property
+    def count(self) -> int:
+        """How many labelled examples there are."""
+        return len(self.labelled) - sum(kind in self.labelled for kind in (FOREIGN, UNKNOWN_MASK, UNTRAINED))
 
     def equal(self, other: "Trace") -> bool:
         """Whether both hold the same."""
@@ -132,19 +145,72 @@ def near_copies(x: Tensor, others: Tensor) -> Tensor:
         return near
     pixels = [torch.cat([_scaled(part) for part in t.detach().cpu().split(_PORTION)]) for t in (x, others)]
     # Equal but for 1 in every pixel, two images differ by at most 1 in every mean over pixels.
-    means = [torch.stack([p.float().mean(1) for p in t.chunk(_MEANS, 1)], 1) for t in pixels]
-    telling = means[1].var(0, correction=0).argsort(descending=True)
-    means = [m[:, telling].contiguous() for m in means]
+    for i, j in _close_pairs(_means(pixels[0]), _means(pixels[1])):
+        near[i[_equal(pixels[0][i], pixels[1][j])]] = True
+    return near
+
+
+def repeats(x: Tensor) -> Tensor:
+    """Which examples are copies of earlier ones: equal, or images that are but for a 256th of their range.
+
+    Images that differ mostly in brightness or contrast are no copies: of signals, that may be the class. A Boolean for
+    each of x.
+    """
+    x = x.detach().cpu()
+    hashes = _digests(x.float() if x.is_floating_point() else x.long())
+    copies = torch.ones(len(x), dtype=torch.bool)
+    copies[torch.from_numpy(np.unique(hashes.numpy(), return_index=True)[1])] = False
+    places = (~copies).nonzero().flatten()
+    if not (_is_image(x) and len(places)):
+        return copies
+    flat = x[places].flatten(2).float()
+    pixels, spread = _scaled(flat), flat.amax(-1) - flat.amin(-1)
+    # A 256th less or more at both ends of a range moves its logarithm by a 128th.
+    features = torch.cat([_means(pixels), 128 * spread.clamp_min(1e-30).log()], dim=1)
+    for i, j in _close_pairs(features, features):
+        later = i > j
+        i, j = i[later], j[later]
+        same = _equal(pixels[i], pixels[j]) & _differ_in_shape(flat[i], flat[j])
+        copies[places[i[same]]] = True
+    return copies
+
+
+def _differ_in_shape(a: Tensor, b: Tensor) -> Tensor:
+    """Whether at most half of the squared difference of two images is one of brightness and contrast."""
+    difference, pattern = a - b, b - b.mean(-1, keepdim=True)
+    slope = (difference * pattern).sum(-1) / pattern.square().sum(-1).clamp_min(1e-30)
+    rest = difference - difference.mean(-1, keepdim=True) - slope[..., None] * pattern
+    return rest.square().sum((1, 2)) >= 0.5 * difference.square().sum((1, 2))
+
+
+def sketches(x: Tensor) -> Tensor:
+    """Of each image 64 means, by which near copies are found later on; examples that are no images have none."""
+    if not _is_image(x):
+        return torch.empty(len(x), 0)
+    return torch.cat([_means(_scaled(part)) for part in x.detach().cpu().split(_PORTION)])
+
+
+def _means(pixels: Tensor) -> Tensor:
+    return torch.stack([part.float().mean(1) for part in pixels.chunk(_MEANS, 1)], 1)
+
+
+def _equal(pixels: Tensor, others: Tensor) -> Tensor:
+    """Whether two images, as `_scaled` gives them, differ by at most 1 in every pixel, and are no constants."""
+    return ((pixels - others).abs() <= 1).all(1) & (pixels > 0).any(1)
+
+
+def _close_pairs(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Places (i, j) of all pairs of rows whose numbers all differ by at most 1, some pairs at a time."""
+    telling = second.var(0, correction=0).argsort(descending=True)
+    means = [m[:, telling].contiguous() for m in (first, second)]
     orders = [m[:, 0].argsort() for m in means]
     firsts = [m[order, 0].contiguous() for m, order in zip(means, orders, strict=True)]
-    for start in range(0, len(x), _ROWS):
+    for start in range(0, len(first), _ROWS):
         rows, ends = orders[0][start : start + _ROWS], firsts[0][start : start + _ROWS]
         low, high = torch.searchsorted(firsts[1], torch.stack([ends[0] - 1.01, ends[-1] + 1.01])).tolist()
         for columns in orders[1][low:high].split(_PORTION):
             i, j = (places[hits] for places, hits in zip((rows, columns), _close(means, rows, columns), strict=True))
-            same = ((pixels[0][i] - pixels[1][j]).abs() <= 1).all(1) & (pixels[0][i] > 0).any(1)
-            near[i[same]] = True
-    return near
+            yield from zip(i.split(_PAIRS), j.split(_PAIRS), strict=True)
 
 
 def _close(means: list[Tensor], rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,8 +237,8 @@ def as_bytes(values: Tensor) -> np.ndarray:
 
 # --- Looks: an evaluation may decide what is trained next.
 
-_looks: dict[int, tuple[int, Tensor]] = {}
-"""When something was evaluated first in this process, and on what: the hashes, by the id of the tensor of them."""
+_looks: dict[bytes, tuple[int, Tensor, Tensor | None]] = {}
+"""When something was evaluated first in this process, and on what: hashes, and sketches of data of unknown origin."""
 _clock = itertools.count(1)
 
 
@@ -181,15 +247,34 @@ def now() -> int:
     return next(_clock)
 
 
-def look(hashes: Tensor) -> None:
-    """Notes that something was evaluated on these examples: what is trained afterwards may have been chosen by it."""
-    _looks.setdefault(id(hashes), (now(), hashes))
+def look(hashes: Tensor, sketch: Callable[[], Tensor] | None = None) -> None:
+    """Notes that something was evaluated on these examples: what is trained afterwards may have been chosen by it.
+
+    `sketch` makes their `sketches`, where they may be near copies of examples that matter.
+    """
+    key = hashlib.blake2b(hashes.numpy().tobytes(), digest_size=16).digest()
+    if key not in _looks:
+        _looks[key] = now(), hashes, None if sketch is None else sketch()
 
 
 def looked(before: int | None = None) -> Trace:
     """All that was looked at in this process, or before a moment of it."""
-    hashes = [hashes for moment, hashes in _looks.values() if before is None or moment < before]
+    hashes = [hashes for moment, hashes, _ in _looks.values() if before is None or moment < before]
     return Trace(examples=_union(*hashes)) if hashes else Trace()
+
+
+def near_looks(x: Tensor, seen: Trace) -> Tensor:
+    """Which examples are near copies of images that were looked at and are in the trace. A Boolean for each of x."""
+    near, sketch = torch.zeros(len(x), dtype=torch.bool), None
+    for _, hashes, known in _looks.values():
+        used = None if known is None else known[torch.isin(hashes, seen.examples)]
+        if used is None or not used.numel():
+            continue
+        sketch = sketches(x) if sketch is None else sketch
+        if sketch.shape[1:] == used.shape[1:]:
+            for i, _ in _close_pairs(sketch, used):
+                near[i] = True
+    return near & (sketch > 0).any(1) if sketch is not None else near
 
 
 _UNKNOWN = foreign(UNKNOWN_MASK)

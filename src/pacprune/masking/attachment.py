@@ -217,6 +217,7 @@ def attach(
         shards = _shards(model)
         if shards:
             model.__dict__[_SAMPLING] = model.register_forward_pre_hook(lambda *_: sample_shards_(shards), prepend=True)
+        weights.take_over(model, slab.origin)
     return model
 
 
@@ -236,13 +237,12 @@ def _check_options(mapping: str, coupling: float, estimator: str, train_std: boo
 
 
 def _take_over(model: nn.Module, slab: SpikeSlab) -> None:
-    """Gives the model what a SpikeSlab holds beside its weights: the other tensors, D and the examples seen."""
+    """Gives the model what a SpikeSlab holds beside its weights: the other tensors and D."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in slab.rest:
             tensor.copy_(slab.rest[name])
     weights.forget_masks(model)
     weights.notes(model).total = slab.total
-    weights.mark_seen(model, slab.seen)
 
 
 def _start_values(
@@ -340,16 +340,13 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
             std[site.name] = torch.zeros((), device=site.gate.device) if constant is None else constant.clone()
     # A penalty, made at every step, need not know what was seen; a prior must, and by its gradient it is told apart.
     carries = any(p.requires_grad for p in keep_prob.values())
-    if not carries:
-        weights.note_changes([model])
-        weights.note_strangers(model)
     slab = SpikeSlab(
         keep_prob=keep_prob,
         mean=mean,
         std=std,
         rest={n: t.detach().clone() for n, t in _rest(model)} if detach else {},
         total=weights.noted_total(model),
-        seen=Trace() if carries else weights.seen(model),
+        seen=Trace() if carries else weights.origin(model),
     )
     if not carries:
         slab.note()

@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from pacprune import kernels
 from pacprune.data import trace
 from pacprune.data.trace import Trace
-from pacprune.distributed import across, check_alike, count, full_value, local, span
+from pacprune.distributed import across, check_alike, count, full_value, is_sharded, local, span
 from pacprune.kernels.law import bounded
 from pacprune.masking import masks, patterns, weights
 from pacprune.types import Diverged
 
 ETA = kernels.ETA
 """Keep probabilities under the clamp mapping live in [ETA, 1 - ETA]: a prior at 0 or 1 makes the KL infinite."""
+
+_noted: set[bytes] = set()
+"""The `_whole_hash` of every SpikeSlab that pacprune has made in this process."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +69,27 @@ class SpikeSlab:
     def note(self) -> None:
         """Remembers that these very tensors were made together: others that are put in their place are not known."""
         trace.note({str(i): t for i, t in enumerate(self._tensors())}, self.seen)
+        if not any(is_sharded(t) for t in self._tensors()):
+            _noted.add(self._whole_hash)
 
     @property
     def origin(self) -> Trace:
-        """What was used to shape all of this, and that something is not known where a tensor was put in by hand."""
-        return self.seen | trace.noted(self._tensors())
+        """What was used to shape all of this, and that something is not known where a tensor was put in by hand.
+
+        A copy, also by pickle, is known by its content.
+        """
+        known = trace.noted(self._tensors())
+        if trace.UNKNOWN_MASK in known.labelled and self._whole_hash in _noted:
+            return self.seen
+        return self.seen | known
+
+    @property
+    def _whole_hash(self) -> bytes:
+        """SHA-256 of the distribution and of what it has seen."""
+        digest = hashlib.sha256(self.hash.encode())
+        for hashes in (self.seen.examples, self.seen.labelled):
+            digest.update(hashes.numpy().tobytes())
+        return digest.digest()
 
     def _tensors(self) -> list[Tensor]:
         parts = (self.keep_prob, self.mean, self.std, self.rest)
@@ -89,7 +108,6 @@ def _around(
     made_from: Mapping[str, Tensor] | None = None,
 ) -> SpikeSlab:
     """The SpikeSlab with these keep probabilities, made from scores or a mask, around the model's present weights."""
-    weights.note_changes([model])
     plain = weights.prunable(model)
     unknown = [name for name in keep_prob if name not in plain]
     if unknown:
@@ -105,7 +123,8 @@ def _around(
         std=dict(std),
         rest=rest_of(model, set(chosen)),
         total=weights.total(model),
-        seen=weights.seen(model) | (Trace() if made_from is None else trace.noted(made_from.values())),
+        seen=weights.origin(model)
+        | (Trace() if made_from is None else trace.noted(made_from.values()).without(trace.UNTRAINED)),
     )
     slab.note()
     return slab
@@ -270,7 +289,7 @@ def top_mask(slab: SpikeSlab, *, sparsity: float | None = None, min_per_layer: i
         ties={name: m.abs() for name, m in slab.mean.items()},
         total=slab.total,
     )
-    trace.note(mask, slab.seen)
+    trace.note(mask, slab.origin.without(trace.UNTRAINED))
     return mask
 
 

@@ -7,7 +7,6 @@ from typing import NoReturn, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from pacprune.data import trace
 from pacprune.data.trace import Trace
@@ -126,17 +125,21 @@ class Receipt(TypedDict):
 class Notes:
     """What pacprune has noted about a module: a plain attribute of it, which a deepcopy copies.
 
+    Every module of a model has its own, so that a network that is made of parts knows what its parts know.
+
     Args:
         seen: What any training or scoring used; None where there was none.
+        trained: Whether a `fit` has moved weights of the model that it was part of.
         changed: When pacprune last trained or pruned it, as `trace.now` counts; None where it never did.
-        fingerprint: Of all parameters and buffers after the last training or pruning by pacprune, so that a change by
-            something else is noticed; None where there was none.
+        fingerprint: Of its own parameters and buffers, without those of the modules inside, after the last training or
+            pruning by pacprune, so that a change by something else is noticed; None where there was none.
         mask: Which weights are kept, by their names in this module; `fit` keeps the others at zero. None: no mask.
         total: D, the number of weights that sparsity is counted in; None until a mask or gates were given.
         receipt: What training on a bound left; None where there was no such training.
     """
 
     seen: Trace | None = None
+    trained: bool = False
     changed: int | None = None
     fingerprint: int | None = None
     mask: dict[str, Tensor] | None = None
@@ -194,6 +197,7 @@ def seen(model: nn.Module) -> Trace:
 
 def mark_seen(models: nn.Module | Sequence[nn.Module], use: Trace) -> None:
     """Adds to what the models have seen; a certificate is refused when the prior saw the bound set."""
+    use = use.without(trace.UNTRAINED)  # which says nothing about data, and `Notes.trained` knows it
     unions: list[tuple[Trace, Trace]] = []  # members have mostly seen the same, and sorting millions takes its time
     for model in [models] if isinstance(models, nn.Module) else models:
         before = seen(model)
@@ -216,24 +220,58 @@ def changing(model: nn.Module, *, chosen: bool = True) -> Iterator[None]:
     forget_stamps([model])
     if chosen:
         mark_seen(model, trace.looked())
-    yield
-    stamp([model])
+    try:
+        yield
+    finally:
+        stamp([model])
+
+
+@contextmanager
+def training(models: Sequence[nn.Module]) -> Iterator[None]:
+    """While `fit` trains: as `changing`, and where weights have moved at the end, pacprune has trained the model."""
+    note_changes(models)
+    before = [_fingerprints(model) for model in models]
+    forget_stamps(models)
+    try:
+        yield
+    finally:
+        stamp(models)
+        for model, start in zip(models, before, strict=True):
+            if None in start.values() or any(notes(module).fingerprint != start.get(module) for module in start):
+                _mark_trained(model, trained=True)
+
+
+def _mark_trained(model: nn.Module, *, trained: bool) -> None:
+    for module in model.modules():
+        notes(module).trained = trained
+
+
+def take_over(models: nn.Module | Sequence[nn.Module], known: Trace) -> None:
+    """Notes that the models' weights now are those of something with this `origin`."""
+    mark_seen(models, known)
+    for model in [models] if isinstance(models, nn.Module) else models:
+        _mark_trained(model, trained=trace.UNTRAINED not in known.labelled)
+        stamp([model])
+
+
+def origin(model: nn.Module) -> Trace:
+    """What shaped the model's present weights, and what pacprune does not know about that.
+
+    The trace holds FOREIGN where something else has changed weights, and UNTRAINED where pacprune has never trained a
+    layer.
+    """
+    note_changes([model])
+    owners = [module for module in model.modules() if any(p is not None for p in module._parameters.values())]
+    trained = all(notes(module).trained for module in owners)
+    return seen(model) | (Trace() if trained else trace.foreign(trace.UNTRAINED))
 
 
 def note_changes(models: Sequence[nn.Module]) -> None:
     """Notes on every model whether something other than pacprune has changed its weights since `stamp`."""
     for model in models:
         stamped = [(module, note.fingerprint) for module, note in noted(model) if note.fingerprint is not None]
-        if any(fingerprint(module) != known for module, known in stamped):
+        if any(_own_fingerprint(module) != known for module, known in stamped):
             mark_seen(model, trace.foreign())
-
-
-def note_strangers(model: nn.Module) -> None:
-    """Notes whether there are layers that pacprune has never trained or pruned beside those that it has."""
-    owners = [m for m in model.modules() if m._parameters and not isinstance(m, parametrize.ParametrizationList)]
-    known = [module for module, note in noted(model) if note.seen is not None]
-    if known and any(module not in known for module in owners):
-        mark_seen(model, trace.foreign())
 
 
 def forget_stamps(models: Sequence[nn.Module]) -> None:
@@ -246,18 +284,33 @@ def forget_stamps(models: Sequence[nn.Module]) -> None:
 def stamp(models: Sequence[nn.Module]) -> None:
     """Notes the present state of every model's weights as pacprune's own."""
     for model in models:
-        forget_stamps([model])
-        notes(model).fingerprint, notes(model).changed = fingerprint(model), trace.now()
+        moment = trace.now()
+        for module, value in _fingerprints(model).items():
+            notes(module).fingerprint, notes(module).changed = value, moment
 
 
-@torch.no_grad()
+def _fingerprints(model: nn.Module) -> dict[nn.Module, int | None]:
+    """The fingerprint of every module's own tensors; the samplers' are not weights."""
+    modules = (module for module in model.modules() if type(module).__module__ != "pacprune.masking.sampler")
+    return {module: _own_fingerprint(module) for module in modules}
+
+
+def _own_fingerprint(module: nn.Module) -> int | None:
+    return _fingerprint([t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None])
+
+
 def fingerprint(model: nn.Module) -> int | None:
     """64 bits that another value anywhere in the model's parameters or buffers is almost sure to change.
 
     The samplers' own numbers (seeds, steps, budgets) do not count. A model that is cut into shards has none.
     """
     samplers = {id(b) for m in model.modules() if type(m).__module__ == "pacprune.masking.sampler" for b in m.buffers()}
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.numel() and id(t) not in samplers]
+    return _fingerprint([t for t in (*model.parameters(), *model.buffers()) if id(t) not in samplers])
+
+
+@torch.no_grad()
+def _fingerprint(tensors: Sequence[Tensor]) -> int | None:
+    tensors = [t for t in tensors if t.numel()]
     if any(is_sharded(t) or t.is_meta for t in tensors):
         return None
     sums = [_sum_of_bits(t.detach().contiguous().view(-1)) for t in tensors]

@@ -59,7 +59,7 @@ def gmp(
         every: Steps from one mask to the next. 16 unless given; with `feedback`, 1.
         dense: How the network is trained before pruning; None prunes it as it is.
         min_per_layer: Weights that every layer keeps at least.
-        loss: (outputs, labels) -> one number.
+        loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
         prunable: Which weights may be pruned: model -> {name: weight}.
         seed: Seed of the data order.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.

@@ -53,7 +53,7 @@ def imp(
         rounds: Rounds into which the epochs are cut. Each has at least one epoch.
         dense: How the network is trained before pruning; None prunes it as it is.
         min_per_layer: Weights that every layer keeps at least.
-        loss: (outputs, labels) -> one number.
+        loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
         prunable: Which weights may be pruned: model -> {name: weight}.
         seed: Seed of the data order.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.

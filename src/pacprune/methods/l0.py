@@ -59,7 +59,7 @@ def l0(
         mask_share: Share of the epochs that trains the gates; the rest fine-tunes.
         dense: How the network is trained before pruning; None prunes it as it is.
         min_per_layer: Weights that every layer keeps at least.
-        loss: (outputs, labels) -> one number.
+        loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
         prunable: Which weights may be pruned: model -> {name: weight}.
         seed: Seed of the data order and the gates' noise.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.

@@ -42,7 +42,7 @@ def osp(
         dense: How the network is trained before pruning; None prunes it as it is.
         scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
-        loss: (outputs, labels) -> one number.
+        loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
         prunable: Which weights may be pruned: model -> {name: weight}.
         seed: Seed of the data order, and of random scores.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.

@@ -138,7 +138,7 @@ def pft(
             That function is sigmoid(logit / beta), and shows what sampling is worth.
         dense: How the network is trained before pruning; None prunes it as it is.
         min_per_layer: Weights that every layer keeps at least.
-        loss: (outputs, labels) -> one number.
+        loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
         prunable: Which weights may be pruned: model -> {name: weight}.
         seed: Seed of the data order, the masks' noise, and random scores.
         folder: Where checkpoints are kept, so that a broken run goes on from them; None keeps none.

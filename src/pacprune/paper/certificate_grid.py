@@ -287,7 +287,7 @@ def _centres(
     centres = [models.build(setting.model, split, seed=cell.seed).to(job.device) for cell in cells]
     for path, centre in zip(paths, centres, strict=True):
         centre.load_state_dict(load_file(path))
-    weights.mark_seen(centres, use_of(part))
+    weights.take_over(centres, use_of(part))
     return centres
 
 

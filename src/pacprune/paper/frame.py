@@ -401,5 +401,5 @@ def dense_networks(
         net.load_state_dict(load_file(paths[seed]))
         net.eval()
     if loaded := [nets[seed] for seed in seeds if seed not in missing]:
-        weights.mark_seen(loaded, use_of(data))
+        weights.take_over(loaded, use_of(data))
     return nets

@@ -10,6 +10,7 @@ from safetensors.torch import save
 from torch import nn
 
 from pacprune.certification.certificate import RECORD
+from pacprune.data import trace
 from pacprune.data.trace import Trace
 from pacprune.files import write_atomically
 from pacprune.masking import weights
@@ -129,7 +130,7 @@ def write_model(path: Path, model: nn.Module) -> None:
 
 def write_trace(folder: Path, model: nn.Module) -> None:
     """What the network was trained on, as the training itself has noted it, and which weights came of it."""
-    use, stamp = weights.seen(model), weights.fingerprint(model)
+    use, stamp = weights.origin(model), weights.fingerprint(model)
     tensors = {"examples": use.examples, "labelled": use.labelled}
     write_atomically(folder / TRACE, save(tensors, metadata={"fingerprint": str(stamp)}))
 
@@ -144,8 +145,8 @@ def read_trace(folder: Path, model: nn.Module) -> None:
         )
     with safe_open(path, framework="pt") as file:
         use, stamp = Trace(file.get_tensor("examples"), file.get_tensor("labelled")), file.metadata()["fingerprint"]
-    weights.mark_seen(model, use)
-    weights.notes(model).fingerprint = int(stamp)
+    changed = str(weights.fingerprint(model)) != stamp
+    weights.take_over(model, use | trace.foreign() if changed else use)
 
 
 def write_metrics(folder: Path, history: History) -> None:

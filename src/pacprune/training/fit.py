@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune.data.batches import device_of, example_hashes, label_hashes, tensors, use_of
+from pacprune.data.batches import device_of, example_hashes, label_hashes, reading_once, tensors, use_of
 from pacprune.distributed import across_model, ranks, refuse_sharded
 from pacprune.files import digest
 from pacprune.masking import weights
@@ -28,6 +28,7 @@ TrainSlice = Callable[[slice, str], History]
 """Trains the members of a slice by themselves; the second argument is what to add to the checkpoint's name."""
 
 
+@reading_once()
 def fit(
     model: nn.Module | Sequence[nn.Module],
     data: Data,
@@ -52,7 +53,8 @@ def fit(
         model: The network, trained in place; or a list of networks of one architecture, trained as a population.
         data: What to train on: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: How to train: epochs, learning rates, optimiser and more.
-        loss: (outputs, labels) -> the mean loss of a batch.
+        loss: (outputs, labels) -> the mean loss of a batch. That it reads no other data, such as a teacher's answers or
+            the bound set, is the issuer's word.
         budget: Which sparsity to hold during training, and by what means; None holds none.
         validation: Data whose loss is measured after every epoch, and which `Config.patience` goes by.
         seed: What the order of the data, augmentation and dropout follow from.
@@ -223,11 +225,8 @@ class Cohort:
 
         Where the device's memory does not hold all members, `train_slice` trains them in halves.
         """
-        weights.note_changes(self.models)
-        weights.forget_stamps(self.models)
-        history = self._train(data, stage, train_slice, **options)
-        weights.stamp(self.models)
-        return history
+        with weights.training(self.models):
+            return self._train(data, stage, train_slice, **options)
 
     def _train(self, data: Data, stage: Stage, train_slice: TrainSlice, **options: Any) -> History:
         # A validation writes into the members, and halves have to begin where all of them began.

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from pacprune import bounds
 from pacprune.bounds import numeric
-from pacprune.data.batches import example_hashes, label_hashes
+from pacprune.data import trace
+from pacprune.data.batches import example_hashes, label_hashes, reading_once
 from pacprune.data.splits import Part, Split, check_split
 from pacprune.data.trace import Trace
 from pacprune.distributed import ranks, refuse_sharded
@@ -132,6 +133,7 @@ class BoundTraining:
 # --- The verb.
 
 
+@reading_once()
 def fit_posterior(
     model: nn.Module | Sequence[nn.Module],
     prior: SpikeSlab | Sequence[SpikeSlab],
@@ -327,9 +329,9 @@ def refuse_if_touched(seen: Trace, split: Split, who: str) -> None:
     count = touched(seen, split.bound, apart_from=split.prior)
     if count:
         raise ValueError(
-            f"{who} has seen the bound set: {count} of its {len(split.bound)} examples "
-            f"were used to train, to score or to choose it; train {who} on split.prior alone, before anything is "
-            "evaluated on split.bound"
+            f"{who} has seen the bound set: {count} of its {len(split.bound)} examples were used to train, to score or "
+            f"to choose it, or could be read by a DataLoader that was; train {who} on split.prior alone, before "
+            "anything is evaluated on split.bound"
         )
 
 
@@ -339,4 +341,7 @@ def touched(seen: Trace, part: Part, *, apart_from: Part) -> int:
         return 0
     # An example is known by its content and by its origin; either is enough.
     leaks = torch.isin(part.ids, seen.examples) & ~torch.isin(part.ids, apart_from.known.examples)
-    return int(leaks.any(dim=0).sum())
+    near = trace.near_looks(part.x, seen)
+    if near.any():
+        near &= ~trace.near_copies(part.x, apart_from.x)
+    return int((leaks.any(dim=0) | near).sum())
