@@ -1,4 +1,4 @@
-"""Coverage through the public interface: with labels that are coins every network errs on half of all new examples."""
+"""Best of many tries, and sealed posteriors, through the public interface: labels are coins, every risk is a half."""
 
 from pathlib import Path
 
