@@ -137,6 +137,36 @@ def test_runs_are_grouped_by_what_they_share() -> None:
 
 
 @pytest.mark.usefixtures("few_reports")
+def test_every_split_has_its_own_population(tmp_path: Path) -> None:
+    plan = sweep.read(write_sweep(FIXED, TWO, "split_seed = [0, 1]\n"))
+    status = sweep.run(Path("mine.toml"))
+    assert {row["route"] for row in status["runs"]} == {"population of 2"}
+    for entry in plan.entries:
+        expected, result = single("osp", entry, tmp_path / entry.name), store.result(Path("runs/mine") / entry.name)
+        assert result["split_seed"] == entry.point["split_seed"]
+        assert_alike(result, {**expected, "folder": result["folder"], "route": "population of 2"})
+        assert_alike(store.metrics(Path("runs/mine") / entry.name), store.metrics(tmp_path / entry.name))
+
+
+@pytest.mark.parametrize("command", sweep.COMMANDS)
+def test_what_data_and_network_are_made_of_is_shared_by_a_population(command: str) -> None:
+    kind, used = options.COMMANDS[command], set()
+
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            used.add(name)
+            return super().__getattribute__(name)
+
+    watched = Watched()
+    split, _ = commands.prepare(watched)
+    commands.training_part(watched, split)
+    needed = used & set(options.types_of(kind))
+    assert {"data", "data_dir", "split_seed", "prior_fraction", "seed", "model", "device"} <= needed
+    assert needed <= set(options.shared(kind()))
+    assert ("unlabelled" if command == "pbp" else "train_on") in needed
+
+
+@pytest.mark.usefixtures("few_reports")
 def test_equal_dense_networks_are_trained_once(monkeypatch: pytest.MonkeyPatch) -> None:
     models: list[Any] = []
     monkeypatch.setattr(sweep, "fit", lambda model, *a, fit=sweep.fit, **k: models.append(model) or fit(model, *a, **k))

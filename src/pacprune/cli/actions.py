@@ -392,8 +392,8 @@ def sweep(
 ) -> None:
     """Runs every combination of some options, once.
 
-    Finished runs are skipped, interrupted ones resumed. Runs of one network and seed are trained together; with --ray,
-    each is a separate task. Exit 0: none failed, 1: some did, and the table says why, 2: nothing was begun.
+    Finished runs are skipped, interrupted ones resumed. Runs of one network, seed and split are trained together; with
+    --ray, each is a separate task. Exit 0: none failed, 1: some did, and the table says why, 2: nothing was begun.
     """
     with user_errors():
         if what == "status":

@@ -24,9 +24,11 @@ from pacprune.training.config import GATE_RATIO, GATE_STEPS, SCHEDULES
 from pacprune.training.posterior import OBJECTIVES
 
 PARTS = ("train", "prior")
+STAGES = ("recipe", "noise", "mask_share", "rounds")
+"""Flags of methods that decide which stages there are, and so must be shared by a population."""
 
 
-def _option(default: Any, help: str, *, unset: str = "", names_run: bool = True) -> Any:
+def _option(default: Any, help: str, *, unset: str = "", names_run: bool = True, per_member: bool = False) -> Any:
     """One option.
 
     Args:
@@ -34,8 +36,11 @@ def _option(default: Any, help: str, *, unset: str = "", names_run: bool = True)
         help: What it is.
         unset: What counts where the default is None.
         names_run: False if it changes where a run happens but not its outcome.
+        per_member: True if runs that differ in it can be trained as one population; whatever touches the data, the
+            network or the length of a stage cannot.
     """
-    return field(default=default, metadata={"help": help, "unset": unset, "names_run": names_run})
+    metadata = {"help": help, "unset": unset, "names_run": names_run, "per_member": per_member}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -47,18 +52,20 @@ class Options:
 
     data: str = _option("digits", f"Data set: {', '.join(data.NAMES)}.")
     model: str = _option("mlp", f"Network: {', '.join(models.NAMES)}.")
-    sparsity: float = _option(0.9, "Fraction of the weights to prune, in [0, 1).")
+    sparsity: float = _option(0.9, "Fraction of the weights to prune, in [0, 1).", per_member=True)
     seed: int = _option(0, "Seed of the weights, the data order and the draws.")
     split_seed: int = _option(0, "Seed of the split: another one is another try on the same examples.")
     dense_epochs: int = _option(20, "Epochs of dense training before pruning; 0 prunes at initialisation.")
     epochs: int = _option(20, "Epochs after dense training.")
-    lr: float = _option(0.1, "Learning rate of the weights.")
+    lr: float = _option(0.1, "Learning rate of the weights.", per_member=True)
     batch_size: int = _option(128, "Examples per step.")
-    schedule: str = _option("cosine", f"Learning-rate schedule: {', '.join(SCHEDULES)}.")
-    warmup: float = _option(0.0, "Share of each stage's steps in which the learning rate rises.")
-    weight_decay: float = _option(0.0, "Weight decay of the weights; keep probabilities have none.")
-    dense_lr: float | None = _option(None, "Learning rate of dense training.", unset="--lr")
-    dense_weight_decay: float | None = _option(None, "Weight decay of dense training.", unset="--weight-decay")
+    schedule: str = _option("cosine", f"Learning-rate schedule: {', '.join(SCHEDULES)}.", per_member=True)
+    warmup: float = _option(0.0, "Share of each stage's steps in which the learning rate rises.", per_member=True)
+    weight_decay: float = _option(0.0, "Weight decay of the weights; keep probabilities have none.", per_member=True)
+    dense_lr: float | None = _option(None, "Learning rate of dense training.", unset="--lr", per_member=True)
+    dense_weight_decay: float | None = _option(
+        None, "Weight decay of dense training.", unset="--weight-decay", per_member=True
+    )
     augment: bool = _option(False, "Random crops and flips of the training images.")
     amp: bool = _option(False, "Train in bfloat16 where it is safe.")
     prior_fraction: float = _option(0.5, "Share of the training data in S_P: all that pbp's prior sees.")
@@ -83,7 +90,7 @@ class Certifying(Options):
 
     epochs: int = _option(20, "Epochs of training the prior, after dense training and before --posterior-epochs.")
     posterior_epochs: int = _option(20, "Epochs of training the posterior on the bound.")
-    posterior_lr: float = _option(0.02, "Learning rate of the posterior.")
+    posterior_lr: float = _option(0.02, "Learning rate of the posterior.", per_member=True)
     unlabelled: int = _option(100, "Training inputs kept aside, to certify the thresholded network by.")
     commit: bool = _option(False, "Stop after the prior and seal it; pacprune commit and certify --beacon go on.")
 
@@ -117,7 +124,8 @@ def options_of(command: str, method: Method) -> type[Options]:
             continue
         default = method.defaults.get(flag, parameters[flag].default)
         plain = _plain_type(parameters[flag].annotation)
-        flags.append((flag, plain if default is not None else plain | None, _option(default, flag_help(method, flag))))
+        option = _option(default, flag_help(method, flag), per_member=flag not in STAGES)
+        flags.append((flag, plain if default is not None else plain | None, option))
     text = f"{method.title}: {method.sentence}.\n\n{method.steps}"
     return make_dataclass(
         command.capitalize(),
@@ -133,10 +141,12 @@ def _gate_lr(method: Method) -> Any:
     unset = f"{GATE_RATIO:g} times --lr"
     if method.certifies:
         posterior = f"that of the posterior is always {GATE_RATIO:g} times --posterior-lr"
-        return _option(None, f"Learning rate of the prior's keep probabilities; {posterior}.", unset=unset)
+        return _option(
+            None, f"Learning rate of the prior's keep probabilities; {posterior}.", unset=unset, per_member=True
+        )
     if method.takes("recipe"):  # one of which takes smaller steps where there are many
         unset += f", and less if the coupled recipe takes more than {GATE_STEPS} steps with them"
-    return _option(None, "Learning rate of the keep probabilities.", unset=unset)
+    return _option(None, "Learning rate of the keep probabilities.", unset=unset, per_member=True)
 
 
 def flag_help(method: Method, flag: str) -> str:
@@ -246,6 +256,11 @@ def resolve(kind: type[_Kind], *layers: Mapping[str, Any]) -> _Kind:
 def identity(options: Any) -> dict[str, Any]:
     """The options that decide the outcome, and so name the run."""
     return {f.name: getattr(options, f.name) for f in fields(options) if f.metadata["names_run"]}
+
+
+def shared(options: Any) -> dict[str, Any]:
+    """The options in which runs must agree to be trained as one population: data and split, network and stages."""
+    return {f.name: getattr(options, f.name) for f in fields(options) if not f.metadata["per_member"]}
 
 
 def changes(options: Any) -> dict[str, Any]:

@@ -30,12 +30,6 @@ from pacprune.types import Progress, check_name
 
 SWEEP_FILE, POPULATIONS = "sweep.toml", "populations"
 COMMANDS = tuple(name for name, kind in opt.COMMANDS.items() if issubclass(kind, Options))
-SHARED = (
-    *("data", "data_dir", "prior_fraction", "unlabelled", "train_on", "seed", "model", "device"),
-    *("dense_epochs", "epochs", "posterior_epochs", "batch_size", "augment", "amp"),
-    *("recipe", "noise", "mask_share", "rounds"),
-)
-"""Options in which runs must agree to be trained as one population: data (with its seed), network and stages."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +221,7 @@ def _chunks(sweep: Sweep, folder: Path) -> list[list[Entry]]:
     groups: dict[Any, list[Entry]] = {}
     for entry in sweep.entries:
         by_itself = entry.name if (folder / entry.name / store.CHECKPOINTS).exists() else ""
-        key = by_itself, *(getattr(entry.options, name, None) for name in SHARED)
+        key = by_itself, *opt.shared(entry.options).values()
         groups.setdefault(key, []).append(entry)
     chunks = []
     for group in groups.values():
