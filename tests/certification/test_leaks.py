@@ -377,3 +377,30 @@ def test_copies_of_a_prior_are_known() -> None:
     changed = copy.deepcopy(prior)
     next(iter(changed.mean.values())).add_(0.01)
     assert trace.UNKNOWN_MASK in changed.origin.labelled
+
+
+# --- Networks that arrive trained.
+
+
+@pytest.mark.parametrize("method", ["fit", "pft", "osp"])
+def test_a_network_that_arrives_trained_needs_a_declaration_after_pruning_too(method: str) -> None:
+    split, model = pp.data.digits(), nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(60):  # a loop of one's own, on the bound set too
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(split.train.x), split.train.y).backward()
+        optimizer.step()
+    config, options = pp.Config(epochs=1, lr=0.01), {} if method == "fit" else {"sparsity": 0.5}
+    getattr(pp, method)(model, split.prior, config, **options)
+    with pytest.raises(ValueError, match="were made or changed by something other than pacprune"):
+        pp.certify_held_out(model, split)
+    assert pp.certify_held_out(model, split, declare="it was trained on all of the digits").bound < 1
+
+
+def test_a_network_that_arrives_as_it_was_made_needs_none() -> None:
+    split = pp.data.digits()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        pp.fit(model, split.prior, pp.Config(epochs=1, lr=0.1))
+        pp.certify_held_out(model, split)

@@ -163,7 +163,7 @@ def test_hashing_uses_the_loaders_collate_function_and_reads_a_dataset_once_per_
 
 def test_crop_flip_gives_windows_of_the_padded_image_or_its_mirror():
     x, word = torch.rand(200, 2, 5, 6), philox.words(200, seed=0, step=3, stream=philox.AUGMENT)
-    out = batches.crop_flip(x, word, pad=1)
+    out = batches.crop_flip(x, word)
     padded = torch.nn.functional.pad(x, (1, 1, 1, 1))
     windows = [(flip, top, left) for flip in (False, True) for top in range(3) for left in range(3)]
     counts = []
@@ -172,7 +172,7 @@ def test_crop_flip_gives_windows_of_the_padded_image_or_its_mirror():
         counts.append(int((out == (window.flip(-1) if flip else window)).flatten(1).all(1).sum()))
     assert min(counts) > 0
     assert sum(counts) == 200
-    assert torch.equal(out, batches.crop_flip(x.reshape(4, 50, 2, 5, 6), word.reshape(4, 50), pad=1).flatten(0, 1))
+    assert torch.equal(out, batches.crop_flip(x.reshape(4, 50, 2, 5, 6), word.reshape(4, 50)).flatten(0, 1))
 
 
 def test_a_tensor_is_hashed_once_until_it_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,9 +136,10 @@ def _skeleton(cert: Certificate, split: Split, model: nn.Module | Callable[[], n
     if model is None:
         name = cert.record["model"]
         if name not in models.NAMES:
-            raise ValueError(
-                "the certified network is not one of pacprune's own; give it as model= (--model package.module:factory)"
+            known = (
+                "one that pacprune does not have" if name else "not named in the certificate (name= when it was issued)"
             )
+            raise ValueError(f"the certified network is {known}; give it as model= (--model package.module:factory)")
         model = models.build(name, split)
     plain = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
     tensors = dict((*plain.named_parameters(), *plain.named_buffers()))

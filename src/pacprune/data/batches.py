@@ -275,12 +275,14 @@ def batches(
             yield x.to(device), torch.as_tensor(y).to(device)
 
 
-def crop_flip(x: Tensor, word: Tensor, *, pad: int = 4) -> Tensor:
+def crop_flip(x: Tensor, word: Tensor) -> Tensor:
     """A crop after zero padding, and a horizontal flip, of each image of (..., c, h, w), as its random `word` says.
 
-    Zero is the mean pixel of standardised images.
+    The padding is 4 pixels, or a seventh of a smaller image than 28 pixels. Zero is the mean pixel of standardised
+    images.
     """
     *_, c, h, w = x.shape
+    pad = max(1, min(4, h // 7, w // 7))
     word = word.reshape(-1, 1)
     # 16, 15 and 1 bits of a word: two places differ in probability by less than 1 in 3,000.
     row = (word & 0xFFFF) % (2 * pad + 1) + torch.arange(h, device=x.device)

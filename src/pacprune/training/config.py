@@ -92,7 +92,8 @@ class Config:
             and one order of the data.
         accumulate: Micro-batches that a batch is split into, each with its own draw of the masks.
         amp: Whether to compute in bfloat16, with images channels-last.
-        augment: Whether images are cropped and flipped at random.
+        augment: Whether images are shifted by up to 4 pixels (small ones by a seventh) and mirrored at random. Mirrored
+            digits or letters are others: for these take `Part.augmented` with a transform of your own.
         clip: The largest norm of a step's gradient, such as 1.0; None leaves it as it is.
         samples: With more than 0, the gates' gradient is that of Algorithm 1 with so many draws.
         patience: With more than 0, stops after so many epochs without a better validation loss, and goes back to the
