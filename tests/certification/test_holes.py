@@ -1406,9 +1406,9 @@ def test_a_declaration_stands_in_the_sentence_and_on_trust(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "words", ["", "short", "x" * 501, "clean \x1b[2J screen", 'speaks "in quotes" here', "in größeren Worten"]
+    "words", ["", "short", "x" * 501, "clean \x1b[2J screen", 'speaks "in quotes" here', "in größeren Worten", True]
 )
-def test_a_declaration_that_is_no_sentence_is_refused(words: str) -> None:
+def test_a_declaration_that_is_no_sentence_is_refused(words: Any) -> None:
     with pytest.raises(ValueError, match="give one sentence of 10 to 500 plain characters"):
         pp.certify_held_out(trained(digits().prior), digits(), declare=words)
 

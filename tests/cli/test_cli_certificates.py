@@ -80,6 +80,13 @@ def test_verify_lists_what_it_checked_and_what_it_trusts(pbp: Path) -> None:
         assert call("verify", place).stdout == result.stdout, "the run and the record name the same certificate"
 
 
+def test_the_page_is_named_and_the_verdict_stays_last(pbp: Path, tmp_path: Path) -> None:
+    first, *_, last = call("verify", pbp, "--html", tmp_path / "page.html").stdout.splitlines()
+    assert first == f"Page: {tmp_path / 'page.html'}"
+    assert last.startswith("VALID ")
+    assert (tmp_path / "page.html").is_file()
+
+
 def test_every_level_checks_more_and_trusts_less(pbp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "verify", partial(audit.verify, draws=200))
     reports = []
@@ -130,8 +137,8 @@ def test_a_better_claim_is_invalid_though_all_digests_fit(folder: Path) -> None:
     rewrite(folder, lambda record: record["claim"].update(bound=record["claim"]["bound"] - 0.01))
     result = call("verify", folder)
     assert result.exit_code == 1
-    first, *others = result.stdout.splitlines()
-    assert first.startswith("INVALID: claim")
+    *others, last = result.stdout.splitlines()
+    assert last.startswith("INVALID: claim")
     assert {line.split(":")[0] for line in others} == {"  checked"}, "an invalid certificate lists no trust"
 
 
@@ -142,7 +149,7 @@ def test_another_count_is_invalid_with_the_data_at_hand(osp: Path, tmp_path: Pat
     assert call("verify", tmp_path / "osp").exit_code == 0
     result = call("verify", tmp_path / "osp", "--recount")
     assert result.exit_code == 1
-    assert result.stdout.startswith("INVALID: split: content of bound")
+    assert result.stdout.splitlines()[-1].startswith("INVALID: split: content of bound")
 
 
 def _truncate(folder: Path) -> None:
@@ -256,7 +263,9 @@ def test_certify_gives_the_folder_that_verify_takes(osp: Path, tmp_path: Path) -
     assert numbers["folder"] == str(run_folder / "certificate")
     assert numbers["sparsity"] == pytest.approx(0.9, abs=1e-5)
     assert 0 < numbers["risk"] < numbers["bound"] < 1
-    assert call("verify", run_folder, "--replay").exit_code == 0
+    replayed = call("verify", run_folder, "--replay").stdout
+    assert "  found: a held-out certificate has no draws, so that level 2 is the highest\n" in replayed
+    assert replayed.splitlines()[-1].startswith("VALID (level 2")
     assert numbers["statement"] in (run_folder / "report.html").read_text()
     assert (run_folder / "figures" / "certificate.csv").read_text().count("\n") == 2
     assert store.result(run_folder) == run_result
@@ -325,6 +334,54 @@ def test_family_and_grid_are_declared_beforehand(tmp_path: Path, pbp: Path) -> N
     assert certificate.record["thresholded"]["inputs"] == 50
     assert call("verify", out).exit_code == 0
     assert "posterior Q, excess" in (out / "figures" / "certificate.csv").read_text()
+
+
+def test_the_count_of_tries_stands_below_the_statement(pbp: Path) -> None:
+    result = store.result(pbp)
+    text = result["tries"]["text"]
+    assert "declared and paid for" in text
+    assert f"{result['statement']}\n{text}\n" in call(*PBP.split(), "--out", pbp).stdout
+
+
+def test_a_sealed_run_says_at_every_step_what_comes_next(tmp_path: Path) -> None:
+    source, out, (first, second) = "a number that the verifier draws", tmp_path / "run", ("9d0c51e07ab2f846", "a" * 16)
+    begun = call(*PBP.split(), "--commit", "--source", source, "--out", out)
+    assert begun.exit_code == 0, begun.stderr
+    for command in ("certify", "verify"):
+        line = refusal(command, out)
+        assert "is sealed and has no certificate yet: Q is not trained" in line
+        assert f"run pacprune commit {out}" in line
+    assert "run pacprune commit first" in refusal("certify", out, "--beacon", first)
+    sealed = call("commit", out)
+    assert f"Publish it, and wait for {source}." in sealed.stdout.splitlines()
+    for command in ("certify", "verify"):
+        line = refusal(command, out)
+        assert f"its draws wait for a beacon, {source}" in line
+        assert f"pacprune certify {out} --beacon VALUE" in line
+    certified = call("certify", out, "--beacon", first)
+    assert certified.exit_code == 0, certified.stderr
+    statement, tries, place = certified.stdout.splitlines()
+    assert (statement, tries) == (store.result(out)["statement"], store.result(out)["tries"]["text"])
+    assert place == f"Certificate: {out / 'certificate'}"
+    commitment = decode.load(out / "certificate").record["commitment"]
+    assert commitment is not None
+    assert (commitment["source"], commitment["beacon"]) == (source, first)
+    assert call("certify", out, "--beacon", first.upper()).stdout == certified.stdout
+    assert f"drawn by the beacon {first[:12]}..." in refusal("certify", out, "--beacon", second)
+    seals = re.findall("[0-9a-f]{64}", sealed.stdout)
+    assert call("verify", out, "--seal", seals[0], "--seal", seals[1]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--source", "a number that the verifier draws"), "but without commit nothing is sealed"),
+        (("--commit", "--source", 'a "number"'), "give a line of plain text without double quotes"),
+    ],
+)
+def test_a_source_is_checked_before_anything_is_trained(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    assert message in refusal("pbp", *words, "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 # --- selftest.

@@ -74,6 +74,8 @@ def test_a_second_call_trains_nothing_and_shows_the_table(
     again = demo(finished_demo[0])
     for words in (*METHODS, "Test error", "Certificate", "Held-out baseline", "report.html"):
         assert words in again.stdout
+    result = finished_demo[1]
+    assert f"{result['statement']}\n{result['tries']['text']}\n" in again.stdout
     assert json.loads(demo(finished_demo[0], "--json").stdout) == finished_demo[1]
 
 

@@ -253,6 +253,7 @@ def test_an_interrupted_population_resumes_to_the_bit(stage: str, monkeypatch: p
         ('command = "osp"', r"\[grid\] in mine.toml is missing; add a table of lists"),
         ('command = "osp"\ngrid = 3', r"\[grid\] in mine.toml is 3"),
         ('command = "osp"\nsparsty = 0.9\n' + TWO, "mine.toml has an unknown key 'sparsty'"),
+        ('command = "osp"\ndense-epochs = 2\n' + TWO, "unknown key 'dense-epochs'; did you mean dense_epochs?"),
         ('command = "osp"\n[grid]\nrecipe = ["paper"]', "unknown key 'recipe'"),
         ('command = "osp"\n[grid]\nsparsity = 0.9', r"sparsity in \[grid\] of mine.toml is 0.9; it must be a list"),
         ('command = "osp"\n[grid]\nsparsity = []', "must be a list of at least one value"),
@@ -380,6 +381,22 @@ def test_the_table_shows_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0.1250" in lines[names[0]]
     assert "1 finished, 1 running, 2 waiting, 1 failed" in output.getvalue()
     assert json.loads(json.dumps(sweep.status_of(Path("out"), plan)))["running"] == 0
+
+
+def test_the_table_shows_certificates_and_what_each_pays() -> None:
+    plan = sweep.read(write_sweep(TWO, command="pbp"))
+    first, second = (entry.name for entry in plan.entries)
+    sweep.begin(plan, Path("out"))
+    assert not sweep_table.payment(sweep.status(Path("out")))
+    store.finish(Path("out") / first, {"test_error": 0.125, "certificate": 0.21771, "grid": 2})
+    assert sweep_table.payment(sweep.status(Path("out"))) == ["1 certificate; each pays delta/2"]
+    store.finish(Path("out") / second, {"test_error": 0.125, "certificate": 0.3, "grid": 2})
+    result = call("status", "out")
+    assert result.exit_code == 0
+    for words in ("Certificate", "0.2178", "0.3000"):  # rounded up
+        assert words in result.stdout
+    assert result.stdout.splitlines()[-1] == "2 certificates; each pays delta/2"
+    assert json.loads(call("status", "out", "--json").stdout)["runs"][0]["certificate"] == 0.21771
 
 
 # --- The command.

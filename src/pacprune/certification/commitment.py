@@ -210,9 +210,16 @@ def commit(
         tolerance=tolerance,
         draws=draws,
     )
+    check_source(source, commit=True)
+    return Commitment(prior.hash, split_hashes(split), plan, source)
+
+
+def check_source(source: str, *, commit: bool) -> None:
+    """Refuses a source that cannot be quoted, and one of its own where nothing is sealed."""
     if not LEAVES["name"](source):
         raise ValueError(f"source is {source!r:.80}; give a line of plain text without double quotes")
-    return Commitment(prior.hash, split_hashes(split), plan, source)
+    if source != SOURCE and not commit:
+        raise ValueError(f"source is {source!r:.80}, but without commit nothing is sealed; ask for commit as well")
 
 
 def plan_of(

@@ -48,7 +48,7 @@ def checked_declaration(declare: str | None) -> str | None:
     """The issuer's own words as a certificate quotes them."""
     if declare is None:
         return None
-    words = " ".join(declare.split()).removesuffix(".")
+    words = " ".join(declare.split()).removesuffix(".") if isinstance(declare, str) else ""
     if not 10 <= len(words) <= 500 or not words.isascii() or not words.isprintable() or '"' in words:
         raise ValueError(
             f"declare is {declare!r:.80}; give one sentence of 10 to 500 plain characters (ASCII, no double quotes) "

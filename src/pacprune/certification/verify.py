@@ -94,7 +94,7 @@ class Report:
         findings = [f"  found: {x}" for x in self.findings]
         words = (f"{x[:12]}..." if re.fullmatch("[0-9a-f]{64}", x) else x for x in self.verdict.split(" "))
         verdict = " ".join(words)  # with short hashes
-        lines = [*checks, *findings, *trusted, verdict] if self.valid else [verdict, *checks]
+        lines = [*checks, *findings, *trusted, verdict] if self.valid else [*checks, verdict]
         return "\n".join(printable(line) for line in lines)
 
 

@@ -1,6 +1,6 @@
 """The commands that run no method: a function each, whose parameters are its flags."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +10,6 @@ from rich.table import Column, Table
 from pacprune.bench import coverage, deployment
 from pacprune.bench import subjects as benchmark
 from pacprune.certification import audit, page
-from pacprune.certification.commitment import SOURCE
 from pacprune.cli import calculator
 from pacprune.cli.console import (
     DATA_DIR,
@@ -83,7 +82,7 @@ def commit(
     """
     with user_errors():
         with progress_bars() as progress:
-            result = {"folder": str(run), "seals": commands.commit(run, progress=progress)}
+            result = commands.commit(run, progress=progress)
         write(out, "seals.json", result)
         show(result, json, *sealed_lines(result))
 
@@ -93,7 +92,7 @@ def sealed_lines(result: dict[str, Any]) -> list[str]:
     folder, (first, *second) = result["folder"], result["seals"]
     lines = [f"First seal, of prior, split and plan: {first}", *(f"Second seal, of Q: {seal}" for seal in second)]
     if second:
-        wait = f"Publish it, and wait for {SOURCE}."
+        wait = f"Publish it, and wait for {result['source']}."
         return [*lines, wait, f"Then, with its hexadecimal value: pacprune certify {folder} --beacon VALUE"]
     return [*lines, f"Publish it where others see all that you publish, then: pacprune commit {folder}"]
 
@@ -188,11 +187,14 @@ def verify(
                 device=device,
                 progress=progress,
             )
+        if replay and report.valid and report.level < 3:
+            finding = "a held-out certificate has no draws, so that level 2 is the highest"
+            report = replace(report, findings=(*report.findings, finding))
         if html is not None:
             write_atomically(html, page.embedded(place).encode())
         content = asdict(report) | {"verdict": report.verdict}
         write(out, "verify.json", content)
-        show(content, json, str(report))
+        show(content, json, *([] if html is None else [f"Page: {html}"]), str(report))
     if not report.valid:
         raise typer.Exit(1)
 
@@ -404,6 +406,6 @@ def sweep(
             raise ValueError(f"there is a second argument, {folder}, after {what}; give the runs' folder as --out")
         else:
             state = sweeps.run(Path(what), out=out, device=device, work=None if ray is None else cluster.work_at(ray))
-        show(state, json, sweep_table.table(state), f"Runs: {state['folder']}")
+        show(state, json, sweep_table.table(state), f"Runs: {state['folder']}", *sweep_table.payment(state))
     if state["failed"]:
         raise typer.Exit(1)

@@ -48,6 +48,7 @@ def pbp(
     name: str | None = None,
     declare: str | None = None,
     commit: bool = False,
+    source: str = seals.SOURCE,
     beacon: str | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -86,8 +87,9 @@ def pbp(
         commit: Seal prior, split and plan before Q is trained, and Q before anything is drawn. The first call stops
             after the first seal, the second after the second one. A call with a `beacon` then certifies. Needs a
             `folder`, in which the seals are kept.
-        beacon: Randomness that is younger than the second seal, in hexadecimal: the value that the first round of
-            drand's default network after that seal has.
+        source: With `commit`: where the beacon will come from, which is sealed too. Any public randomness will do, and
+            so will "a number that the verifier draws".
+        beacon: Randomness that is younger than the second seal, in hexadecimal: the value that `source` gave after it.
         seed: Seed of the data order and the draws.
         folder: Where checkpoints and the prior are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
@@ -118,6 +120,7 @@ def pbp(
     declaration = checked_declaration(declare)
     if declaration is None and data is not None:
         refuse_untraced(use_of(data), split, "the data", None)
+    seals.check_source(source, commit=commit)
     place = None if folder is None else Path(folder)
     if commit and place is None:
         raise ValueError("commit keeps its seals in a folder; give folder=")
@@ -133,7 +136,7 @@ def pbp(
     sampling = {"method": method, "draws": draws, "tolerance": tolerance}
     plan = {"delta": delta, "family": family, "expected_risk": expected_risk, "grid": grid, **sampling}
     if commit and place is not None and not (place / seals.FILE).is_file():
-        first = seals.commit(prior, split, **plan)
+        first = seals.commit(prior, split, source=source, **plan)
         first.save(place)
         return Certified(model, prior, prior, first, history)
     options = {"stage": "posterior", "delta": delta, "objective": objective, "progress": progress}

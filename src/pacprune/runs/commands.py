@@ -19,10 +19,10 @@ from pacprune import __version__, data, models
 from pacprune.bounds import Ledger
 from pacprune.certification.certificate import RECORD, Certificate
 from pacprune.certification.certify import certify_held_out
-from pacprune.certification.commitment import FILE, Commitment
-from pacprune.certification.commitment import load as load_commitment
+from pacprune.certification.commitment import Commitment, check_source
 from pacprune.certification.decode import load
 from pacprune.certification.rules import check_declared
+from pacprune.certification.tries import Tries
 from pacprune.data.splits import Part, Split
 from pacprune.distributed import ranks
 from pacprune.masking import criteria, weights
@@ -83,7 +83,7 @@ Work = Callable[[Any, Callable[[], Path], Progress], dict[str, Any]]
 def execute(command: str, options: Any, work: Work, *, out: Path | None, progress: Progress) -> dict[str, Any]:
     """Runs a command in its folder. Returns at once if it is finished there, and resumes it if it was interrupted.
 
-    The result of a run that stops at a seal has the `seals` alone.
+    The result of a run that stops at a seal has the `seals` and the `source` of the beacon alone.
     """
     folder = out if out is not None else Path("runs") / opt.run_name(command, options)
     previous = ranks.on_rank0(lambda: store.claim(folder, command, options))
@@ -100,7 +100,7 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
         commitment = stop.commitment
         ranks.on_rank0(lambda: commitment.save(folder))  # where it stays when the run is finished
         seals = [commitment.digest] + ([] if commitment.posterior is None else [commitment.seal])
-        return {"command": command, "folder": str(folder), "seals": seals}
+        return {"command": command, "folder": str(folder), "seals": seals, "source": commitment.source}
     except ValueError:
         # The same input fails the same way, so this folder is not worth keeping, unless something was trained.
         if not was_begun and ranks.rank() == 0:
@@ -164,8 +164,8 @@ def save_certificate(folder: Path, certificate: Certificate) -> dict[str, Any]:
     return {"certificate": certificate.bound, "delta": certificate.ledger.delta, **numbers, **count}
 
 
-def commit(folder: Path, *, progress: Progress) -> list[str]:
-    """Goes on with a run that was begun with --commit, to its next seal; returns all seals that it has."""
+def commit(folder: Path, *, progress: Progress) -> dict[str, Any]:
+    """Goes on with a run that was begun with --commit, to its next seal; returns what `execute` does there."""
     command, options = store.read_config(folder)
     if not isinstance(options, Certifying) or not options.commit:
         raise ValueError(
@@ -175,7 +175,7 @@ def commit(folder: Path, *, progress: Progress) -> list[str]:
     result = execute(command, options, single, out=folder, progress=progress)
     if "seals" not in result:
         raise ValueError(f"the run in {folder} has its certificate already; verify it")
-    return result["seals"]
+    return result
 
 
 def certify_sealed(folder: Path, *, beacon: str, progress: Progress) -> Certificate:
@@ -183,13 +183,25 @@ def certify_sealed(folder: Path, *, beacon: str, progress: Progress) -> Certific
     command, options = store.read_config(folder)
     if not isinstance(options, Certifying) or not options.commit:
         raise ValueError(f"{folder} is a run of {command} without seals; a beacon is for one begun with --commit")
-    path = folder / store.CHECKPOINTS / FILE
-    if not (folder / "result.json").is_file() and not (path.is_file() and load_commitment(path.parent).posterior):
+    if (folder / store.CERTIFICATE / RECORD).is_file():
+        _refuse_second_beacon(folder, beacon)
+    elif not ((sealed := store.sealed(folder)) and sealed.posterior):
         raise ValueError(
             f"Q of {folder} is not sealed yet, so that no beacon can be younger; run pacprune commit first"
         )
-    execute(command, options, partial(single, beacon=beacon), out=folder, progress=progress)
-    return load(folder / store.CERTIFICATE)
+    result = execute(command, options, partial(single, beacon=beacon), out=folder, progress=progress)
+    counted = {name: value for name, value in result.get("tries", {}).items() if name != "text"}
+    return replace(load(folder / store.CERTIFICATE), tries=Tries(**counted) if counted else None)
+
+
+def _refuse_second_beacon(folder: Path, beacon: str) -> None:
+    """Refuses to draw again by another beacon: that would be a second try."""
+    commitment = load(folder / store.CERTIFICATE).record["commitment"]
+    if commitment is not None and commitment["beacon"] != beacon.strip().lower():
+        raise ValueError(
+            f"{folder} has its certificate already, drawn by the beacon {commitment['beacon'][:12]}..., and this is "
+            f"{beacon.strip()[:12]}...; a second beacon would be a second try, so verify that certificate"
+        )
 
 
 def certify(
@@ -307,6 +319,7 @@ def rehearse(options: Options, model: nn.Module, split: Split) -> None:
 def _rehearse_certificate(options: Any, model: nn.Module, split: Split) -> None:
     """The checks of a certificate, the prior's start, and its posterior without an epoch."""
     check_declared(options.family, "betting", options.expected_risk)
+    check_source(options.source, commit=options.commit)
     Ledger.split(options.delta, grid=options.grid)
     if options.draws < 1:
         raise ValueError(f"draws is {options.draws}; at least 1 network must be drawn to estimate the risk")
@@ -360,7 +373,8 @@ def procedure(options: Options) -> "partial[Any]":
     flags = (flag for flag in method.flags or () if flag != "gate_lr")  # the Config has it
     arguments = {name: getattr(options, name) for name in ("sparsity", "seed", *flags)} | dict(method.options)
     if isinstance(options, Certifying):
-        arguments |= {"name": options.model, "posterior": posterior(options), "commit": options.commit}
+        arguments |= {"name": options.model, "posterior": posterior(options)}
+        arguments |= {"commit": options.commit, "source": options.source}
     return partial(method.verb, **arguments)
 
 

@@ -93,7 +93,8 @@ def state(folder: Path, name: str) -> dict[str, Any]:
     """The state of a run, one of STATES, and the details of that state."""
     if (folder / name / "result.json").exists():
         result = store.result(folder / name)
-        return {"state": "finished", "test_error": result["test_error"], "route": result.get("route", "alone")}
+        row = {"state": "finished", "test_error": result["test_error"], "route": result.get("route", "alone")}
+        return row | {name: result[name] for name in ("certificate", "grid") if "certificate" in result}
     log = lines(folder, name)
     if not log:
         return {"state": "waiting"}

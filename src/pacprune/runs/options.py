@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pacprune import data, models
 from pacprune.certification.bounds_table import FAMILIES
+from pacprune.certification.commitment import SOURCE
 from pacprune.masking import criteria, patterns
 from pacprune.methods.table import METHODS, Method
 from pacprune.training.config import GATE_RATIO, GATE_STEPS, SCHEDULES
@@ -93,6 +94,7 @@ class Certifying(Options):
     posterior_lr: float = _option(0.02, "Learning rate of the posterior.", per_member=True)
     unlabelled: int = _option(100, "Training inputs kept aside, to certify the thresholded network by.")
     commit: bool = _option(False, "Stop after the prior and seal it; pacprune commit and certify --beacon go on.")
+    source: str = _option(SOURCE, "With --commit: where the beacon will come from, which is sealed too.")
 
 
 @dataclass(frozen=True)
@@ -321,6 +323,8 @@ def from_toml(path: Path, command: str | None = None) -> tuple[str, dict[str, An
 def checked_value(path: Path, plain_types: Mapping[str, type], name: str, value: Any) -> Any:
     """The value of a key in a TOML file, if key and type are right; a whole number may stand for a float."""
     if name not in plain_types:
+        if (spelled := name.replace("-", "_")) in plain_types:
+            raise ValueError(f"{path} has an unknown key {name!r}; did you mean {spelled}?")
         raise ValueError(f"{path} has an unknown key {name!r}; use one of {', '.join(plain_types)}")
     plain = plain_types[name]
     if plain is float and type(value) is int:

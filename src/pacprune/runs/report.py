@@ -243,14 +243,15 @@ pre { background: var(--tint); padding: .8rem 1rem; overflow-x: auto; border-rad
 
 
 def console_output(result: dict[str, Any]) -> Iterator[Any]:
-    """The table of a run, the statement of its certificate, and the path of its report."""
+    """The table of a run, the statement of its certificate with the count of tries, and the path of its report."""
     names = columns(result["rows"])
     table = Table(*names.values())
     for row in result["rows"]:
         table.add_row(*(cell(name, row[name]) for name in names))
     yield table
     if "statement" in result:
-        yield f"{result['statement']}\n{sentence(result['winner'])}"
+        tries = [result["tries"]["text"]] if "tries" in result else []
+        yield "\n".join([result["statement"], *tries, sentence(result["winner"])])
     folder = Path(result["folder"])
     yield f"Report: {folder / 'report.html'}"
     if not list(folder.glob("figures/*.png")):

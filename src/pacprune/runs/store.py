@@ -9,7 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import nn
 
+from pacprune.certification import commitment
 from pacprune.certification.certificate import RECORD
+from pacprune.certification.commitment import Commitment
 from pacprune.data import trace
 from pacprune.data.trace import Trace
 from pacprune.files import write_atomically
@@ -96,11 +98,34 @@ def result(folder: Path) -> dict[str, Any]:
     check_folder(folder, "a finished run")
     path = folder / "result.json"
     if not path.is_file():
+        _refuse_sealed(folder)
         raise ValueError(f"the run in {folder} is not finished: it has no result.json; run its command again")
     try:
         return {**json.loads(path.read_text()), "folder": str(folder)}
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}); delete it and run the command again") from None
+
+
+def sealed(folder: Path) -> Commitment | None:
+    """What the unfinished run in a folder has sealed so far; None if it has no seal."""
+    place = folder / CHECKPOINTS
+    return commitment.load(place) if (place / commitment.FILE).is_file() else None
+
+
+def _refuse_sealed(folder: Path) -> None:
+    """Refuses a run that waits at a seal, and says how it goes on."""
+    seals = sealed(folder)
+    if seals is None:
+        return
+    if seals.posterior is None:
+        raise ValueError(
+            f"the run in {folder} is sealed and has no certificate yet: Q is not trained; publish its first seal, then "
+            f"run pacprune commit {folder}, and after that pacprune certify {folder} --beacon VALUE"
+        )
+    raise ValueError(
+        f"the run in {folder} is sealed and has no certificate yet: its draws wait for a beacon, {seals.source}; give "
+        f"it by pacprune certify {folder} --beacon VALUE"
+    )
 
 
 def certificate(folder: Path) -> Path:

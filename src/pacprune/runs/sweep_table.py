@@ -17,12 +17,23 @@ def table(status: dict[str, Any]) -> Table:
     """The runs of a sweep, as `sweep.status` returns them."""
     rows = status["runs"]
     names = list(rows[0]["point"])
-    grid = Table(Column("Run", no_wrap=True), *names, "State", "Test error", Column("Detail", overflow="fold"))
+    numbers = [key for key in ("test_error", "certificate") if key == "test_error" or any(key in row for row in rows)]
+    titles = [report.COLUMNS[key] for key in numbers]
+    grid = Table(Column("Run", no_wrap=True), *names, "State", *titles, Column("Detail", overflow="fold"))
     for row in rows:
-        error = report.cell("test_error", row["test_error"]) if "test_error" in row else ""
-        grid.add_row(row["run"], *(str(row["point"][name]) for name in names), row["state"], error, _detail(row))
+        cells = [report.cell(key, row[key]) if key in row else "" for key in numbers]
+        grid.add_row(row["run"], *(str(row["point"][name]) for name in names), row["state"], *cells, _detail(row))
     grid.caption = ", ".join(f"{status[name]} {name}" for name in STATES)
     return grid
+
+
+def payment(status: dict[str, Any]) -> list[str]:
+    """A line about how many certificates there are and what each of them pays; none without a certificate."""
+    shares = [row["grid"] for row in status["runs"] if "certificate" in row]
+    if not shares:
+        return []
+    words = " or ".join(f"delta/{share}" for share in sorted(set(shares)))
+    return [f"{len(shares)} certificate{'s' * (len(shares) > 1)}; each pays {words}"]
 
 
 def _detail(row: dict[str, Any]) -> str:
