@@ -152,7 +152,7 @@ def test_every_split_has_its_own_population(tmp_path: Path) -> None:
 def test_what_data_and_network_are_made_of_is_shared_by_a_population(command: str) -> None:
     kind, used = options.COMMANDS[command], set()
 
-    class Watched(kind):  # type: ignore[misc, valid-type]
+    class Watched(kind):
         def __getattribute__(self, name: str) -> Any:
             used.add(name)
             return super().__getattribute__(name)
