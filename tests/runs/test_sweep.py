@@ -260,6 +260,7 @@ def test_an_interrupted_population_resumes_to_the_bit(stage: str, monkeypatch: p
         ('command = "osp"\n[grid]\nsparsity = ["high"]', "sparsity in mine.toml is 'high', but it must be a float"),
         ('command = "osp"\nsparsity = 0.5\n' + TWO, "is 0.5 and also in"),
         ('command = "osp"\n[grid]\nsparsity = [0.9, 0.9]', "names a value twice"),
+        ('command = "pbp"\ncommit = true\n' + TWO, "commit in mine.toml would stop every run at its first seal"),
         ('command = "osp"\n[grid]\ndevice = ["cpu", "cuda"]', "the same run more than once"),
         ('command = "osp"\n[grid]\nsparsity = [0.9, 1.5]', "sparsity .*1.5"),
         ('command = "osp"\ncriterion = "best"\n' + TWO, "'best' is unknown"),

@@ -79,6 +79,10 @@ def read(path: Path, *, device: str | None = None) -> Sweep:
     kind, kinds = opt.COMMANDS[command], opt.types_of(opt.COMMANDS[command])
     fixed = {name: opt.checked_value(path, kinds, name, value) for name, value in content.items()}
     grid = _checked_grid(path, kinds, fixed, grid)
+    if fixed.get("commit") or True in grid.get("commit", ()):
+        raise ValueError(
+            f"commit in {path} would stop every run at its first seal; seal runs one by one, by pacprune pbp"
+        )
     fixed = _paid(path, kind, fixed, grid)
 
     def resolve(point: dict[str, Any]) -> Options:
