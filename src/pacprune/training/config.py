@@ -93,7 +93,7 @@ class Config:
         accumulate: Micro-batches that a batch is split into, each with its own draw of the masks.
         amp: Whether to compute in bfloat16, with images channels-last.
         augment: Whether images are cropped and flipped at random.
-        clip: The largest norm of a step's gradient, such as 1.0; None leaves it as it is.
+        clip: The largest norm of a step's gradient in what is trained, such as 1.0; None leaves it as it is.
         samples: With more than 0, the gates' gradient is that of Algorithm 1 with so many draws.
         patience: With more than 0, stops after so many epochs without a better validation loss, and goes back to the
             best one.

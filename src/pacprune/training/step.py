@@ -335,7 +335,12 @@ class Step:
         return crop_flip(x, word)
 
     def _clip(self, most: float) -> None:
-        """Scales every member's gradients so that their norm is at most this."""
+        """Scales every member's gradients so that their norm is at most this.
+
+        A pruned weight that stays zero is not trained, and its gradient does not count.
+        """
+        if self.mask_control is None or not self.mask_control.feedback:
+            weights.zero_pruned_([(p.grad, keep) for p, keep in self.masked if p.grad is not None])
         grads = [local(p.grad) for group in self.stage.groups for p in group.params if p.grad is not None]
         members = 1 if self.stage.members else 0
         norm = torch.stack([g.reshape(*g.shape[:members], -1).float().norm(dim=-1) for g in grads]).norm(dim=0)
