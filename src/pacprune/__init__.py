@@ -21,6 +21,7 @@ from pacprune.masking.attachment import attach, harden, read, resample_
 from pacprune.masking.masks import entropy, overlap, top_k
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
 from pacprune.masking.weights import apply_mask, prunable, sparsity
+from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
 from pacprune.methods.iterative import imp
 from pacprune.methods.l0 import l0
@@ -56,6 +57,7 @@ __all__ = [
     "entropy",
     "error",
     "export",
+    "feather",
     "fit",
     "fit_posterior",
     "gibbs_error",

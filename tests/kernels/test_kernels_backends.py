@@ -22,6 +22,7 @@ from pacprune.kernels import (
     SIGMOID,
     SOFT,
     STRAIGHT_THROUGH,
+    THRESHOLDED,
     Law,
     SampleInputs,
     cpp,
@@ -38,7 +39,7 @@ LAWS = [
     Law(mapping, coupling, mode, beta)
     for (mapping, row), mode in itertools.product(MAPPINGS.items(), MODES)
     for coupling, beta in ((0.0, 0.5), (4.0, 0.3) if mapping == SIGMOID else (0.0, 2 / 3))
-    if mode == HARD or not row.is_for_hard_gates
+    if (mode == HARD or not row.is_for_hard_gates) and (mode != THRESHOLDED or mapping == SIGMOID)
 ]
 """Every mapping with every mode; the temperature 1/2 has a branch of its own in sampler.cpp."""
 STDS = [(None, False), ("one", False), ("member", True), ("full", False), ("full", True)]

@@ -24,10 +24,11 @@ from pacprune.kernels.law import (
     SOFT,
     STRAIGHT_THROUGH,
     STRETCHED,
+    THRESHOLDED,
     Law,
     SampleInputs,
 )
-from pacprune.kernels.reference import hard_gate, keep_prob, logit, probability, quantised, raw
+from pacprune.kernels.reference import hard_gate, keep_prob, logit, opening, probability, quantised, raw, score
 from pacprune.kernels.torch_ops import sample
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "SOFT",
     "STRAIGHT_THROUGH",
     "STRETCHED",
+    "THRESHOLDED",
     "Law",
     "SampleInputs",
     "backend",
@@ -53,9 +55,11 @@ __all__ = [
     "hard_gate",
     "keep_prob",
     "logit",
+    "opening",
     "probability",
     "quantised",
     "raw",
     "sample",
+    "score",
     "status",
 ]

@@ -314,6 +314,45 @@ def logit_shift(
     return best if members else best[0]
 
 
+@torch.no_grad()
+def threshold(
+    scores: list[Tensor], density: float | Tensor, *, members: bool = False, between: Across | None = None
+) -> Tensor:
+    """tau that exactly k = round(density * n) scores exceed, or fewer where several scores equal tau; never waits.
+
+    tau is score number k + 1 by size, found bit by bit in the order of the numbers' bits. A tau below -1e9 becomes
+    that: everything is kept.
+
+    Args:
+        scores: The scores of all tensors; of a sharded model, this rank's rows.
+        density: The share to keep.
+        members: Whether the first dimension of every score is K models. tau then has K values, and density may be K
+            numbers.
+        between: How to reduce over the ranks of a sharded model.
+
+    Returns:
+        tau, in float32.
+    """
+    rows = scores[0].shape[0] if members else 1
+    flat = torch.cat([x.detach().float().reshape(rows, -1) for x in scores], dim=1)
+    bits = _swap_order(flat.view(torch.int32))
+    size = bits.shape[1] if between is None else between.size
+    kept_count = torch.round(_row(density, rows, bits.device) * size).long()
+    edge = torch.full_like(kept_count, -(2**31))
+    for bit in reversed(range(32)):
+        trial = edge + 2**bit
+        above = (bits >= trial.int()[:, None]).sum(1)
+        edge = torch.where((above if between is None else between.sum(above)) > kept_count, trial, edge)
+    least = _swap_order(torch.full_like(flat[:, 0], -1e9).view(torch.int32))
+    tau = _swap_order(torch.maximum(edge.int(), least)).view(torch.float32)
+    return tau if members else tau[0]
+
+
+def _swap_order(bits: Tensor) -> Tensor:
+    """The bits of float32 numbers as integers that are in the numbers' order, and back again."""
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
 def _row(value: float | Tensor, rows: int, device: torch.device) -> Tensor:
     """One float64 number per member; a number given once is every member's."""
     if isinstance(value, Tensor):

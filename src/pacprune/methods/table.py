@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
 from pacprune.methods.iterative import imp
 from pacprune.methods.l0 import l0
@@ -144,6 +145,18 @@ METHODS: dict[str, Method] = {
         defaults={"every": 1},
         rates=_rates(0.1, 0.1, 0.02, 0.05),
         examples=("--sparsity 0.9",),
+    ),
+    "feather": Method(
+        feather,
+        "Feather",
+        "train all weights under a threshold",
+        "Feather",
+        "#F0E442",
+        "h",
+        steps="Dense training, then all weights are trained while the network has only those above a threshold, shrunk "
+        "towards it. The mask moves to the end.",
+        flags=("theta", "min_per_layer"),
+        examples=("--sparsity 0.95",),
     ),
     "imp": Method(
         imp,

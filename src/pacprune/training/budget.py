@@ -28,6 +28,8 @@ SCHEDULES: dict[str, Schedule] = {
 }
 _PROBES = [k / 64 for k in range(65)]
 """Where a schedule of the user's own is read, to check it and to tell it from others."""
+NOISE_END = 0.8
+"""The share of a stage after which the scores have no noise, so that the mask can settle."""
 
 
 def _probed(schedule: Schedule) -> list[float]:
@@ -45,7 +47,8 @@ class Budget:
         sparsity: Fraction to prune at the end, such as 0.9.
         control: Of stochastic masks: "none" (the paper: nothing holds it), "shift" (one offset tau of all logits, so
             that the mean is exact), "projection" (Euclidean projection of keep_prob onto the capped simplex) or
-            "lagrangian" (a multiplier learned by dual ascent). Of a network without gates: "magnitude" (gradual
+            "lagrangian" (a multiplier learned by dual ascent). Of the estimator "thresholded": "threshold" (exactly so
+            many scores lie above it). Of a network without gates: "magnitude" (gradual
             magnitude pruning, Zhu & Gupta 2017: every so many steps the mask becomes the largest weights, and the
             others are zero for good) or "feedback" (DPF, Lin et al. 2020: the others are zero in the network alone, its
             gradient trains them on, and they can come back; the weights are left as trained).
@@ -55,6 +58,8 @@ class Budget:
         sharpen: The logits are multiplied by sharpen^t, which hardens the gates towards the end; 1 leaves them.
         fade: Whether what the gates begin with is taken away again in proportion to r. They then end with what they
             have learned, and with what their weights say if they are coupled to these.
+        noise: Size of the logistic noise on the scores of the control "threshold"; it falls to 0 in the first 80 % of
+            the stage.
         strength: Of the Lagrangian's quadratic term.
         patience: In so many steps the Lagrangian's multiplier learns what the quadratic term does at once.
         every: Steps from one mask of a plain network to the next; by default 16, with feedback 1.
@@ -80,6 +85,7 @@ class Budget:
     every: int | None = None
     min_per_layer: int = 0
     pattern: str | None = None
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         masks.check_sparsity(self.sparsity)
@@ -100,6 +106,11 @@ class Budget:
                 )
         if self.fade and self.control in MASK_CONTROLS:
             raise ValueError(f"fade is for gates, which the control {self.control!r} has not; leave it out")
+        if self.noise < 0 or (self.noise and self.control != "threshold"):
+            raise ValueError(
+                f"noise is {self.noise} with the control {self.control!r}; it is the size of the noise on the scores of "
+                "control 'threshold', at least 0"
+            )
         if self.every is not None and self.every < 1:
             raise ValueError(f"every is {self.every}; it is the number of steps from mask to mask, at least 1")
 
@@ -151,9 +162,19 @@ class Budget:
         """
         return self.sharpen**progress
 
+    def noise_at(self, progress: float) -> float:
+        """The size of the scores' noise, which falls linearly to 0 at NOISE_END of the stage.
+
+        Args:
+            progress: The share of the stage that is done, in [0, 1].
+        """
+        return self.noise * max(0.0, 1 - progress / NOISE_END)
+
     def record(self) -> dict[str, Any]:
         """The fields as numbers and strings, which tell this budget from another one; a function by its values."""
         fields = asdict(self)
+        if not self.noise:  # older checkpoints know no noise
+            del fields["noise"]
         if callable(self.schedule):
             fields["schedule"] = _probed(self.schedule)
         return fields
@@ -200,6 +221,12 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
     if not budgets:
         return
     control, gates = _one_control(budgets), bool(attachment.sites(model))
+    sampled = [site for site in attachment.sites(model) if not site.sampler.thresholded]
+    if gates and control in GATE_CONTROLS and control != "none" and bool(sampled) == (control == "threshold"):
+        raise ValueError(
+            f"control {control!r} cannot hold gates of the estimator "
+            f"{attachment.sites(model)[0].sampler.estimator!r}; 'threshold' is for 'thresholded', and for that alone"
+        )
     if control in GATE_CONTROLS and not gates:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
@@ -281,13 +308,19 @@ def hold_(
     density: Tensor,
     sharpness: Tensor,
     *,
+    noise: Tensor | None = None,
     wait: bool,
     between: Across | None,
 ) -> None:
     """`enforce_` with its numbers on the device, one per member of a population; waits for the device only to `wait`.
 
     density as `densities` gives it. A shift that does not wait follows from the last one in a fixed number of trials.
+    Where `noise` is given, it is that of the scores from the next draw on, and they meet the budget with it.
     """
+    for site in sites:
+        site.sampler.noisy = noise is not None
+    if noise is not None:
+        torch._foreach_copy_([site.sampler.noise for site in sites], [noise.float()] * len(sites))  # type: ignore[attr-defined]
     # One launch for the buffers of all tensors, where there would be one for each.
     torch._foreach_copy_([site.sampler.sharpness for site in sites], [sharpness.float()] * len(sites))  # type: ignore[attr-defined]
     hold = GATE_CONTROLS[control].hold
@@ -314,6 +347,15 @@ def _shift_(
     torch._foreach_copy_([site.sampler.shift for site in sites], [tau] * len(sites))  # type: ignore[attr-defined]
 
 
+def _threshold_(
+    sites: Sequence[AttachedWeight], density: Tensor, sharpness: Tensor, *, wait: bool, between: Across | None
+) -> None:
+    """The threshold of all scores."""
+    members = sites[0].sampler.seed.ndim == 1
+    tau = masks.threshold([site.next_scores() for site in sites], density, members=members, between=between)
+    torch._foreach_copy_([site.sampler.shift for site in sites], [tau] * len(sites))  # type: ignore[attr-defined]
+
+
 def _project_(
     sites: Sequence[AttachedWeight], density: Tensor, sharpness: Tensor, *, wait: bool, between: Across | None
 ) -> None:
@@ -334,6 +376,7 @@ GATE_CONTROLS = {
     "shift": GateControl(hold=_shift_),
     "projection": GateControl(hold=_project_),
     "lagrangian": GateControl(penalised=True),
+    "threshold": GateControl(hold=_threshold_),
 }
 """Of stochastic masks."""
 MASK_CONTROLS = {

@@ -73,8 +73,8 @@ class Step:
     made of them, so that all ranks take the same step to the bit. `value` and `total` are then this rank's part.
 
     Everything that changes from step to step without being computed lies in `clock`: a row per group with the learning
-    rates, then what fades of the gates' start, and the budget's density and sharpness; a column per member. An epoch's
-    clocks are made in advance, and what the model consists of (its attached weights, its masks) is listed once.
+    rates, then the scores' noise, what fades of the gates' start, and the budget's density and sharpness; a column per
+    member. An epoch's clocks are made in advance, and what the model consists of (its attached weights, its masks) is listed once.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Step:
         self.weights_total = weights.noted_total(model) if self.sites or self.masked else 0
         """D, which sparsity is counted in."""
         shape = (len(configs),) if stage.members else ()
-        self.clock = torch.zeros(len(stage.groups) + 3, *shape, device=device)
+        self.clock = torch.zeros(len(stage.groups) + 4, *shape, device=device)
         self.value = torch.zeros(shape, dtype=torch.float64, device=device)
         self.total = torch.zeros_like(self.value)
         self.orders = orders(configs, seeds)
@@ -100,6 +100,7 @@ class Step:
         self.holds = bool(self.sites) and stage.budgets is not None
         """Whether a budget holds the gates."""
         self.control, self.mask_control = control, MASK_CONTROLS.get(control)
+        self.noisy = any(entry.noise for entry in stage.budgets or ())
         fades = any(entry.fade for entry in stage.budgets or ())
         # Taken before a checkpoint is read, whose gates have come further.
         self.start = [site.local_gate.detach().clone() for site in self.sites] if fades else []
@@ -170,14 +171,15 @@ class Step:
         return rows
 
     def _budget_rows(self, shares: list[float]) -> list[list[list[float]]]:
-        """What fades of the gates' start, the density and the sharpness, of every member at every step."""
+        """The noise, what fades of the gates' start, the density and the sharpness, of every member at every step."""
         if not self.holds:
-            return [[[1.0] * len(shares)] * len(self.configs)] * 3
+            return [[[1.0] * len(shares)] * len(self.configs)] * 4
         budgets = self.stage.budgets or ()
         attached = sum(site.gate.numel() for site in self.sites) // len(self.configs)
         sizes = {"size": attached, "total": self.weights_total}
         before = [max(0.0, share - 1 / self.steps) for share in shares]
         return [
+            [[b.noise_at(share) for share in shares] for b in budgets],
             [[b.faded(t) - b.faded(t0) for t0, t in zip(before, shares, strict=True)] for b in budgets],
             [[masks.density(1 - b.density(share), **sizes) for share in shares] for b in budgets],
             [[b.sharpness(share) for share in shares] for b in budgets],
@@ -274,7 +276,9 @@ class Step:
         self._fade()
         # The first two may have far to go; later ones follow the one before without waiting for the device.
         wait = self.device.type == "cpu" or self.cold > 0
-        budget.hold_(self.sites, self.control, self.clock[-2], self.clock[-1], wait=wait, between=self.between)
+        noise = self.clock[-4] if self.noisy else None
+        numbers = {"noise": noise, "wait": wait, "between": self.between}
+        budget.hold_(self.sites, self.control, self.clock[-2], self.clock[-1], **numbers)
         self.cold = max(0, self.cold - 1)
 
     @contextmanager
