@@ -193,7 +193,7 @@ def test_with_feedback_clip_counts_pruned_weights_too(pair: Pair) -> None:
     budget = pp.Budget(0.8, control="feedback")
     assert float(_move(1, pair, budget, 1e-3)[0].norm()) == pytest.approx(1e-3, rel=1e-3)
     free = _move(1, pair, budget, None)[0]
-    assert (free != 0).float().mean() > 0.4  # a fifth is kept
+    assert (free != 0).float().mean() > 0.3  # a fifth is kept
 
 
 def test_augmentation_follows_from_the_seed() -> None:

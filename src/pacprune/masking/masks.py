@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -339,10 +340,14 @@ def threshold(
     size = bits.shape[1] if between is None else between.size
     kept_count = torch.round(_row(density, rows, bits.device) * size).long()
     edge = torch.full_like(kept_count, -(2**31))
-    for bit in reversed(range(32)):
-        trial = edge + 2**bit
-        above = (bits >= trial.int()[:, None]).sum(1)
-        edge = torch.where((above if between is None else between.sum(above)) > kept_count, trial, edge)
+    fused = _fused() if bits.is_cuda else None
+    width = 1 if fused is None else 2  # bits that one pass finds
+    steps = torch.arange(1, 2**width, device=bits.device)[:, None]
+    for bit in reversed(range(0, 32, width)):
+        trials = (edge + steps * 2**bit).int()
+        above = (bits >= trials[0, :, None]).sum(1)[None] if fused is None else fused.counts(bits, trials)
+        above = above if between is None else between.sum(above)
+        edge = edge + (above > kept_count).sum(0) * 2**bit
     least = _swap_order(torch.full_like(flat[:, 0], -1e9).view(torch.int32))
     tau = _swap_order(torch.maximum(edge.int(), least)).view(torch.float32)
     return tau if members else tau[0]
@@ -387,13 +392,13 @@ def _range(blocks: list[Tensor], between: Across | None) -> tuple[Tensor, Tensor
 
 
 @functools.cache
-def _fused() -> Callable[..., Tensor] | None:
-    """The sums of `_moments` in one pass, where Triton is installed."""
+def _fused() -> ModuleType | None:
+    """The sums of `_moments` and the counts of `threshold` in one pass, where Triton is installed."""
     try:
-        from pacprune.kernels.gate_sums import sums
+        from pacprune.kernels import gate_sums
     except ImportError:
         return None
-    return sums
+    return gate_sums
 
 
 def _moments(blocks: list[Tensor], tau: Tensor, gamma: Tensor) -> Tensor:
@@ -402,7 +407,7 @@ def _moments(blocks: list[Tensor], tau: Tensor, gamma: Tensor) -> Tensor:
     The first in float64, since it is what is promised; the others only say where to look next.
     """
     if tau.is_cuda and (fused := _fused()) is not None:
-        return torch.stack([fused(block, tau, gamma, most=LOGIT_MAX) for block in blocks]).sum(0)
+        return torch.stack([fused.sums(block, tau, gamma, most=LOGIT_MAX) for block in blocks]).sum(0)
     tau, gamma, by_block = tau[:, None], gamma[:, None], []
     loose = torch.float32 if tau.device.type == "cpu" else torch.float64  # an accelerator widens at no cost
     p_buffer = torch.empty_like(max(blocks, key=Tensor.numel), memory_format=torch.contiguous_format).reshape(-1)
