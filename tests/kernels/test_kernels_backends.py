@@ -102,7 +102,7 @@ def test_draws_and_gradients_equal_the_references(device: str, law: Law) -> None
             expected = reference.draw([part], full_law)[0]
             agree = (actual == 0) == (expected == 0)
             flipped, total = flipped + int((~agree).sum()), total + agree.numel()
-            if law.mode == THRESHOLDED:  # next to the threshold a gate rises without bound from the logarithms' last bit
+            if law.mode == THRESHOLDED:  # next to the threshold a gate rises steeply from the logarithms' last bits
                 agree &= expected.abs() > 0.1 * part.mean.abs().max()
             close(torch.where(agree, actual, 0), torch.where(agree, expected, 0), scale=1.0)
             if members == "shared":

@@ -15,6 +15,7 @@ from pacprune.training.budget import GATE_CONTROLS, MASK_CONTROLS, SCHEDULES, Bu
 from pacprune.training.population import Population
 
 PROGRESS = (0.0, 0.1, 0.4, 0.79, 0.8, 1.0)
+THRESHOLDED = {"estimator": "thresholded", "coupling": 4.0}
 
 
 def attached(seed: int = 0, **options: object) -> nn.Module:
@@ -71,7 +72,8 @@ def test_a_schedule_may_be_a_function():
 
 @pytest.mark.parametrize("control", GATE_CONTROLS)
 def test_every_control_of_gates_trains(control):
-    model, x = attached(), torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+    options = THRESHOLDED if control == "threshold" else {}
+    model, x = attached(**options), torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
     data = x, (x[:, 0] > 0).long()
     history = pp.fit(model, data, pp.Config(epochs=2, batch_size=10), budget=Budget(0.7, control=control))
     if GATE_CONTROLS[control].hold is not None:
@@ -343,6 +345,46 @@ def test_a_control_that_does_not_fit_the_model_is_refused():
         budget.check_budgets(plain(), [Budget(0.5, "magnitude"), Budget(0.5, "feedback")])
 
 
+# --- Thresholds
+
+
+def test_a_threshold_keeps_exactly_k_at_every_moment():
+    model, plan = attached(**THRESHOLDED), Budget(0.97, control="threshold", schedule="cubic")
+    size = weights.noted_total(model)
+    for progress in PROGRESS:
+        budget.enforce_(model, plan, progress)
+        kept = sum(int((w != 0).sum()) for w in (model[0].weight, model[2].weight))
+        zeros = 60 if progress == 0 else 0  # weights that are zero themselves
+        assert kept == round(plan.density(progress) * size) - zeros
+        assert density(model) == pytest.approx(plan.density(progress), abs=0.5 / size)
+
+
+def test_noise_moves_the_mask_of_a_step_and_leaves_its_size():
+    model, plan = attached(**THRESHOLDED), Budget(0.9, control="threshold", noise=2.0)
+    sites, size = attachment.sites(model), weights.noted_total(model)
+    assert [plan.noise_at(t) for t in (0.0, 0.4, 0.8, 1.0)] == [2.0, 1.0, 0.0, 0.0]
+    model.train()
+    numbers = torch.tensor(0.1, dtype=torch.float64), torch.tensor(1.0)
+    masks = []
+    for _ in range(3):
+        budget.hold_(sites, "threshold", *numbers, noise=torch.tensor(2.0), wait=False, between=None)
+        pp.resample_(model)
+        masks.append(torch.cat([(w != 0).reshape(-1) for w in (model[0].weight, model[2].weight)]))
+        assert int(masks[-1].sum()) == pytest.approx(0.1 * size, abs=1)
+    assert not torch.equal(masks[0], masks[1])
+    budget.enforce_(model, plan, 1.0)  # what is read has none
+    assert density(model) == pytest.approx(0.1, abs=0.5 / size)
+
+
+def test_a_threshold_and_random_gates_do_not_mix():
+    with pytest.raises(ValueError, match=r"'threshold' cannot hold the gates of estimator 'concrete'; .* together"):
+        budget.check_budgets(attached(), [Budget(0.5, "threshold")])
+    with pytest.raises(ValueError, match=r"'shift' cannot hold the gates of estimator 'thresholded'"):
+        budget.check_budgets(attached(**THRESHOLDED), [Budget(0.5)])
+    with pytest.raises(ValueError, match=r"noise is 1\.0 with the control 'shift'; it is the size of the noise"):
+        Budget(0.5, noise=1.0)
+
+
 # --- Populations
 
 
@@ -364,6 +406,7 @@ def population(control: str, **options: object) -> tuple[nn.Module, list[nn.Modu
         ("projection", {}),
         ("projection", {"coupling": 1.0}),
         ("projection", {"mapping": "clamp"}),
+        ("threshold", THRESHOLDED),
     ],
 )
 def test_members_are_held_to_their_budgets_independently(control, options):
@@ -426,9 +469,9 @@ def test_wrong_budgets_of_a_population_are_refused():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("control", ["shift", "projection", "lagrangian"])
+@pytest.mark.parametrize("control", ["shift", "projection", "lagrangian", "threshold"])
 def test_holding_a_population_does_not_wait_for_the_device(control):
-    stacked, _, plans = population(control, coupling=1.0)
+    stacked, _, plans = population(control, **(THRESHOLDED if control == "threshold" else {"coupling": 1.0}))
     stacked.cuda()
     density = torch.tensor(budget.densities(stacked, plans, 1.0), device="cuda")
     sharpness, sites = torch.ones(3, device="cuda"), attachment.sites(stacked)

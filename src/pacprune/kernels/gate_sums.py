@@ -61,14 +61,12 @@ def _counts(bits, trials, out, n, stride, parts, SIZE: tl.constexpr, ROUNDS: tl.
 
 
 def counts(bits: Tensor, trials: Tensor) -> Tensor:
-    """[3, K] int64: how many of a member's numbers, int32 [K, n], are at least each of its three trials, int32 [3, K]."""
+    """[3, K] int64: how many numbers of a member, int32 [K, n], are at least each of its three trials, int32 [3, K]."""
     rows, n = bits.shape
     parts = max(1, triton.cdiv(n, _SIZE * _ROUNDS))
     out = torch.empty(3, rows, parts, dtype=torch.int64, device=bits.device)
     kernel = _counts
-    kernel[(rows, parts)](
-        bits, trials.contiguous(), out, n, bits.stride(0), parts, SIZE=_SIZE, ROUNDS=_ROUNDS
-    )
+    kernel[(rows, parts)](bits, trials.contiguous(), out, n, bits.stride(0), parts, SIZE=_SIZE, ROUNDS=_ROUNDS)
     return out.sum(2)
 
 

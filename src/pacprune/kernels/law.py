@@ -49,8 +49,8 @@ MODES = {
     # hard gate is open, with probability keep_prob.
     STRETCHED: Mode(3, "clamp(GAMMA + (ZETA - GAMMA) sigmoid((logit + logit u) / beta - log(-ZETA / GAMMA)), 0, 1)"),
     NOISELESS: Mode(4, "sigmoid(logit / beta): s at u = 1/2, the same in every draw"),
-    # With gates of 0 it is Feather's operator: exp(score / coupling) is |mean|. Straight through to the mean, times theta
-    # where the gate is 0; to the gate parameter as in NOISELESS.
+    # With gate parameters of 0 it is Feather's operator, since exp(score / coupling) is |mean|. The gradient goes
+    # straight through to the mean, times theta where the gate is 0; to the gate parameter it goes as in NOISELESS.
     THRESHOLDED: Mode(5, "(1 - exp(-POWER (score - shift) / coupling))^(1 / POWER) where score > shift, else 0"),
 }
 ESTIMATORS = {name: mode for name, mode in MODES.items() if mode.trains_gates}
@@ -125,8 +125,8 @@ def no_branch(law: Law, source: str) -> ValueError:
 class SampleInputs(NamedTuple):
     """What one tensor is drawn from; its weights have the indices offset, offset + 1, ... of the noise.
 
-    seed, step, shift, sharpness and noise are tensors without dimensions, or of shape [K] for K members. Each member is drawn
-    as if it were alone: then mean, gate and std have a leading K, or, when `shared`, serve all K draws.
+    seed, step, shift, sharpness and noise are tensors without dimensions, or of shape [K] for K members. Each member is
+    drawn as if it were alone: then mean, gate and std have a leading K, or, when `shared`, serve all K draws.
 
     Args:
         mean: The slab's mean.

@@ -140,7 +140,7 @@ def score(inputs: SampleInputs, law: Law) -> Tensor:
 
 
 def opening(law: Law, depth: Tensor) -> Tensor:
-    """The gate of a score that lies so far above the threshold: (1 - exp(-POWER depth / coupling))^(1 / POWER), or 0."""
+    """The gate of a score so far above the threshold: (1 - exp(-POWER depth / coupling))^(1 / POWER), or 0 below."""
     above = depth > 0
     kept_share = -torch.expm1(-law.steepness * torch.where(above, depth, 1.0))
     return torch.where(above, kept_share ** (1 / POWER), torch.where(depth.isnan(), depth, 0.0))

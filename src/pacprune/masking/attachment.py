@@ -244,8 +244,8 @@ def _check_options(mapping: str, coupling: float, estimator: str, train_std: boo
         )
     if estimator == kernels.THRESHOLDED and not (mapping == kernels.SIGMOID and coupling):
         raise ValueError(
-            f"estimator {estimator!r} has a threshold for gate + coupling * log|weight|, but mapping is {mapping!r} and "
-            f"coupling {coupling}; use the sigmoid mapping and a coupling above 0, such as 4"
+            f"estimator {estimator!r} has a threshold for gate + coupling * log|weight|, but mapping is {mapping!r} "
+            f"and coupling {coupling}; use the sigmoid mapping and a coupling above 0, such as 4"
         )
     if mapping in patterns.PATTERNS and (estimator not in (kernels.SOFT, kernels.NOISELESS) or train_std):
         raise ValueError(

@@ -14,6 +14,7 @@ from pacprune.masking.spikeslab import isotropic
 from pacprune.methods.pipeline import Pipeline, Pruned, check_reachable, check_request, pipeline, stage_maker
 from pacprune.training.budget import Budget, enforce_
 from pacprune.training.config import Config
+from pacprune.training.evaluate import reestimate_batchnorm
 from pacprune.types import Data, Loss, Progress
 
 COUPLING = 4.0
@@ -100,6 +101,8 @@ def feather(
     history += yield stage("masks", replace(config, gate_lr=None), budget)
     mask = final_mask(model, sparsity=sparsity, min_per_layer=min_per_layer)
     harden(model, mask)
+    if not config.epochs:  # else the network is what it was at the last step
+        reestimate_batchnorm(model, data)
     return Pruned(model, mask, history)
 
 

@@ -221,7 +221,7 @@ def pft(
     history += yield stage("masks", mask_config, budget)
     mask = final_mask(model, sparsity=sparsity, min_per_layer=min_per_layer)
     harden(model, mask)
-    if chosen.mask_share == 1 and not tune_config.epochs:  # the network is what it was at the last step
+    if chosen.mask_share == 1 and config.epochs == mask_config.epochs > 0:  # it is what it was at the last step
         return Pruned(model, mask, history, pattern)
     return Pruned(model, mask, history + (yield from fine_tune(model, data, tune_config, stage)), pattern)
 

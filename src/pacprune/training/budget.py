@@ -15,6 +15,7 @@ from pacprune.data import trace
 from pacprune.distributed import Across, is_sharded, refuse_sharded
 from pacprune.masking import attachment, masks, patterns, weights
 from pacprune.masking.attachment import AttachedWeight
+from pacprune.masking.sampler import Sampler
 from pacprune.masking.spikeslab import ETA
 from pacprune.training.population import per_member
 from pacprune.types import check_name
@@ -108,8 +109,8 @@ class Budget:
             raise ValueError(f"fade is for gates, which the control {self.control!r} has not; leave it out")
         if self.noise < 0 or (self.noise and self.control != "threshold"):
             raise ValueError(
-                f"noise is {self.noise} with the control {self.control!r}; it is the size of the noise on the scores of "
-                "control 'threshold', at least 0"
+                f"noise is {self.noise} with the control {self.control!r}; it is the size of the noise on the scores "
+                "of control 'threshold', at least 0"
             )
         if self.every is not None and self.every < 1:
             raise ValueError(f"every is {self.every}; it is the number of steps from mask to mask, at least 1")
@@ -221,12 +222,8 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
     if not budgets:
         return
     control, gates = _one_control(budgets), bool(attachment.sites(model))
-    sampled = [site for site in attachment.sites(model) if not site.sampler.thresholded]
-    if gates and control in GATE_CONTROLS and control != "none" and bool(sampled) == (control == "threshold"):
-        raise ValueError(
-            f"control {control!r} cannot hold gates of the estimator "
-            f"{attachment.sites(model)[0].sampler.estimator!r}; 'threshold' is for 'thresholded', and for that alone"
-        )
+    if control in GATE_CONTROLS and gates:
+        _check_estimator(control, attachment.sites(model)[0].sampler)
     if control in GATE_CONTROLS and not gates:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
@@ -239,6 +236,15 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
         raise ValueError(
             f"control {control!r} moves the mask of a plain network, but this one {what}; "
             "call pp.apply_mask(model, mask) on a plain one first, with a mask of ones to begin dense"
+        )
+
+
+def _check_estimator(control: str, sampler: Sampler) -> None:
+    """Refuses a threshold for random gates, and random gates' controls for thresholded ones."""
+    if control != "none" and (control == "threshold") != sampler.thresholded:
+        raise ValueError(
+            f"control {control!r} cannot hold the gates of estimator {sampler.estimator!r}; control 'threshold' and "
+            "estimator 'thresholded' belong together"
         )
 
 

@@ -145,8 +145,7 @@ def identity(model: nn.Module, configs: Sequence[Config], stage: Stage, seeds: S
         "trainable": [n for n, p in model.named_parameters() if p.requires_grad],
         "masks": [_hash_of_ranks(mask) for _, mask in weights.noted_masks(model)],
         "samplers": [
-            [*s.settings, s.seed.tolist(), s.step.tolist()]
-            for s in (site.sampler for site in attachment.sites(model))
+            [*s.settings, s.seed.tolist(), s.step.tolist()] for s in (site.sampler for site in attachment.sites(model))
         ],
         **stage.identity,
     }

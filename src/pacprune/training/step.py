@@ -74,7 +74,8 @@ class Step:
 
     Everything that changes from step to step without being computed lies in `clock`: a row per group with the learning
     rates, then the scores' noise, what fades of the gates' start, and the budget's density and sharpness; a column per
-    member. An epoch's clocks are made in advance, and what the model consists of (its attached weights, its masks) is listed once.
+    member. An epoch's clocks are made in advance, and what the model consists of (its attached weights, its masks) is
+    listed once.
     """
 
     def __init__(
