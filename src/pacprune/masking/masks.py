@@ -321,8 +321,7 @@ def threshold(
 ) -> Tensor:
     """tau that exactly k = round(density * n) scores exceed, or fewer where several scores equal tau; never waits.
 
-    tau is score number k + 1 by size, found bit by bit in the order of the numbers' bits. A tau below -1e9 becomes
-    that: everything is kept.
+    tau is score number k + 1 by size; -1e9 where everything is kept.
 
     Args:
         scores: The scores of all tensors; of a sharded model, this rank's rows.
@@ -336,9 +335,20 @@ def threshold(
     """
     rows = scores[0].shape[0] if members else 1
     flat = torch.cat([x.detach().float().reshape(rows, -1) for x in scores], dim=1)
+    size = flat.shape[1] if between is None else between.size
+    kept_count = torch.round(_row(density, rows, flat.device) * size).long()
+    if flat.device.type == "cpu" and between is None:
+        dropped = [size - kept for kept in kept_count.tolist()]
+        edges = [row.kthvalue(k).values if k else row.new_tensor(-1e9) for row, k in zip(flat, dropped, strict=True)]
+        tau = torch.stack(edges).clamp_min(-1e9)
+    else:
+        tau = _edge_by_bits(flat, kept_count, between)
+    return tau if members else tau[0]
+
+
+def _edge_by_bits(flat: Tensor, kept_count: Tensor, between: Across | None) -> Tensor:
+    """Of every row the largest number that more than so many numbers are equal to or above: bit by bit, no waiting."""
     bits = _swap_order(flat.view(torch.int32))
-    size = bits.shape[1] if between is None else between.size
-    kept_count = torch.round(_row(density, rows, bits.device) * size).long()
     edge = torch.full_like(kept_count, -(2**31))
     fused = _fused() if bits.is_cuda else None
     width = 1 if fused is None else 2  # bits that one pass finds
@@ -348,9 +358,8 @@ def threshold(
         above = (bits >= trials[0, :, None]).sum(1)[None] if fused is None else fused.counts(bits, trials)
         above = above if between is None else between.sum(above)
         edge = edge + (above > kept_count).sum(0) * 2**bit
-    least = _swap_order(torch.full_like(flat[:, 0], -1e9).view(torch.int32))
-    tau = _swap_order(torch.maximum(edge.int(), least)).view(torch.float32)
-    return tau if members else tau[0]
+    least = _swap_order(flat.new_full((len(flat),), -1e9).view(torch.int32))
+    return _swap_order(torch.maximum(edge.int(), least)).view(torch.float32)
 
 
 def _swap_order(bits: Tensor) -> Tensor:
