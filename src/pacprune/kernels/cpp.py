@@ -164,6 +164,11 @@ def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     return _draw(library(), all_inputs, law)
 
 
+def next_scores(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+    """`kernels.next_scores`, in plain torch: a logarithm and a sum need no kernel here."""
+    return reference.next_scores(all_inputs, law)
+
+
 def _draw(built: Library, all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     rows, alive = layouts(all_inputs), []
     results = _room(all_inputs, rows)

@@ -110,10 +110,21 @@ def fast_backend(inputs: SampleInputs) -> ModuleType | None:
 def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """One draw of every tensor, outside autograd; by a fast backend in one launch, into one flat buffer."""
     check_law(law)
+    return _common_backend(all_inputs).draw(all_inputs, law)
+
+
+@torch.no_grad()
+def next_scores(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+    """What the draw after the present one compares with the shift, in the mode "thresholded"; float32."""
+    check_law(law)
+    return _common_backend(all_inputs).next_scores(all_inputs, law)
+
+
+def _common_backend(all_inputs: Sequence[SampleInputs]) -> ModuleType:
+    """The fast backend that reads all of these tensors, or plain torch."""
     backends = {fast_backend(inputs) for inputs in all_inputs}
     together = len(backends) == 1 and len({inputs.mean.device for inputs in all_inputs}) == 1
-    module = (backends.pop() if together else None) or reference
-    return module.draw(all_inputs, law)
+    return (backends.pop() if together else None) or reference
 
 
 @torch.no_grad()

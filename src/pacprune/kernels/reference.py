@@ -139,6 +139,11 @@ def score(inputs: SampleInputs, law: Law) -> Tensor:
     return free + _rows(inputs.noise, u) * (torch.log(u) - torch.log1p(-u))
 
 
+def next_scores(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+    """`score` of the draw after the present one, of every tensor."""
+    return [score(inputs._replace(step=inputs.step + 1), law) for inputs in all_inputs]
+
+
 def opening(law: Law, depth: Tensor) -> Tensor:
     """The gate of a score so far above the threshold: (1 - exp(-POWER depth / coupling))^(1 / POWER), or 0 below."""
     above = depth > 0

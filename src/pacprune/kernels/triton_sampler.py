@@ -91,6 +91,7 @@ def _sampler(
     LOG_STD: tl.constexpr,
     COUPLED: tl.constexpr,
     NOISY: tl.constexpr,
+    SCORE: tl.constexpr,
     BF16: tl.constexpr,
     ALIGNED: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -99,7 +100,10 @@ def _sampler(
     TO_STD: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """SIZE weights of one row of one tensor: their draws, or with BACKWARD the gradients that TO_... select."""
+    """SIZE weights of one row of one tensor: their draws, or with BACKWARD the gradients that TO_... select.
+
+    With SCORE it is the scores of the next draw.
+    """
     pid = tl.program_id(0)
     entry = table + tl.load(programs + pid).to(tl.int64) * _FIELDS
     chunk = pid - tl.load(entry + 8)
@@ -132,6 +136,8 @@ def _sampler(
     gate = tl.load(gate_at + start_in + at, mask=inside, other=0.5)
     seed = tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.int64)) + row * tl.load(entry + 15))
     step = tl.load(tl.load(entry + 4).to(tl.pointer_type(tl.int64)) + row * tl.load(entry + 16)).to(tl.uint32)
+    if SCORE:
+        step = step + 1
     block = (offset >> 2) + first // 4 + tl.arange(0, SIZE // 4)
     a, b, c, d = _words(seed, step, 0, block)
     word = _side_by_side(a, b, c, d, SIZE)
@@ -140,6 +146,7 @@ def _sampler(
     p = gate
     logit = gate
     depth = gate
+    score = gate
     if MAPPING == 0:
         shift = tl.load(tl.load(entry + 5).to(tl.pointer_type(tl.float32)) + row * tl.load(entry + 17))
         sharpness = tl.load(tl.load(entry + 6).to(tl.pointer_type(tl.float32)) + row * tl.load(entry + 18))
@@ -154,6 +161,7 @@ def _sampler(
             noise = tl.load(tl.load(entry + 14).to(tl.pointer_type(tl.float32)) + row * tl.load(entry + 19))
             free = (word >> 9).to(tl.float32) + 0.5
             logit = logit + noise * tl.log(free / (8388608.0 - free))
+        score = logit
         depth = logit - shift
         logit = sharpness * depth
         # Not minimum and maximum: these would hide a NaN.
@@ -249,6 +257,8 @@ def _sampler(
         weights = multiplier * slab
         if MODE == 1 or MODE == 2:
             weights = tl.where(multiplier > 0.0, slab, 0.0)
+        if SCORE:
+            weights = score
         tl.store(out + start_out + at, weights.to(out.dtype.element_ty), mask=inside)
 
 
@@ -332,7 +342,15 @@ class _Back(NamedTuple):
     to_std: Tensor | None
 
 
-def _launch(tensors: Sequence[_Ready], starts: Sequence[int], law: Law, out: Tensor, back: _Back | None) -> None:
+def _launch(
+    tensors: Sequence[_Ready],
+    starts: Sequence[int],
+    law: Law,
+    out: Tensor,
+    back: _Back | None,
+    *,
+    score: bool = False,
+) -> None:
     mapping, mode = MAPPINGS[law.mapping].number, MODES[law.mode].number
     if mapping not in _MAPPINGS or mode not in _MODES:
         raise no_branch(law, "triton_sampler.py")
@@ -358,6 +376,7 @@ def _launch(tensors: Sequence[_Ready], starts: Sequence[int], law: Law, out: Ten
             LOG_STD=law.log_std,
             COUPLED=law.coupling != 0,
             NOISY=noisy and law.mode == THRESHOLDED,
+            SCORE=score,
             BF16=bf16,
             ALIGNED=aligned,
             BACKWARD=back is not None,
@@ -371,6 +390,15 @@ def _launch(tensors: Sequence[_Ready], starts: Sequence[int], law: Law, out: Ten
 
 def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """`kernels.draw`: one launch for all tensors that agree in type, kind of std and alignment, which is mostly all."""
+    return _draw(all_inputs, law, score=False)
+
+
+def next_scores(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+    """`kernels.next_scores`: one launch like that of `draw`, so that a draw finds the very same numbers."""
+    return _draw([inputs._replace(std=None, dtype=torch.float32) for inputs in all_inputs], law, score=True)
+
+
+def _draw(all_inputs: Sequence[SampleInputs], law: Law, *, score: bool) -> list[Tensor]:
     groups: dict[Any, list[tuple[int, _Ready]]] = {}
     for index, inputs in enumerate(all_inputs):
         ready = _ready(inputs)
@@ -383,7 +411,7 @@ def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
             end += -(-ready.k * ready.n // 32) * 32
         out = torch.empty(end, dtype=dtype, device=all_inputs[0].mean.device)
         if end:
-            _launch(tensors, starts, law, out, None)
+            _launch(tensors, starts, law, out, None, score=score)
         for (index, ready), start in zip(group, starts, strict=True):
             results[index] = out[start : start + ready.k * ready.n].view(ready.shape)
     return results

@@ -77,10 +77,6 @@ class AttachedWeight:
         """The probability that the hard gate opens, as `kernels.quantised` stores it."""
         return self.sampler.keep_prob(self.local_mean, self.local_gate)
 
-    def next_scores(self) -> Tensor:
-        """What the next draw of a thresholded weight compares with the shift."""
-        return self.sampler.next_scores(self.local_mean, self.local_gate)
-
     def kept_value(self) -> Tensor:
         """The mean of the weight while it is kept, over all ranks where it is sharded."""
         if not self.sampler.thresholded:
@@ -118,6 +114,12 @@ def between_ranks(attached_weights: Sequence[AttachedWeight]) -> Across | None:
 def raw_logits(attached_weights: Sequence[AttachedWeight]) -> list[Tensor]:
     """`raw` of every weight."""
     return [site.raw() for site in attached_weights]
+
+
+def next_scores(attached_weights: Sequence[AttachedWeight]) -> list[Tensor]:
+    """What the next draw of every thresholded weight compares with the shift: `raw`, and its noise if there is some."""
+    all_inputs = [site.sampler.inputs_of(site.local_mean, site.local_gate, None) for site in attached_weights]
+    return kernels.next_scores(all_inputs, attached_weights[0].sampler.law(all_inputs[0]))
 
 
 def require_sites(model: nn.Module) -> list[AttachedWeight]:
@@ -169,7 +171,9 @@ def attach(
         coupling: Above 0 it adds coupling * log|weight| to every gate's logit, so that a weight that grows is kept more
             surely; 4 is what `pp.pft` uses.
         estimator: How gates are relaxed in training: "concrete", "straight-through", "hard-concrete", or
-            "deterministic" for gates without noise (see `kernels.Law`).
+            "deterministic" for gates without noise (see `kernels.Law`). With "thresholded", also in eval mode, gates
+            are not random: the weights are kept that a `Budget` with control "threshold" lets pass, shrunk as Feather
+            does it.
         beta: The relaxation's temperature.
         theta: The share of its gradient that a weight below the threshold gets; `estimator` "thresholded" only.
         train_std: Whether the std of every weight is trained, too; its logarithm then is a parameter.

@@ -233,11 +233,6 @@ class Sampler(nn.Module):
         self._refuse_pattern()
         return kernels.raw(Law(self.mapping, self.coupling), mean, gate)
 
-    def next_scores(self, mean: Tensor, gate: Tensor) -> Tensor:
-        """What the next draw compares with the shift: `raw`, and its noise where there is some."""
-        inputs = self._inputs(mean, gate, None)._replace(step=self.step + 1)
-        return kernels.score(inputs, self.law(inputs))
-
     def kept_value(self, mean: Tensor, gate: Tensor) -> Tensor:
         """The mean of a weight while it is kept: of a thresholded one, shrunk by how near it is to the threshold.
 
@@ -314,9 +309,10 @@ class Sampler(nn.Module):
         where = self._where()
         if where is None:
             return None
-        return self._inputs(where.original0, where.original1, getattr(where, "original2", None))  # type: ignore[arg-type]
+        return self.inputs_of(where.original0, where.original1, getattr(where, "original2", None))  # type: ignore[arg-type]
 
-    def _inputs(self, mean: Tensor, gate: Tensor, log_std: Tensor | None) -> SampleInputs:
+    def inputs_of(self, mean: Tensor, gate: Tensor, log_std: Tensor | None) -> SampleInputs:
+        """The tensors that the present draw of these parameters is made of."""
         seed, step, shift, sharpness, _, std, noise = self._buffers.values()  # by name each would be searched for
         std = std if log_std is None else log_std
         noise = noise if self.noisy and self.training else None
@@ -334,7 +330,7 @@ class Sampler(nn.Module):
         """The weight."""
         if self.pattern is not None:
             return self._masked(mean, gate)
-        inputs = self._inputs(mean, gate, log_std)
+        inputs = self.inputs_of(mean, gate, log_std)
         law = self.law(inputs)
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # a tracer sees every draw
             return kernels.sample(inputs, law)
@@ -389,7 +385,7 @@ class Shards(nn.ModuleList):
         sampler = self[0]
         assert isinstance(sampler, Sampler)
         mean, gate = (sharded.local(p.detach()) for p in (self.original0, self.original1))
-        inputs = sampler._inputs(mean, gate, None)
+        inputs = sampler.inputs_of(mean, gate, None)
         return inputs, sampler.law(inputs)
 
     def _backward(self, weight: Tensor) -> None:

@@ -358,7 +358,7 @@ def _threshold_(
 ) -> None:
     """The threshold of all scores."""
     members = sites[0].sampler.seed.ndim == 1
-    tau = masks.threshold([site.next_scores() for site in sites], density, members=members, between=between)
+    tau = masks.threshold(attachment.next_scores(sites), density, members=members, between=between)
     torch._foreach_copy_([site.sampler.shift for site in sites], [tau] * len(sites))  # type: ignore[attr-defined]
 
 
