@@ -239,12 +239,15 @@ def test_the_loss_of_an_epoch_is_the_mean_over_the_examples_it_saw(pair: Pair) -
 
 @pytest.mark.parametrize("control", GATE_CONTROLS)
 def test_expected_sparsity_is_in_every_row_and_meets_the_budget(control: str, pair: Pair) -> None:
-    model, budget = attached(), pp.Budget(0.8, control=control)
+    law = {"estimator": "thresholded", "coupling": 4.0} if control == "threshold" else {}
+    model, budget = attached(**law), pp.Budget(0.8, control=control)
     rows = pp.fit(model, pair, pp.Config(epochs=20, lr=0.05, gate_lr=5.0, batch_size=16), budget=budget)
     assert rows[-1]["expected_sparsity"] == pp.read(model).sparsity
     sparsities = [row["expected_sparsity"] for row in rows]
     if control in ("shift", "projection"):  # exact after every epoch, although the last step moved the gates
         assert sparsities == pytest.approx([0.8] * 20, abs=1e-6)
+    elif control == "threshold":
+        assert sparsities == pytest.approx([0.8] * 20, abs=0.5 / weights.noted_total(model))
     else:
         assert (
             sparsities[-1] == pytest.approx(0.8, abs=0.05)
