@@ -148,6 +148,13 @@ def test_a_shorter_mask_stage_leaves_the_rest_to_fine_tuning() -> None:
     assert result.sparsity == pytest.approx(0.85)
 
 
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_any_number_of_epochs_leaves_exactly_k(epochs: int) -> None:
+    result = thresholded(net(), dataclasses.replace(CONFIG, epochs=epochs))
+    assert len(result.history) == epochs
+    assert result.sparsity == pytest.approx(0.85)
+
+
 def test_killed_and_resumed_it_ends_the_same(tmp_path: Path) -> None:
     class Killed(Exception):
         pass

@@ -3,9 +3,10 @@
 One uniform u per weight gives both gates: relaxed sigmoid((logit + logit u) / beta), which is the two-class
 Gumbel-softmax in distribution, and hard 1[u > 1 - keep_prob], the exact Bernoulli. Backward makes the noise again.
 
-A backend is a module with a NAME and three functions, `draw`, `gradients` and `next_scores`. Three of them follow the same counters:
-plain torch (`reference`, anywhere), C++ (`cpp`, built at its first use where a compiler is found) and Triton
-(`triton_sampler`). `dispatch` chooses one by the device, and plain torch where the fast one cannot read the tensors.
+A backend is a module with a NAME and three functions, `draw`, `gradients` and `next_scores`. Three of them follow the
+same counters: plain torch (`reference`, anywhere), C++ (`cpp`, built at its first use where a compiler is found) and
+Triton (`triton_sampler`). `dispatch` chooses one by the device, and plain torch where the fast one cannot read the
+tensors.
 PACPRUNE_KERNELS=reference asks for plain torch. `torch_ops` makes the draw differentiable; `law` says how a gate
 estimator is added.
 """

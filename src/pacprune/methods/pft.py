@@ -215,7 +215,7 @@ def pft(
     scores = _scores(criterion, model, data, loss=loss, seed=seed, prunable=prunable, folder=folder)
     mask_config = chosen.config(mask_config, mask_config.epochs * per_epoch(data, mask_config.batch_size))
     fade = chosen.fades and criterion not in ("magnitude", magnitude)
-    ramp = min(0.8, RAMP * config.epochs / max(1, mask_config.epochs))
+    ramp = min(0.8, RAMP * config.epochs / mask_config.epochs) if mask_config.epochs else RAMP
     start = _Start(scores, sparsity, pattern, eps, fade, noise, theta, ramp, prunable, seed)
     budget = chosen.attach(model, start)
     history += yield stage("masks", mask_config, budget)

@@ -79,7 +79,8 @@ class Config:
     Args:
         epochs: Passes over the data.
         lr: Learning rate of the weights, such as 0.01; 0 freezes all but the gates.
-        gate_lr: Learning rate of the gates, which no schedule changes. "auto" is 100 * lr; None freezes them.
+        gate_lr: Learning rate of the gates, which no schedule changes; of thresholded ones, it follows lr's schedule.
+            "auto" is 100 * lr; None freezes them.
         std_lr: Learning rate of the logarithms of a trained std; None is lr.
         momentum: What SGD keeps of the last step; beta1 of Adam and AdamW.
         weight_decay: L2 penalty of the weights (of AdamW: decoupled), such as 5e-4.
