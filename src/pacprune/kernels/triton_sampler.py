@@ -296,7 +296,9 @@ _CONSTANTS: dict[tuple[float, torch.device], Tensor] = {}
 
 
 def _constant(value: float, device: torch.device) -> Tensor:
-    return _CONSTANTS.setdefault((value, device), torch.tensor(value, device=device))
+    if (value, device) not in _CONSTANTS:
+        _CONSTANTS[value, device] = torch.full((), value, device=device)  # which no copy from the host fills
+    return _CONSTANTS[value, device]
 
 
 def _table(tensors: Sequence[_Ready], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
