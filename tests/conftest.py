@@ -26,6 +26,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _own_looks() -> None:
+    """What the tests of another file evaluated on is no concern of what this file's fixtures train."""
+    from pacprune.data import trace
+
+    trace._looks.clear()
+
+
 @pytest.fixture(autouse=True)
 def _own_start() -> None:
     """No test depends on the random numbers that another one took, or on the examples that it looked at."""

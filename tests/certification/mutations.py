@@ -130,7 +130,7 @@ SORTS: dict[str, Callable[[], pp.Certificate]] = {
     "Catoni at one c, packed": lambda: _pac_bayes(family="catoni", expected_risk=0.2),
     "excess, choices, packed": lambda: _pac_bayes(family="excess", grid=3, certified=2, delta=0.1),
     "Chernoff": lambda: _pac_bayes(method="chernoff", delta=0.001),
-    "declared, packed": lambda: _pac_bayes(declare="it came from “elsewhere” – 数字 🙂"),
+    "declared, packed": lambda: _pac_bayes(declare="it came from elsewhere - as {x} <b>said</b> & 'done'"),
     "committed": lambda: _pac_bayes(seal=True),
     "committed, Chernoff, packed": lambda: _pac_bayes(seal=True, method="chernoff"),
     "masks alone, packed": lambda: _pac_bayes(std=0.0),
@@ -630,7 +630,7 @@ def _invented_draws(
     content = files["draws.safetensors"]
     assert isinstance(content, bytes)
     entries, metadata = parsed(content)
-    batch, risk = min(rng.choice([1, 7, 25, 1000]), 10**6), record["reference"]["errors"] / record["n"]
+    batch, risk = min(25, record["n"]), record["reference"]["errors"] / record["n"]
     draws, worse, better = rng.choice([1, 5, 60, 1000]), noise.random() ** 3, noise.random()
     counts = {}
     for whose in ("posterior", "prior"):

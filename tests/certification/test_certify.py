@@ -214,7 +214,7 @@ def test_parts_that_overlap_are_refused() -> None:
     with pytest.raises(ValueError, match="bound and unlabelled share 5 of 5 examples"):
         certify_again(split=digits(unlabelled=dataclasses.replace(first, name="unlabelled")))
     with pytest.raises(ValueError, match="another bound set"):
-        certify_again(split=digits(bound=split.bound.subset(last)))
+        certify_again(split=digits(bound=split.bound.subset(last), declared=True))
 
 
 @pytest.mark.parametrize("constant", ["mean", "std"])

@@ -240,7 +240,7 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
         [0.9, 0.95]
     """
     steps = getattr(verb, "__wrapped__", None)
-    if steps is None:
+    if not inspect.isgeneratorfunction(steps):
         raise ValueError(
             f"{getattr(verb, '__name__', verb)} is not a pipeline such as pp.osp, pp.pft or pp.pbp; "
             "pp.fit and pp.fit_posterior take a list of models themselves"
