@@ -21,6 +21,7 @@ from pacprune.masking.attachment import attach, harden, read, resample_
 from pacprune.masking.masks import entropy, overlap, top_k
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
 from pacprune.masking.weights import apply_mask, prunable, sparsity
+from pacprune.methods.acdc import acdc
 from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
 from pacprune.methods.iterative import imp
@@ -45,6 +46,7 @@ __all__ = [
     "Config",
     "Pruned",
     "SpikeSlab",
+    "acdc",
     "apply_mask",
     "attach",
     "block_isotropic",

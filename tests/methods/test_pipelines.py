@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pacprune as pp
 from pacprune.certification.certificate import rounded_up
 from pacprune.masking import criteria, weights
+from pacprune.methods.table import METHODS
 from pacprune.training import config as config_module
 
 G = torch.Generator().manual_seed(1)
@@ -59,7 +60,7 @@ def count_kept(mask: Any) -> int:
 
 
 def test_signatures_name_the_type_that_a_procedure_returns() -> None:
-    for verb in (pp.osp, pp.pft, pp.gmp, pp.feather, pp.imp, pp.l0, pp.pbp):
+    for verb in {method.verb for method in METHODS.values()}:
         assert inspect.signature(verb).return_annotation is (pp.Certified if verb is pp.pbp else pp.Pruned)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pacprune.methods.acdc import acdc
 from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
 from pacprune.methods.iterative import imp
@@ -157,6 +158,18 @@ METHODS: dict[str, Method] = {
         "towards it. The mask moves to the end.",
         flags=("theta", "min_per_layer"),
         examples=("--sparsity 0.95",),
+    ),
+    "acdc": Method(
+        acdc,
+        "AC/DC",
+        "dense and sparse phases take turns",
+        "AC/DC",
+        "#117733",
+        "p",
+        steps="Dense training, then phases in which the largest weights are trained and phases in which all are. The "
+        "last phase is sparse.",
+        flags=("rounds", "min_per_layer", "pattern"),
+        examples=("--sparsity 0.95 --rounds 4",),
     ),
     "imp": Method(
         imp,
