@@ -30,6 +30,7 @@ from pacprune.methods.one_shot import osp
 from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
 from pacprune.methods.pipeline import Certified, Pruned, together
+from pacprune.methods.rigl import rigl
 from pacprune.theory import linear
 from pacprune.theory import linearised as wide
 from pacprune.training.budget import Budget
@@ -81,6 +82,7 @@ __all__ = [
     "read",
     "reestimate_batchnorm",
     "resample_",
+    "rigl",
     "score_monotone",
     "scores",
     "slim",

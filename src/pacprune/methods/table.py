@@ -17,6 +17,7 @@ from pacprune.methods.l0 import l0
 from pacprune.methods.one_shot import osp
 from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
+from pacprune.methods.rigl import rigl
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +171,18 @@ METHODS: dict[str, Method] = {
         "last phase is sparse.",
         flags=("rounds", "min_per_layer", "pattern"),
         examples=("--sparsity 0.95 --rounds 4",),
+    ),
+    "rigl": Method(
+        rigl,
+        "RigL",
+        "small weights make room for new ones",
+        "RigL",
+        "#882255",
+        "<",
+        steps="Dense training, a mask with the final sparsity, then training in which the smallest weights of every "
+        "layer lose their places to those with the largest gradients.",
+        flags=("start", "scope", "exchange", "every", "min_per_layer"),
+        examples=("--sparsity 0.95", "--start random --dense-epochs 0 --epochs 40"),
     ),
     "imp": Method(
         imp,

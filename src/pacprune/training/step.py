@@ -101,6 +101,9 @@ class Step:
         self.holds = bool(self.sites) and stage.budgets is not None
         """Whether a budget holds the gates."""
         self.control, self.mask_control = control, MASK_CONTROLS.get(control)
+        grows = self.mask_control is not None and self.mask_control.grows
+        self.growth = [torch.zeros_like(weight.detach()) for weight, _ in self.masked] if grows else []
+        """The last gradients of all weights with a mask, where pruned ones can grow by them."""
         self.noisy = any(entry.noise for entry in stage.budgets or ())
         fades = any(entry.fade for entry in stage.budgets or ())
         # Taken before a checkpoint is read, whose gates have come further.
@@ -189,13 +192,16 @@ class Step:
     def __call__(self, number: int, examples: Any) -> int:
         """Takes step `number` of the epoch; returns on how many examples."""
         self.clock.copy_(self.table[number])
-        if self.mask_control is not None:
-            step, total = self.first + number, self.weights_total
+        step = self.first + number
+        if self.mask_control is not None and not self.growth:
+            total = self.weights_total
             budget.move_masks_(self.masked, self.stage.budget_per_member(), step, self.steps, total=total)
         if isinstance(examples, Tensor):
             self._take_indexed(number, examples)
         else:
             self._take_loaded(number, *examples)
+        if self.growth:  # here, since a checkpoint holds no gradients
+            budget.exchange_weights_(self.masked, self.growth, self.stage.budget_per_member(), step + 1, self.steps)
         return self.count
 
     def _take_loaded(self, number: int, x: Tensor, y: Tensor) -> None:
@@ -262,6 +268,8 @@ class Step:
             self.exchange.sum_()
         if self.holds and budget.GATE_CONTROLS[self.control].penalised:
             budget.penalty(self.sites, stage.budget_per_member(), self.clock[-2], between=self.between).sum().backward()
+        if self.growth:
+            self._note_growth()
         if config.clip is not None:
             self._clip(config.clip)
         self.optimizer.step()
@@ -330,6 +338,14 @@ class Step:
         for site, start in zip(self.sites, self.start, strict=False):
             share = self.clock[-3].reshape(-1, *[1] * (start.ndim - 1)) if self.stage.members else self.clock[-3]
             site.local_gate.detach().addcmul_(start, share, value=-1)
+
+    @torch.no_grad()
+    def _note_growth(self) -> None:
+        """Copies the gradients, then takes those of pruned weights away, so that they gather no momentum."""
+        for noted, (weight, keep) in zip(self.growth, self.masked, strict=True):
+            if weight.grad is not None:
+                noted.copy_(weight.grad)
+                weight.grad.masked_fill_(~keep, 0)
 
     def _augmented(self, x: Tensor, word: Tensor) -> Tensor:
         if x.ndim != (5 if self.separate else 4):
