@@ -30,6 +30,7 @@ from pacprune.methods.one_shot import osp
 from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
 from pacprune.methods.pipeline import Certified, Pruned, together
+from pacprune.methods.probmask import probmask
 from pacprune.methods.rigl import rigl
 from pacprune.theory import linear
 from pacprune.theory import linearised as wide
@@ -77,6 +78,7 @@ __all__ = [
     "patterns",
     "pbp",
     "pft",
+    "probmask",
     "prunable",
     "ranks",
     "read",

@@ -17,6 +17,7 @@ from pacprune.methods.l0 import l0
 from pacprune.methods.one_shot import osp
 from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
+from pacprune.methods.probmask import probmask
 from pacprune.methods.rigl import rigl
 
 
@@ -207,6 +208,17 @@ METHODS: dict[str, Method] = {
         steps="Dense training, weights and gates trained together, the most open gates, sparse fine-tuning.",
         flags=("gate_lr", "mask_share", "min_per_layer"),
         rates=_rates(0.2, 0.2, 0.1, 0.2),
+    ),
+    "probmask": Method(
+        probmask,
+        "ProbMask",
+        "probabilities projected onto a budget",
+        "ProbMask",
+        "#999933",
+        ">",
+        steps="Dense training, weights and keep probabilities trained together while the latter are projected onto a "
+        "falling budget, the likeliest weights, sparse fine-tuning.",
+        flags=("mask_share", "min_per_layer"),
     ),
     "pbp": Method(
         pbp,
