@@ -21,6 +21,8 @@ from pacprune.masking.attachment import attach, harden, read, resample_
 from pacprune.masking.masks import entropy, overlap, top_k
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
 from pacprune.masking.weights import apply_mask, prunable, sparsity
+from pacprune.methods.acdc import acdc
+from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
 from pacprune.methods.iterative import imp
 from pacprune.methods.l0 import l0
@@ -28,6 +30,8 @@ from pacprune.methods.one_shot import osp
 from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
 from pacprune.methods.pipeline import Certified, Pruned, together
+from pacprune.methods.probmask import probmask
+from pacprune.methods.rigl import rigl
 from pacprune.theory import linear
 from pacprune.theory import linearised as wide
 from pacprune.training.budget import Budget
@@ -44,6 +48,7 @@ __all__ = [
     "Config",
     "Pruned",
     "SpikeSlab",
+    "acdc",
     "apply_mask",
     "attach",
     "block_isotropic",
@@ -56,6 +61,7 @@ __all__ = [
     "entropy",
     "error",
     "export",
+    "feather",
     "fit",
     "fit_posterior",
     "gibbs_error",
@@ -72,11 +78,13 @@ __all__ = [
     "patterns",
     "pbp",
     "pft",
+    "probmask",
     "prunable",
     "ranks",
     "read",
     "reestimate_batchnorm",
     "resample_",
+    "rigl",
     "score_monotone",
     "scores",
     "slim",

@@ -184,6 +184,11 @@ def paper(folder: Path) -> Outcome:
     return outcome_of(pp.pft(net(), pair(), config, sparsity=0.8, recipe="paper", min_per_layer=1))
 
 
+def thresholded(folder: Path) -> Outcome:
+    config = pp.Config(epochs=4, batch_size=20)
+    return outcome_of(pp.pft(net(), pair(), config, sparsity=0.8, recipe="thresholded", noise=0.3, min_per_layer=1))
+
+
 def thirds(folder: Path) -> Outcome:
     """For three ranks, of which one has no rows of a tensor of 3, and two none of a tensor of 1."""
     config = pp.Config(epochs=4, batch_size=30)

@@ -8,7 +8,18 @@ import torch.nn.functional as F
 from scipy import stats
 
 from pacprune import kernels, philox
-from pacprune.kernels import GIVEN, HARD, SOFT, STRAIGHT_THROUGH, Law, SampleInputs, hard_gate, keep_prob, quantised
+from pacprune.kernels import (
+    GIVEN,
+    HARD,
+    SOFT,
+    STRAIGHT_THROUGH,
+    THRESHOLDED,
+    Law,
+    SampleInputs,
+    hard_gate,
+    keep_prob,
+    quantised,
+)
 
 SEED, STEP = torch.tensor(5), torch.tensor(3)
 N = 40_000
@@ -256,10 +267,11 @@ def test_the_environment_can_select_the_reference(monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # warnings of the compiler itself
 def test_the_operators_pass_torchs_opcheck():
     mean, logit, std = inputs()
-    counters = (SEED, STEP, torch.tensor(0.1), torch.tensor(2.0))
-    static = (9, None, "sigmoid", 0.0, SOFT, 0.5, False)
-    torch.library.opcheck(torch.ops.pacprune.sample.default, (mean, logit, std, *counters, *static))
     values = [t.detach() for t in (torch.ones(6, 5), mean, logit, std)]
-    torch.library.opcheck(
-        torch.ops.pacprune.sample_gradient.default, (*values, *counters, *static, [True, False, True])
-    )
+    for mode, noise in ((SOFT, None), (THRESHOLDED, torch.tensor(0.5))):
+        counters = (SEED, STEP, torch.tensor(0.1), torch.tensor(2.0), noise)
+        static = (9, None, "sigmoid", 0.0, mode, 0.5, False, 0.25)
+        torch.library.opcheck(torch.ops.pacprune.sample.default, (mean, logit, std, *counters, *static))
+        torch.library.opcheck(
+            torch.ops.pacprune.sample_gradient.default, (*values, *counters, *static, [True, False, True])
+        )

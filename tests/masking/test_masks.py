@@ -24,6 +24,30 @@ def random_scores(rng: np.random.Generator, *, levels: int | None = None) -> dic
     return scores
 
 
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_a_threshold_has_exactly_k_scores_above_it(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.randn(3, n, generator=generator).mul_(10).to(device) for n in (1, 1000, 20_000)]
+    flat = torch.cat(scores, dim=1)
+    for density in (0.0, 1e-4, 0.01, 0.3, 0.999, 1.0):
+        tau = masks.threshold(scores, density, members=True)
+        assert tau.dtype == torch.float32
+        assert ((flat > tau[:, None]).sum(1) == round(density * 21_001)).all()
+        for k in range(3):
+            assert torch.equal(masks.threshold([s[k] for s in scores], density), tau[k])
+    own = torch.tensor([0.1, 0.2, 0.3], device=device)
+    tau = masks.threshold(scores, own, members=True)
+    assert (flat > tau[:, None]).sum(1).tolist() == [2100, 4200, 6300]
+    assert torch.equal(masks._edge_by_bits(flat, torch.tensor([2100, 4200, 6300], device=device), None), tau)
+    assert float(masks.threshold([flat], 1.0)) == -1e9  # below all of them, and finite
+    level = torch.tensor([1.0, 2.0, 2.0, 2.0, -0.0, 0.0], device=device)
+    assert float(masks.threshold([level], 0.5)) == 1.0
+    assert float(masks.threshold([level], 1 / 3)) == 2.0  # equal scores: fewer than asked for
+
+
 def counts(mask: dict[str, torch.Tensor]) -> list[int]:
     return [int(m.sum()) for m in mask.values()]
 

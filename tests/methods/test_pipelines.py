@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pacprune as pp
 from pacprune.certification.certificate import rounded_up
 from pacprune.masking import criteria, weights
+from pacprune.methods.table import METHODS
 from pacprune.training import config as config_module
 
 G = torch.Generator().manual_seed(1)
@@ -28,6 +29,7 @@ PROCEDURES = {
     "osp": pp.osp,
     "pft": pp.pft,
     "pft-paper": lambda *arguments, **options: pp.pft(*arguments, recipe="paper", **options),
+    "pft-thresholded": lambda *arguments, **options: pp.pft(*arguments, recipe="thresholded", **options),
 }
 
 
@@ -58,9 +60,8 @@ def count_kept(mask: Any) -> int:
 
 
 def test_signatures_name_the_type_that_a_procedure_returns() -> None:
-    verbs = {pp.osp: pp.Pruned, pp.pft: pp.Pruned, pp.gmp: pp.Pruned, pp.imp: pp.Pruned, pp.l0: pp.Pruned}
-    for verb, kind in (verbs | {pp.pbp: pp.Certified}).items():
-        assert inspect.signature(verb).return_annotation is kind
+    for verb in {method.verb for method in METHODS.values()}:
+        assert inspect.signature(verb).return_annotation is (pp.Certified if verb is pp.pbp else pp.Pruned)
 
 
 @pytest.mark.parametrize("name", PROCEDURES)
@@ -100,7 +101,8 @@ def test_exactly_k_weights_are_kept_and_the_plain_model_takes_them(name: str, cr
     for key, weight in weights.prunable(model).items():
         assert torch.equal(weight != 0, result.mask[key])
     stages = [row["stage"] for row in result.history]
-    assert stages == ["dense"] * 4 + (["tune"] * 4 if name == "osp" else ["masks"] * 2 + ["tune"] * 2)
+    later = {"osp": ["tune"] * 4, "pft-thresholded": ["masks"] * 4}
+    assert stages == ["dense"] * 4 + later.get(name, ["masks"] * 2 + ["tune"] * 2)
     plain = net()
     plain.load_state_dict(model.state_dict(), strict=True)
     assert pp.error(plain, (X, Y)) == pp.error(model, (X, Y)) < 0.6

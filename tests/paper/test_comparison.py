@@ -109,7 +109,8 @@ def test_methods_with_a_mask_stage_have_the_share_that_the_setting_says(
     monkeypatch.setattr(comparison, "prune", count_stages)
     comparison.run(third.changed(sparsities=(0.9,), pruning=replace(SETTING.pruning, epochs=3)), job)
     assert stages.keys() == pruning_methods().keys()
-    assert {name for name, counts in stages.items() if counts.get("masks") == 1} == stages.keys() - {"osp", "imp"}
+    staged = {name for name, method in pruning_methods().items() if method.takes("mask_share")}
+    assert {name for name, counts in stages.items() if counts.get("masks") == 1} == staged
     assert third.terms != SETTING.terms
 
 
@@ -161,7 +162,7 @@ def test_the_smoke_grid_has_every_method() -> None:
 
 
 @pipeline
-def rigl(
+def exchange_globally(
     model: nn.Module,
     data: Data,
     config: pp.Config,
@@ -174,7 +175,7 @@ def rigl(
     folder: Any = None,
     progress: Progress | None = None,
 ) -> Pipeline[Pruned]:
-    """Like RigL (Evci et al. 2020): after every epoch the smallest weights go and others grow by their gradient."""
+    """Like RigL (Evci et al. 2020) over all layers: after every epoch the smallest weights go, and others grow."""
     stage = stage_maker(model, data, loss, seed, folder, progress)
     mask_config, tune_config = split_epochs(config, mask_share)
     mask = pp.top_k(pp.scores.magnitude(model), sparsity=sparsity)
@@ -205,18 +206,18 @@ def regrown(model: nn.Module, mask: Any, data: Any, loss: Loss, exchange: float)
 
 
 @pytest.fixture
-def _rigl(monkeypatch: pytest.MonkeyPatch) -> None:
+def _another(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row in METHODS, and nothing else."""
-    row = Method(rigl, "Rigged lottery", "weights die and grow", "RigL", "#117733", "h")
-    monkeypatch.setitem(METHODS, "rigl", row)
+    row = Method(exchange_globally, "Global exchange", "weights die and grow", "exchange", "#661100", "8")
+    monkeypatch.setitem(METHODS, "exchange", row)
 
 
-@pytest.mark.usefixtures("_rigl")
+@pytest.mark.usefixtures("_another")
 def test_a_new_row_in_the_table_of_methods_is_compared_and_drawn(job: Job) -> None:
     (smoke,) = pft_vs_osp.SETTINGS["smoke"]
-    assert ("rigl", "magnitude") in smoke.options.pairs()
+    assert ("exchange", "magnitude") in smoke.options.pairs()
     rows = comparison.run(smoke, job)
-    pruned = [row for row in rows if row["method"] == "rigl"]
+    pruned = [row for row in rows if row["method"] == "exchange"]
     assert {(row["sparsity"], row["seed"]) for row in pruned} == {(s, seed) for s in (0.9, 0.98) for seed in range(3)}
     assert all(row["kept"] == round((1 - row["sparsity"]) * row["total"]) for row in pruned)
     assert max(row["test_error"] for row in pruned) < 0.2
@@ -227,4 +228,4 @@ def test_a_new_row_in_the_table_of_methods_is_compared_and_drawn(job: Job) -> No
     lines = {line.get_label(): line for line in axes.get_lines()}
     assert [text.get_text() for text in axes.get_legend().get_texts()] == list(lines)
     assert list(lines) == [*(method.label for method in pruning_methods().values()), "dense"]
-    assert (lines["RigL"].get_color(), lines["RigL"].get_marker()) == ("#117733", "h")
+    assert (lines["exchange"].get_color(), lines["exchange"].get_marker()) == ("#661100", "8")

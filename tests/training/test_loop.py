@@ -167,6 +167,35 @@ def test_clip_bounds_the_step(pair: Pair) -> None:
     assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-3)
 
 
+def _move(count: int, pair: Pair, budget: pp.Budget | None, clip: float | None) -> list[torch.Tensor]:
+    """How far one step moves all weights of masked networks; of several as a population."""
+    models = [net() for _ in range(count)]
+    for model in models:
+        pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.8 if budget is None else 0.0))
+    before = [torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()]) for model in models]
+    config = pp.Config(epochs=1, lr=1.0, momentum=0.0, batch_size=70, clip=clip)
+    pp.fit(models[0] if count == 1 else models, pair, config, budget=budget)
+    after = [torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for model in models]
+    return [new - old for new, old in zip(after, before, strict=True)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_clip_counts_the_gradients_of_kept_weights_alone(pair: Pair, count: int) -> None:
+    for free, clipped in zip(_move(count, pair, None, None), _move(count, pair, None, 1e-3), strict=True):
+        assert float(clipped.norm()) == pytest.approx(1e-3, rel=1e-3)  # not less, as pruned weights would make it
+        torch.testing.assert_close(clipped, free * (1e-3 / free.norm()), rtol=1e-2, atol=1e-7)
+    # A bound between the norm of what is trained and the norm of everything leaves the step as it is.
+    free = _move(1, pair, None, None)[0]
+    assert torch.equal(_move(1, pair, None, float(free.norm()) * 1.01)[0], free)
+
+
+def test_with_feedback_clip_counts_pruned_weights_too(pair: Pair) -> None:
+    budget = pp.Budget(0.8, control="feedback")
+    assert float(_move(1, pair, budget, 1e-3)[0].norm()) == pytest.approx(1e-3, rel=1e-3)
+    free = _move(1, pair, budget, None)[0]
+    assert (free != 0).float().mean() > 0.3  # a fifth is kept
+
+
 def test_augmentation_follows_from_the_seed() -> None:
     g = torch.Generator().manual_seed(0)
     pair = torch.randn(20, 1, 8, 8, generator=g), torch.randint(0, 3, (20,), generator=g)
@@ -210,12 +239,15 @@ def test_the_loss_of_an_epoch_is_the_mean_over_the_examples_it_saw(pair: Pair) -
 
 @pytest.mark.parametrize("control", GATE_CONTROLS)
 def test_expected_sparsity_is_in_every_row_and_meets_the_budget(control: str, pair: Pair) -> None:
-    model, budget = attached(), pp.Budget(0.8, control=control)
+    law = {"estimator": "thresholded", "coupling": 4.0} if control == "threshold" else {}
+    model, budget = attached(**law), pp.Budget(0.8, control=control)
     rows = pp.fit(model, pair, pp.Config(epochs=20, lr=0.05, gate_lr=5.0, batch_size=16), budget=budget)
     assert rows[-1]["expected_sparsity"] == pp.read(model).sparsity
     sparsities = [row["expected_sparsity"] for row in rows]
     if control in ("shift", "projection"):  # exact after every epoch, although the last step moved the gates
         assert sparsities == pytest.approx([0.8] * 20, abs=1e-6)
+    elif control == "threshold":
+        assert sparsities == pytest.approx([0.8] * 20, abs=0.5 / weights.noted_total(model))
     else:
         assert (
             sparsities[-1] == pytest.approx(0.8, abs=0.05)

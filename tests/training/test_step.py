@@ -44,6 +44,14 @@ def attached(k: int = 0, std: float = 0.0) -> nn.Module:
     return pp.attach(model, pp.isotropic(model, sparsity=0.5, std=std), seed=k)
 
 
+def thresholded(k: int = 0) -> nn.Module:
+    model = net(k)
+    return pp.attach(model, pp.isotropic(model, sparsity=0.5), estimator="thresholded", coupling=4.0, seed=k)
+
+
+THRESHOLD = pp.Budget(0.5, control="threshold", schedule="cubic", noise=0.5)
+
+
 @contextmanager
 def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """The clock, the rates, the batch and the words of every step, as its forward pass finds them."""
@@ -228,9 +236,9 @@ def close(a: nn.Module, b: nn.Module, most: float) -> bool:
 
 def test_graph_execution_on_a_cpu_equals_eager() -> None:
     graph = dataclasses.replace(CONFIG, execution="graph")
-    for make in (net, attached):
+    for make, plan in ((net, None), (attached, None), (thresholded, THRESHOLD)):
         eager, graph_model = make(), make()
-        assert pp.fit(eager, (X, Y), CONFIG) == pp.fit(graph_model, (X, Y), graph)
+        assert pp.fit(eager, (X, Y), CONFIG, budget=plan) == pp.fit(graph_model, (X, Y), graph, budget=plan)
         assert close(eager, graph_model, 0.0)
 
 
@@ -252,10 +260,10 @@ def test_compiled_execution_is_close_to_eager() -> None:
 
 @GPU
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("state", ["dense", "attached"])
+@pytest.mark.parametrize("state", ["dense", "attached", "thresholded"])
 def test_a_captured_step_equals_the_eager_one(state: str, count: int) -> None:
-    make = net if state == "dense" else attached
-    plan = None if state == "dense" else pp.Budget(0.5, schedule="cubic")
+    make = {"dense": net, "attached": attached, "thresholded": thresholded}[state]
+    plan = {"dense": None, "attached": pp.Budget(0.5, schedule="cubic"), "thresholded": THRESHOLD}[state]
     config = dataclasses.replace(CONFIG, schedule="cosine", gate_lr=0.5)
     runs = []
     for execution in ("eager", "graph"):
@@ -315,9 +323,10 @@ def test_a_step_that_cannot_be_captured_warns_once_and_trains_eagerly() -> None:
 @GPU
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("stage", ["dense", "budget", "posterior"])
+@pytest.mark.parametrize("stage", ["dense", "budget", "threshold", "posterior"])
 def test_nothing_waits_for_the_device_inside_an_epoch(stage: str, count: int, tmp_path: Path) -> None:
-    models = [(net if stage == "dense" else lambda k: attached(k, 0.05))(k).cuda() for k in range(count)]
+    make = {"dense": net, "threshold": thresholded}.get(stage, lambda k: attached(k, 0.05))
+    models = [make(k).cuda() for k in range(count)]
     model_or_models = models[0] if count == 1 else models
     split = pp.data.split(X, Y, prior_fraction=0.5, seed=0)
     config = dataclasses.replace(CONFIG, gate_lr=0.5)
@@ -338,9 +347,8 @@ def test_nothing_waits_for_the_device_inside_an_epoch(stage: str, count: int, tm
             out_or_outs = out[0] if count == 1 else out
             pp.fit_posterior(model_or_models, priors, split, config, out=out_or_outs, progress=progress)
         else:
-            pp.fit(
-                model_or_models, data, config, budget=pp.Budget(0.5) if stage == "budget" else None, progress=progress
-            )
+            plan = {"budget": pp.Budget(0.5), "threshold": THRESHOLD}.get(stage)
+            pp.fit(model_or_models, data, config, budget=plan, progress=progress)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert max(moments) == 4 * per

@@ -48,7 +48,7 @@ class _Law(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT32) for name in ("mapping", "mode", "log_std")),
-        *((name, _FLOAT) for name in ("coupling", "beta")),
+        *((name, _FLOAT) for name in ("coupling", "beta", "theta", "steepness")),
     )
 
 
@@ -56,10 +56,10 @@ class _Job(ctypes.Structure):
     """`Job` in sampler.cpp."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("mean", "gate", "std", "seed", "step", "shift", "sharpness")),
+        *((name, _POINTER) for name in ("mean", "gate", "std", "seed", "step", "shift", "sharpness", "noise")),
         *((name, _POINTER) for name in ("to_draw", "out", "to_gate", "to_std")),
         *((name, _INT64) for name in ("k", "n", "offset", "row", "std_row", "std_column")),
-        *((name, _INT32) for name in ("seed_row", "step_row", "shift_row", "sharpness_row")),
+        *((name, _INT32) for name in ("seed_row", "step_row", "shift_row", "sharpness_row", "noise_row")),
         *((name, _INT32) for name in ("mean_bf16", "draw_bf16")),
     )
 
@@ -136,7 +136,7 @@ def _check(built: Library) -> None:
 
 def _law(law: Law) -> _Law:
     mapping, mode = MAPPINGS[law.mapping].number, MODES[law.mode].number
-    return _Law(mapping, mode, law.log_std, law.coupling, law.beta)
+    return _Law(mapping, mode, law.log_std, law.coupling, law.beta, law.theta, law.steepness)
 
 
 def _job(inputs: SampleInputs, rows: Layout, alive: list[Tensor], *, draw_dtype: torch.dtype) -> _Job:
@@ -148,7 +148,7 @@ def _job(inputs: SampleInputs, rows: Layout, alive: list[Tensor], *, draw_dtype:
         alive.append(tensor.contiguous())
         return alive[-1].data_ptr()
 
-    counters = (inputs.seed, inputs.step, inputs.shift, inputs.sharpness)
+    counters = inputs.counters
     return _Job(
         *(address(t) for t in (inputs.mean, inputs.gate, rows.std, *counters)),
         *(None,) * 4,
@@ -162,6 +162,11 @@ def _job(inputs: SampleInputs, rows: Layout, alive: list[Tensor], *, draw_dtype:
 def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """`kernels.draw`."""
     return _draw(library(), all_inputs, law)
+
+
+def next_scores(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+    """`kernels.next_scores`, in plain torch: a logarithm and a sum need no kernel here."""
+    return reference.next_scores(all_inputs, law)
 
 
 def _draw(built: Library, all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pacprune.kernels import reference
-from pacprune.kernels.law import HARD, MAPPINGS, Law, SampleInputs
+from pacprune.kernels.law import Law, SampleInputs, check_law
 
 _FORCE = "PACPRUNE_KERNELS"
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -82,7 +82,7 @@ def fast_backend(inputs: SampleInputs) -> ModuleType | None:
     if torch._C._len_torch_dispatch_stack():  # something wants to see every operation, or makes tensors without memory
         return None
     transformed = torch._C._are_functorch_transforms_active()
-    mean, gate, std, seed, step, _, shift, sharpness, dtype, _ = inputs
+    mean, gate, std, seed, step, _, shift, sharpness, dtype, _, noise = inputs
     device = mean.device
     for tensor, dtypes in (
         (mean, _WEIGHTS),
@@ -92,6 +92,7 @@ def fast_backend(inputs: SampleInputs) -> ModuleType | None:
         (step, _COUNTER),
         (shift, _FLOAT),
         (sharpness, _FLOAT),
+        (noise, _FLOAT),
     ):
         if tensor is None:
             continue
@@ -108,12 +109,22 @@ def fast_backend(inputs: SampleInputs) -> ModuleType | None:
 @torch.no_grad()
 def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """One draw of every tensor, outside autograd; by a fast backend in one launch, into one flat buffer."""
-    if MAPPINGS[law.mapping].is_for_hard_gates and law.mode != HARD:
-        raise ValueError(f"a given keep_prob is drawn in mode {HARD!r}, not {law.mode!r}; use the sigmoid mapping")
+    check_law(law)
+    return _common_backend(all_inputs).draw(all_inputs, law)
+
+
+@torch.no_grad()
+def next_scores(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+    """What the draw after the present one compares with the shift, in the mode "thresholded"; float32."""
+    check_law(law)
+    return _common_backend(all_inputs).next_scores(all_inputs, law)
+
+
+def _common_backend(all_inputs: Sequence[SampleInputs]) -> ModuleType:
+    """The fast backend that reads all of these tensors, or plain torch."""
     backends = {fast_backend(inputs) for inputs in all_inputs}
     together = len(backends) == 1 and len({inputs.mean.device for inputs in all_inputs}) == 1
-    module = (backends.pop() if together else None) or reference
-    return module.draw(all_inputs, law)
+    return (backends.pop() if together else None) or reference
 
 
 @torch.no_grad()

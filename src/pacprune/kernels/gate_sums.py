@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportIndexIssue=false
-"""Sums over all gates in one pass over a GPU's memory, which a budget needs several times a step.
+"""Sums and counts over all gates in one pass over a GPU's memory, which a budget needs several times a step.
 
-Needs Triton; `masks` has the same sums in plain torch, which reads and writes the logits some fifteen times.
+Needs Triton; `masks` has the same in plain torch, which reads and writes the logits some fifteen times.
 """
 
 import torch
@@ -37,6 +37,37 @@ def _sums(logit, tau, gamma, out, n, stride, parts, MOST: tl.constexpr, SIZE: tl
     tl.store(out + row * parts + part, tl.sum(first.to(tl.float64), 0))
     tl.store(out + (rows + row) * parts + part, tl.sum(second.to(tl.float64), 0))
     tl.store(out + (2 * rows + row) * parts + part, tl.sum(third.to(tl.float64), 0))
+
+
+@triton.jit
+def _counts(bits, trials, out, n, stride, parts, SIZE: tl.constexpr, ROUNDS: tl.constexpr):
+    row, part = tl.program_id(0), tl.program_id(1)
+    rows = tl.num_programs(0)
+    low, middle, high = tl.load(trials + row), tl.load(trials + rows + row), tl.load(trials + 2 * rows + row)
+    bits += row.to(tl.int64) * stride + part.to(tl.int64) * (ROUNDS * SIZE)
+    remaining = n - part * (ROUNDS * SIZE)
+    first = tl.zeros((SIZE,), dtype=tl.int32)
+    second, third = first, first
+    for number in range(ROUNDS):
+        at = number * SIZE + tl.arange(0, SIZE)
+        inside = at < remaining
+        x = tl.load(bits + at, mask=inside, other=0)
+        first += tl.where(inside & (x >= low), 1, 0)
+        second += tl.where(inside & (x >= middle), 1, 0)
+        third += tl.where(inside & (x >= high), 1, 0)
+    tl.store(out + row * parts + part, tl.sum(first, 0).to(tl.int64))
+    tl.store(out + (rows + row) * parts + part, tl.sum(second, 0).to(tl.int64))
+    tl.store(out + (2 * rows + row) * parts + part, tl.sum(third, 0).to(tl.int64))
+
+
+def counts(bits: Tensor, trials: Tensor) -> Tensor:
+    """[3, K] int64: how many numbers of a member, int32 [K, n], are at least each of its three trials, int32 [3, K]."""
+    rows, n = bits.shape
+    parts = max(1, triton.cdiv(n, _SIZE * _ROUNDS))
+    out = torch.empty(3, rows, parts, dtype=torch.int64, device=bits.device)
+    kernel = _counts
+    kernel[(rows, parts)](bits, trials.contiguous(), out, n, bits.stride(0), parts, SIZE=_SIZE, ROUNDS=_ROUNDS)
+    return out.sum(2)
 
 
 def sums(logits: Tensor, tau: Tensor, gamma: Tensor, *, most: float) -> Tensor:

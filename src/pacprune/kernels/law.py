@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SOFT, STRAIGHT_THROUGH, HARD = "concrete", "straight-through", "hard"
-STRETCHED, NOISELESS = "hard-concrete", "deterministic"
+STRETCHED, NOISELESS, THRESHOLDED = "hard-concrete", "deterministic", "thresholded"
 SIGMOID, CLAMP, GIVEN = "sigmoid", "clamp", "given"
 
 LOGIT_MAX = 14.0
@@ -21,6 +21,8 @@ ETA = 1e-5
 """Keep probabilities under the clamp mapping live in [ETA, 1 - ETA]: a prior at 0 or 1 makes the KL infinite."""
 GAMMA, ZETA = -0.1, 1.1
 """The interval that the hard-concrete gate is stretched to before it is clamped (Louizos et al. 2018)."""
+POWER = 3.0
+"""p of Feather's threshold operator sign(w) (|w|^p - tau^p)^(1/p) (Glentis Georgoulakis et al. 2023)."""
 
 
 class Mode(NamedTuple):
@@ -47,6 +49,9 @@ MODES = {
     # hard gate is open, with probability keep_prob.
     STRETCHED: Mode(3, "clamp(GAMMA + (ZETA - GAMMA) sigmoid((logit + logit u) / beta - log(-ZETA / GAMMA)), 0, 1)"),
     NOISELESS: Mode(4, "sigmoid(logit / beta): s at u = 1/2, the same in every draw"),
+    # With gate parameters of 0 it is Feather's operator, since exp(score / coupling) is |mean|. The gradient goes
+    # straight through to the mean, times theta where the gate is 0; to the gate parameter it goes as in NOISELESS.
+    THRESHOLDED: Mode(5, "(1 - exp(-POWER (score - shift) / coupling))^(1 / POWER) where score > shift, else 0"),
 }
 ESTIMATORS = {name: mode for name, mode in MODES.items() if mode.trains_gates}
 """The modes that gates can be trained in."""
@@ -83,6 +88,7 @@ class Law:
         mode: A key of `MODES`: how keep_prob becomes the gate that multiplies the slab.
         beta: The temperature of relaxed gates.
         log_std: Whether std is given by its logarithm.
+        theta: The share of the gradient that a mean gets below the threshold, in the mode "thresholded".
     """
 
     mapping: str = SIGMOID
@@ -90,6 +96,22 @@ class Law:
     mode: str = SOFT
     beta: float = 0.5
     log_std: bool = False
+    theta: float = 0.5
+
+    @property
+    def steepness(self) -> float:
+        """How fast a gate opens above its threshold, in the mode "thresholded": POWER / coupling."""
+        return POWER / (self.coupling or 1.0)
+
+
+def check_law(law: Law) -> None:
+    """Refuses a mode that its mapping has no numbers for."""
+    if MAPPINGS[law.mapping].is_for_hard_gates and law.mode != HARD:
+        raise ValueError(f"a given keep_prob is drawn in mode {HARD!r}, not {law.mode!r}; use the sigmoid mapping")
+    if law.mode == THRESHOLDED and law.mapping != SIGMOID:
+        raise ValueError(
+            f"mode {law.mode!r} has a threshold for the scores of the sigmoid mapping, not of {law.mapping!r}; use that"
+        )
 
 
 def no_branch(law: Law, source: str) -> ValueError:
@@ -103,8 +125,8 @@ def no_branch(law: Law, source: str) -> ValueError:
 class SampleInputs(NamedTuple):
     """What one tensor is drawn from; its weights have the indices offset, offset + 1, ... of the noise.
 
-    seed, step, shift and sharpness are tensors without dimensions, or of shape [K] for K members. Each member is drawn
-    as if it were alone: then mean, gate and std have a leading K, or, when `shared`, serve all K draws.
+    seed, step, shift, sharpness and noise are tensors without dimensions, or of shape [K] for K members. Each member is
+    drawn as if it were alone: then mean, gate and std have a leading K, or, when `shared`, serve all K draws.
 
     Args:
         mean: The slab's mean.
@@ -117,6 +139,7 @@ class SampleInputs(NamedTuple):
         sharpness: What the sigmoid mapping multiplies the logit by; None for 1.
         dtype: The draw's type; None for mean's.
         shared: Whether all K draws are made from one mean, gate and std.
+        noise: What the mode "thresholded" multiplies logit u by before it adds it to the score; None for 0.
     """
 
     mean: Tensor
@@ -129,12 +152,17 @@ class SampleInputs(NamedTuple):
     sharpness: Tensor | None = None
     dtype: torch.dtype | None = None
     shared: bool = False
+    noise: Tensor | None = None
+
+    @property
+    def counters(self) -> tuple[Tensor | None, ...]:
+        """What has one number for all weights, or one for every member."""
+        return self.seed, self.step, self.shift, self.sharpness, self.noise
 
 
 def members(inputs: SampleInputs) -> int | None:
     """K, or None for a single draw."""
-    counters = (inputs.seed, inputs.step, inputs.shift, inputs.sharpness)
-    sizes = {t.shape[0] for t in counters if t is not None and t.ndim}
+    sizes = {t.shape[0] for t in inputs.counters if t is not None and t.ndim}
     if len(sizes) > 1:
         raise ValueError(f"seed, step, shift and sharpness belong to {sorted(sizes)} members; give one number or K")
     k = next(iter(sizes), None)

@@ -16,9 +16,11 @@ from pacprune.kernels.law import (
     HARD,
     MODES,
     NOISELESS,
+    POWER,
     SOFT,
     STRAIGHT_THROUGH,
     STRETCHED,
+    THRESHOLDED,
     ZETA,
     Law,
     SampleInputs,
@@ -128,6 +130,27 @@ def _binary(inputs: SampleInputs, law: Law, word: Tensor) -> Tensor:
     return _opened(p, word).to(torch.float32)
 
 
+def score(inputs: SampleInputs, law: Law) -> Tensor:
+    """What the mode "thresholded" compares with the shift: `raw`, and noise * logit u where there is noise."""
+    free = raw(law, *_mean_and_gate(inputs))
+    if inputs.noise is None:
+        return free.expand(shape(inputs))
+    u = philox.uniform(_words(inputs))
+    return free + _rows(inputs.noise, u) * (torch.log(u) - torch.log1p(-u))
+
+
+def next_scores(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+    """`score` of the draw after the present one, of every tensor."""
+    return [score(inputs._replace(step=inputs.step + 1), law) for inputs in all_inputs]
+
+
+def opening(law: Law, depth: Tensor) -> Tensor:
+    """The gate of a score so far above the threshold: (1 - exp(-POWER depth / coupling))^(1 / POWER), or 0 below."""
+    above = depth > 0
+    kept_share = -torch.expm1(-law.steepness * torch.where(above, depth, 1.0))
+    return torch.where(above, kept_share ** (1 / POWER), torch.where(depth.isnan(), depth, 0.0))
+
+
 class _Gate(NamedTuple):
     """A gate, and what its gradient goes through."""
 
@@ -136,6 +159,8 @@ class _Gate(NamedTuple):
     """x of the relaxed gate sigmoid(x) whose slope is used; None for a gate without a gradient."""
     unclamped: Tensor | None = None
     """Where a stretched gate lies inside (0, 1), and has a gradient; None for a gate that is not stretched."""
+    through: Tensor | None = None
+    """What the gradient in the mean is multiplied by; None for the gate itself."""
 
 
 def _concrete(inputs: SampleInputs, law: Law) -> _Gate:
@@ -163,12 +188,21 @@ def _noiseless(inputs: SampleInputs, law: Law) -> _Gate:
     return _Gate(torch.sigmoid(x), x)
 
 
+def _thresholded(inputs: SampleInputs, law: Law) -> _Gate:
+    depth = score(inputs, law)
+    if inputs.shift is not None:
+        depth = depth - _rows(inputs.shift, depth)
+    x = depth if inputs.sharpness is None else _rows(inputs.sharpness, depth) * depth
+    return _Gate(opening(law, depth), bounded(x) / law.beta, through=torch.where(depth > 0, 1.0, law.theta))
+
+
 GATES: dict[str, Callable[[SampleInputs, Law], _Gate]] = {
     SOFT: _concrete,
     STRAIGHT_THROUGH: _straight_through,
     HARD: _hard,
     STRETCHED: _hard_concrete,
     NOISELESS: _noiseless,
+    THRESHOLDED: _thresholded,
 }
 """The gate of every mode."""
 
@@ -217,11 +251,12 @@ def gradients(inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bo
 
     `out` is the gradient in the draw. In straight-through mode the gate is hard in d/dmean and d/dstd, soft in d/dgate.
     In hard mode d/dgate is zero. In hard-concrete mode it is zero wherever the gate is clamped, and elsewhere
-    ZETA - GAMMA times as much.
+    ZETA - GAMMA times as much. In thresholded mode d/dmean is 1 above the threshold and theta below.
     """
     to_draw = out.float()
     gate = GATES[law.mode](inputs, law)
-    to_mean = (to_draw * gate.value).to(inputs.mean.dtype) if needs[0] else None
+    through = gate.value if gate.through is None else gate.through
+    to_mean = (to_draw * through).to(inputs.mean.dtype) if needs[0] else None
     slab, to_std = inputs.mean.float(), None
     if inputs.std is not None:
         z, std = _normals(inputs), _std(inputs, law)
@@ -263,25 +298,26 @@ class _Sample(torch.autograd.Function):
         step: Tensor,
         shift: Tensor | None,
         sharpness: Tensor | None,
+        noise: Tensor | None,
         offset: int,
         dtype: torch.dtype | None,
         law: Law,
     ) -> Tensor:
-        return _draw(SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype), law)
+        return _draw(SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype, False, noise), law)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:7])
-        ctx.offset, ctx.dtype, ctx.law = inputs[7:]
+        ctx.save_for_backward(*inputs[:8])
+        ctx.offset, ctx.dtype, ctx.law = inputs[8:]
 
     @staticmethod
     def backward(ctx: Any, *out: Tensor) -> tuple[Tensor | None, ...]:
-        mean, gate, std, seed, step, shift, sharpness = ctx.saved_tensors
-        inputs = SampleInputs(mean, gate, std, seed, step, ctx.offset, shift, sharpness, ctx.dtype)
-        return *gradients(inputs, ctx.law, out[0], ctx.needs_input_grad[:3]), *[None] * 7
+        mean, gate, std, seed, step, shift, sharpness, noise = ctx.saved_tensors
+        inputs = SampleInputs(mean, gate, std, seed, step, ctx.offset, shift, sharpness, ctx.dtype, False, noise)
+        return *gradients(inputs, ctx.law, out[0], ctx.needs_input_grad[:3]), *[None] * 8
 
 
 def sample(inputs: SampleInputs, law: Law) -> Tensor:
     """The differentiable draw that torch.func can transform."""
-    mean, gate, std, seed, step, offset, shift, sharpness, dtype, _ = inputs
-    return _Sample.apply(mean, gate, std, seed, step, shift, sharpness, offset, dtype, law)
+    mean, gate, std, seed, step, offset, shift, sharpness, dtype, _, noise = inputs
+    return _Sample.apply(mean, gate, std, seed, step, shift, sharpness, noise, offset, dtype, law)

@@ -24,17 +24,17 @@ constexpr float GAMMA = -0.1f, SPAN = 1.2f, ODDS = 2.3978953f;  // hard concrete
 
 // By the numbers of law.py; what comes last is their count.
 enum Mapping { SIGMOID, CLAMP, GIVEN, MAPPINGS };
-enum Mode { SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS, MODES };
+enum Mode { SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS, THRESHOLDED, MODES };
 
 struct Law {
   int32_t mapping, mode, log_std;
-  float coupling, beta;
+  float coupling, beta, theta, steepness;
 };
 
 // Whether there is a branch for this law: any other would read gates that nobody wrote.
 inline bool is_known(const Law &law) {
   const bool listed = 0 <= law.mapping && law.mapping < MAPPINGS && 0 <= law.mode && law.mode < MODES;
-  return listed && (law.mapping != GIVEN || law.mode == HARD);
+  return listed && (law.mapping != GIVEN || law.mode == HARD) && (law.mode != THRESHOLDED || law.mapping == SIGMOID);
 }
 
 // One tensor: k rows of n weights. A row's inputs lie `row` further on than the last one's, its std `std_row`.
@@ -42,12 +42,12 @@ struct Job {
   const void *mean;
   const float *gate, *std;
   const int64_t *seed, *step;
-  const float *shift, *sharpness;
+  const float *shift, *sharpness, *noise;
   const void *to_draw;
   void *out;
   float *to_gate, *to_std;
   int64_t k, n, offset, row, std_row, std_column;
-  int32_t seed_row, step_row, shift_row, sharpness_row;
+  int32_t seed_row, step_row, shift_row, sharpness_row, noise_row;
   int32_t mean_bf16, draw_bf16;
 };
 
@@ -117,6 +117,19 @@ inline double sigmoid_(double x) {
   y = __builtin_fma(y, r, 1.0);
   y = __builtin_fma(y, r, 1.0);
   return 1.0 / (1.0 + y * bits<double>((bits<int64_t>(shifted) - 0x4338000000000000 + 1023) << 52));
+}
+
+// (1 - exp(-x))^(1/3) for x > 0, the difference by its series where it would have no digits left.
+inline float opening_(float x) {
+  float y = 1.0f / 720.0f;
+  y = __builtin_fmaf(-y, x, 1.0f / 120.0f);
+  y = __builtin_fmaf(-y, x, 1.0f / 24.0f);
+  y = __builtin_fmaf(-y, x, 1.0f / 6.0f);
+  y = __builtin_fmaf(-y, x, 0.5f);
+  y = __builtin_fmaf(-y, x, 1.0f);
+  y = x < 0.125f ? y * x : 1.0f - exp_(-x);
+  y = exp_(log_(y < 1e-37f ? 1e-37f : y) * 0.33333334f);
+  return y;
 }
 
 // sin and cos on [0, 2 pi], by reduction to [-pi / 4, pi / 4].
@@ -248,6 +261,7 @@ struct Chunk {
   alignas(64) uint32_t word[PAD];
   alignas(64) float normal[PAD];
   alignas(64) float logit[CHUNK], soft[CHUNK], closed[CHUNK], hard[CHUNK], std[CHUNK], room[4][CHUNK];
+  alignas(64) float depth[CHUNK];  // how far a score lies above the threshold
   const uint32_t *w;  // the words and normals of the chunk's first weight
   const float *z, *mean, *slab;
 };
@@ -258,7 +272,8 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
   const int lead = (int)(index & 3), blocks = (lead + n + 3) / 4;
   const uint64_t seed = (uint64_t)job.seed[row * job.seed_row];
   const uint32_t step = (uint32_t)job.step[row * job.step_row];
-  if (law.mode != NOISELESS) philox(seed, step, GATE, (uint64_t)index >> 2, blocks, c.word);
+  const bool random = law.mode != NOISELESS && (law.mode != THRESHOLDED || job.noise);
+  if (random) philox(seed, step, GATE, (uint64_t)index >> 2, blocks, c.word);
   c.w = c.word + lead;
   c.mean = load(job.mean, job.mean_bf16, start, n, c.room[0]);
 
@@ -271,7 +286,20 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
       for (int i = 0; i < n; ++i) c.logit[i] = gate[i] + law.coupling * log_(__builtin_fabsf(c.mean[i]) + 1e-8f);
       raw = c.logit;
     }
-    for (int i = 0; i < n; ++i) c.logit[i] = held(sharpness * (raw[i] - shift), -14.0f, 14.0f);
+    if (law.mode == THRESHOLDED) {
+      for (int i = 0; i < n; ++i) c.depth[i] = raw[i];
+      if (job.noise) {
+        const float noise = job.noise[row * job.noise_row];
+        for (int i = 0; i < n; ++i) {
+          float u = (float)(c.w[i] >> 9) + 0.5f;
+          c.depth[i] += noise * log_(u / (8388608.0f - u));
+        }
+      }
+      for (int i = 0; i < n; ++i) c.depth[i] -= shift;
+      for (int i = 0; i < n; ++i) c.logit[i] = held(sharpness * c.depth[i], -14.0f, 14.0f);
+    } else {
+      for (int i = 0; i < n; ++i) c.logit[i] = held(sharpness * (raw[i] - shift), -14.0f, 14.0f);
+    }
   } else if (law.mapping == CLAMP && soft) {
     for (int i = 0; i < n; ++i) {
       float p = held(gate[i], LOW, HIGH);
@@ -282,7 +310,7 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
   if (soft) {
     // u and 1 - u are multiples of 2^-24 and exact, so that one logarithm gives logit(u), and none at beta = 1/2.
     const float sharper = 1.0f / law.beta;
-    if (law.mode == NOISELESS) {
+    if (law.mode == NOISELESS || law.mode == THRESHOLDED) {
       for (int i = 0; i < n; ++i) c.closed[i] = exp_(-c.logit[i] * sharper);
     } else if (sharper == 2.0f && law.mode != STRETCHED) {
       for (int i = 0; i < n; ++i) {
@@ -302,6 +330,10 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
       c.closed[i] *= c.soft[i];
     }
     for (int i = 0; law.mode == STRETCHED && i < n; ++i) c.hard[i] = held(GAMMA + SPAN * c.soft[i], 0.0f, 1.0f);
+  }
+  for (int i = 0; law.mode == THRESHOLDED && i < n; ++i) {
+    const float d = c.depth[i], open = opening_(law.steepness * d);
+    c.hard[i] = d > 0.0f ? open : (d != d ? d : 0.0f);
   }
   if (law.mode == STRAIGHT_THROUGH || law.mode == HARD) {
     // A word opens the gate when word >= 2^32 - p 2^32; all these numbers are integers that double holds.
@@ -336,7 +368,7 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
 
 void forward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Chunk &c) {
   const bool hard = law.mode == HARD || law.mode == STRAIGHT_THROUGH;
-  const float *gate = prepare(job, law, row, at, n, !hard, c), *slab = c.slab;
+  const float *gate = prepare(job, law, row, at, n, !hard && law.mode != THRESHOLDED, c), *slab = c.slab;
   const int64_t start = row * job.n + at;
   float *to = place(job.out, job.draw_bf16, start, c.room[2]);
   for (int i = 0; hard && i < n; ++i) to[i] = gate[i] > 0.0f ? slab[i] : 0.0f;
@@ -345,13 +377,18 @@ void forward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Chu
 }
 
 void backward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Chunk &c) {
-  const bool soft = law.mode == STRAIGHT_THROUGH ? job.to_gate != nullptr : law.mode != HARD;
+  const bool extra = law.mode == STRAIGHT_THROUGH || law.mode == THRESHOLDED;
+  const bool soft = extra ? job.to_gate != nullptr : law.mode != HARD;
   const float *gate = prepare(job, law, row, at, n, soft, c), *slab = c.slab;
   const int64_t start = row * job.n + at;
   const float *to_draw = load(job.to_draw, job.draw_bf16, start, n, c.room[2]);
   if (job.out) {
     float *to = place(job.out, job.mean_bf16, start, c.room[3]);
-    for (int i = 0; i < n; ++i) to[i] = to_draw[i] * gate[i];
+    if (law.mode == THRESHOLDED) {
+      for (int i = 0; i < n; ++i) to[i] = to_draw[i] * (c.depth[i] > 0.0f ? 1.0f : law.theta);
+    } else {
+      for (int i = 0; i < n; ++i) to[i] = to_draw[i] * gate[i];
+    }
     store(to, job.mean_bf16, start, n, job.out);
   }
   if (job.to_std) {

@@ -16,10 +16,10 @@ def sample(inputs: SampleInputs, law: Law, weights: Tensor | None = None) -> Ten
     """One draw, differentiable in mean, gate and std; `weights` is its value if it was computed before."""
     if inputs.shared:
         raise ValueError("draws that share their mean have no gradient; use `draw`, or stack the means")
-    mean, gate, std, seed, step, offset, shift, sharpness, dtype, _ = inputs
+    mean, gate, std, seed, step, offset, shift, sharpness, dtype, _, noise = inputs
     if torch.compiler.is_compiling():
-        static = (offset, dtype, law.mapping, law.coupling, law.mode, law.beta, law.log_std)
-        return torch.ops.pacprune.sample(mean, gate, std, seed, step, shift, sharpness, *static)
+        static = (offset, dtype, law.mapping, law.coupling, law.mode, law.beta, law.log_std, law.theta)
+        return torch.ops.pacprune.sample(mean, gate, std, seed, step, shift, sharpness, noise, *static)
     if torch._C._are_functorch_transforms_active():
         return reference.sample(inputs, law)
     return _EagerSample.apply(mean, gate, std, inputs, law, () if weights is None else (weights,))
@@ -38,15 +38,15 @@ class _EagerSample(torch.autograd.Function):
         law: Law,
         weights: tuple[Tensor, ...],
     ) -> Tensor:
-        ctx.save_for_backward(mean, gate, std, inputs.seed, inputs.step, inputs.shift, inputs.sharpness)
+        ctx.save_for_backward(mean, gate, std, *inputs.counters)
         ctx.offset, ctx.dtype, ctx.law = inputs.offset, inputs.dtype, law
         # A new tensor over the same memory: autograd marks what it returns, and the slice serves more than one read.
         return weights[0].detach() if weights else dispatch.draw([inputs], law)[0]
 
     @staticmethod
     def backward(ctx: Any, *out: Tensor) -> tuple[Tensor | None, ...]:
-        mean, gate, std, seed, step, shift, sharpness = ctx.saved_tensors
-        inputs = SampleInputs(mean, gate, std, seed, step, ctx.offset, shift, sharpness, ctx.dtype)
+        mean, gate, std, seed, step, shift, sharpness, noise = ctx.saved_tensors
+        inputs = SampleInputs(mean, gate, std, seed, step, ctx.offset, shift, sharpness, ctx.dtype, False, noise)
         # Plain torch where a gradient of this gradient is wanted.
         differentiate = reference.gradients if torch.is_grad_enabled() else dispatch.gradients
         return *differentiate(inputs, ctx.law, out[0], ctx.needs_input_grad[:3]), None, None, None
@@ -61,6 +61,7 @@ def _sample(
     step: Tensor,
     shift: Tensor | None,
     sharpness: Tensor | None,
+    noise: Tensor | None,
     offset: int,
     dtype: torch.dtype | None,
     mapping: str,
@@ -68,14 +69,15 @@ def _sample(
     mode: str,
     beta: float,
     log_std: bool,
+    theta: float,
 ) -> Tensor:
-    inputs = SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype)
-    return dispatch.draw([inputs], Law(mapping, coupling, mode, beta, log_std))[0]
+    inputs = SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype, False, noise)
+    return dispatch.draw([inputs], Law(mapping, coupling, mode, beta, log_std, theta))[0]
 
 
 @_sample.register_fake
 def _(mean: Tensor, *rest: Any) -> Tensor:
-    return mean.new_empty(mean.shape, dtype=rest[7] or mean.dtype)
+    return mean.new_empty(mean.shape, dtype=rest[8] or mean.dtype)
 
 
 @torch.library.custom_op("pacprune::sample_gradient", mutates_args=())
@@ -88,6 +90,7 @@ def _sample_gradient(
     step: Tensor,
     shift: Tensor | None,
     sharpness: Tensor | None,
+    noise: Tensor | None,
     offset: int,
     dtype: torch.dtype | None,
     mapping: str,
@@ -95,10 +98,11 @@ def _sample_gradient(
     mode: str,
     beta: float,
     log_std: bool,
+    theta: float,
     needs: list[bool],
 ) -> list[Tensor]:
-    inputs = SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype)
-    law = Law(mapping, coupling, mode, beta, log_std)
+    inputs = SampleInputs(mean, gate, std, seed, step, offset, shift, sharpness, dtype, False, noise)
+    law = Law(mapping, coupling, mode, beta, log_std, theta)
     gradients = dispatch.gradients(inputs, law, out, (needs[0], needs[1], needs[2]))
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -109,15 +113,15 @@ def _(out: Tensor, mean: Tensor, gate: Tensor, std: Tensor | None, *rest: Any) -
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:7])
-    ctx.static = inputs[7:]
+    ctx.save_for_backward(*inputs[:8])
+    ctx.static = inputs[8:]
 
 
 def _backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
     mean, gate, std, *counters = ctx.saved_tensors
     needs = [need and t is not None for need, t in zip(ctx.needs_input_grad, (mean, gate, std), strict=False)]
     gradients = iter(torch.ops.pacprune.sample_gradient(out, mean, gate, std, *counters, *ctx.static, needs))
-    return *[next(gradients) if need else None for need in needs], *[None] * 11
+    return *[next(gradients) if need else None for need in needs], *[None] * 13
 
 
 _sample.register_autograd(_backward, setup_context=_save)

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from pacprune.kernels import reference
-from pacprune.kernels.law import MAPPINGS, MODES, Law, SampleInputs, layout, no_branch
+from pacprune.kernels.law import MAPPINGS, MODES, THRESHOLDED, Law, SampleInputs, layout, no_branch
 
 NAME = "triton"
 VERSION = triton.__version__
@@ -31,7 +31,7 @@ _LOW, _HIGH = tl.constexpr(1e-5), tl.constexpr(1 - 1e-5)
 _TWO32 = tl.constexpr(2.0**32)
 _ROUND = tl.constexpr(1.5 * 2.0**52)
 _WIDE, _ODDS = tl.constexpr(1.2), tl.constexpr(2.3978952727983707)
-_MAPPINGS, _MODES = range(3), range(5)
+_MAPPINGS, _MODES = range(3), range(6)
 """The numbers that `_sampler` has branches for."""
 _KEPT = 2048
 _TABLES: collections.OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = collections.OrderedDict()
@@ -83,11 +83,15 @@ def _sampler(
     to_std,
     coupling,
     sharper,
+    theta,
+    steepness,
     MAPPING: tl.constexpr,
     MODE: tl.constexpr,
     STD: tl.constexpr,
     LOG_STD: tl.constexpr,
     COUPLED: tl.constexpr,
+    NOISY: tl.constexpr,
+    SCORE: tl.constexpr,
     BF16: tl.constexpr,
     ALIGNED: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -96,7 +100,10 @@ def _sampler(
     TO_STD: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """SIZE weights of one row of one tensor: their draws, or with BACKWARD the gradients that TO_... select."""
+    """SIZE weights of one row of one tensor: their draws, or with BACKWARD the gradients that TO_... select.
+
+    With SCORE it is the scores of the next draw.
+    """
     pid = tl.program_id(0)
     entry = table + tl.load(programs + pid).to(tl.int64) * _FIELDS
     chunk = pid - tl.load(entry + 8)
@@ -129,6 +136,8 @@ def _sampler(
     gate = tl.load(gate_at + start_in + at, mask=inside, other=0.5)
     seed = tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.int64)) + row * tl.load(entry + 15))
     step = tl.load(tl.load(entry + 4).to(tl.pointer_type(tl.int64)) + row * tl.load(entry + 16)).to(tl.uint32)
+    if SCORE:
+        step = step + 1
     block = (offset >> 2) + first // 4 + tl.arange(0, SIZE // 4)
     a, b, c, d = _words(seed, step, 0, block)
     word = _side_by_side(a, b, c, d, SIZE)
@@ -136,17 +145,25 @@ def _sampler(
     sharpness = 1.0
     p = gate
     logit = gate
+    depth = gate
+    score = gate
     if MAPPING == 0:
         shift = tl.load(tl.load(entry + 5).to(tl.pointer_type(tl.float32)) + row * tl.load(entry + 17))
         sharpness = tl.load(tl.load(entry + 6).to(tl.pointer_type(tl.float32)) + row * tl.load(entry + 18))
         if COUPLED:
             # The quick logarithm, of one instruction instead of twenty, where no hard gate depends on its last bits.
             size = tl.abs(mean) + 1e-8
-            if MODE == 1 or MODE == 2:
+            if (MODE == 1 or MODE == 2) or MODE == 5:
                 logit = gate + coupling * tl.log(size)
             else:
                 logit = gate + coupling * libdevice.fast_logf(size)
-        logit = sharpness * (logit - shift)
+        if NOISY:
+            noise = tl.load(tl.load(entry + 14).to(tl.pointer_type(tl.float32)) + row * tl.load(entry + 19))
+            free = (word >> 9).to(tl.float32) + 0.5
+            logit = logit + noise * tl.log(free / (8388608.0 - free))
+        score = logit
+        depth = logit - shift
+        logit = sharpness * depth
         # Not minimum and maximum: these would hide a NaN.
         logit = tl.where(logit < -14.0, -14.0, logit)
         logit = tl.where(logit > 14.0, 14.0, logit)
@@ -172,6 +189,10 @@ def _sampler(
         multiplier = _WIDE * soft - 0.1
         multiplier = tl.where(multiplier < 0.0, 0.0, multiplier)
         multiplier = tl.where(multiplier > 1.0, 1.0, multiplier)
+    elif MODE == 5:
+        above = depth > 0.0
+        share = -libdevice.expm1(-steepness * tl.where(above, depth, 1.0))
+        multiplier = tl.where(above, libdevice.cbrt(share), tl.where(depth == depth, 0.0, depth))
     elif MODE == 1 or MODE == 2:
         # A word opens the gate when word >= 2^32 - p 2^32; all these numbers are integers that float64 holds.
         if MAPPING == 0:
@@ -208,7 +229,10 @@ def _sampler(
     if BACKWARD:
         g = tl.load(to_draw + start_out + at, mask=inside, other=0.0).to(tl.float32)
         if TO_MEAN:
-            tl.store(out + start_out + at, (g * multiplier).to(out.dtype.element_ty), mask=inside)
+            through = multiplier
+            if MODE == 5:  # straight through
+                through = tl.where(depth > 0.0, 1.0, theta)
+            tl.store(out + start_out + at, (g * through).to(out.dtype.element_ty), mask=inside)
         if TO_STD:
             slope_std = g * multiplier * z
             if LOG_STD:
@@ -233,6 +257,8 @@ def _sampler(
         weights = multiplier * slab
         if MODE == 1 or MODE == 2:
             weights = tl.where(multiplier > 0.0, slab, 0.0)
+        if SCORE:
+            weights = score
         tl.store(out + start_out + at, weights.to(out.dtype.element_ty), mask=inside)
 
 
@@ -246,8 +272,8 @@ class _Ready(NamedTuple):
     shape: torch.Size
     k: int
     n: int
-    kind: tuple[int, bool, bool]
-    """(0 without std, 1 with one per row, 2 with one per weight; bfloat16 means; aligned to four weights)."""
+    kind: tuple[int, bool, bool, bool]
+    """(0 without std, 1 with one per row, 2 with one per weight; noise; bfloat16 means; aligned to four weights)."""
 
 
 def _ready(inputs: SampleInputs) -> _Ready:
@@ -255,12 +281,14 @@ def _ready(inputs: SampleInputs) -> _Ready:
     rows, device = layout(inputs), inputs.mean.device
     shift = _constant(0.0, device) if inputs.shift is None else inputs.shift
     sharpness = _constant(1.0, device) if inputs.sharpness is None else inputs.sharpness
-    counters = (inputs.seed, inputs.step, shift, sharpness)
+    noise = _constant(0.0, device) if inputs.noise is None else inputs.noise
+    counters = (inputs.seed, inputs.step, shift, sharpness, noise)
     pointers = [t.data_ptr() for t in (inputs.mean, inputs.gate)] + [0 if rows.std is None else rows.std.data_ptr()]
     aligned = inputs.offset % 4 == 0 and rows.n % 4 == 0 and all(p % 16 == 0 for p in pointers)
     steps = [int(t.ndim > 0) for t in counters]
     numbers = (*pointers, *(t.data_ptr() for t in counters), rows.n, inputs.offset, rows.row, rows.std_row, *steps)
-    kind = (0 if rows.std is None else 1 + rows.std_column, inputs.mean.dtype == torch.bfloat16, aligned)
+    widths = 0 if rows.std is None else 1 + rows.std_column
+    kind = (widths, inputs.noise is not None, inputs.mean.dtype == torch.bfloat16, aligned)
     return _Ready(inputs, rows.std, numbers, rows.shape, rows.k, rows.n, kind)
 
 
@@ -268,15 +296,17 @@ _CONSTANTS: dict[tuple[float, torch.device], Tensor] = {}
 
 
 def _constant(value: float, device: torch.device) -> Tensor:
-    return _CONSTANTS.setdefault((value, device), torch.tensor(value, device=device))
+    if (value, device) not in _CONSTANTS:
+        _CONSTANTS[value, device] = torch.full((), value, device=device)  # which no copy from the host fills
+    return _CONSTANTS[value, device]
 
 
 def _table(tensors: Sequence[_Ready], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(addresses and sizes of all tensors, the tensor of each program), on the device.
 
     It is kept, and never freed under a graph. Columns: mean, gate, std, seed, step, shift, sharpness, start in the
-    output, first program, programs per row, n, offset, then what one row more adds: to mean and gate, to std, unused,
-    to seed, step, shift, sharpness.
+    output, first program, programs per row, n, offset, what one row more adds to mean and gate, and to std, noise, then
+    what one row more adds to seed, step, shift, sharpness and noise.
     """
     device = tensors[0].inputs.mean.device
     key = (device.index, *(n for ready, s in zip(tensors, starts, strict=True) for n in (ready.k, s, *ready.numbers)))
@@ -296,9 +326,9 @@ def _table(tensors: Sequence[_Ready], starts: Sequence[int]) -> tuple[Tensor, Te
 def _new_table(tensors: Sequence[_Ready], starts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     rows, programs = [], [0]
     for ready, start in zip(tensors, starts, strict=True):
-        *pointers, n, offset, row, std_row, s0, s1, s2, s3 = ready.numbers
+        *pointers, noise, n, offset, row, std_row, s0, s1, s2, s3, s4 = ready.numbers
         per_row = max(1, -(-(n + offset % 4) // BLOCK))
-        rows.append([*pointers, start, programs[-1], per_row, n, offset, row, std_row, 0, s0, s1, s2, s3, 0])
+        rows.append([*pointers, start, programs[-1], per_row, n, offset, row, std_row, noise, s0, s1, s2, s3, s4])
         programs.append(programs[-1] + per_row * ready.k)
     table = torch.tensor(rows, dtype=torch.int64, device=device)
     tensor_of_program = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(programs).diff())
@@ -314,12 +344,20 @@ class _Back(NamedTuple):
     to_std: Tensor | None
 
 
-def _launch(tensors: Sequence[_Ready], starts: Sequence[int], law: Law, out: Tensor, back: _Back | None) -> None:
+def _launch(
+    tensors: Sequence[_Ready],
+    starts: Sequence[int],
+    law: Law,
+    out: Tensor,
+    back: _Back | None,
+    *,
+    score: bool = False,
+) -> None:
     mapping, mode = MAPPINGS[law.mapping].number, MODES[law.mode].number
     if mapping not in _MAPPINGS or mode not in _MODES:
         raise no_branch(law, "triton_sampler.py")
     table, programs = _table(tensors, starts)
-    std, bf16, aligned = tensors[0].kind
+    std, noisy, bf16, aligned = tensors[0].kind
     to_draw, to_mean, to_gate, to_std = (None,) * 4 if back is None else back
     kernel: Any = _sampler
     with torch.cuda.device(out.device):
@@ -332,11 +370,15 @@ def _launch(tensors: Sequence[_Ready], starts: Sequence[int], law: Law, out: Ten
             out if to_std is None else to_std,
             float(law.coupling),
             1.0 / law.beta,
+            float(law.theta),
+            law.steepness,
             MAPPING=mapping,
             MODE=mode,
             STD=std,
             LOG_STD=law.log_std,
             COUPLED=law.coupling != 0,
+            NOISY=noisy and law.mode == THRESHOLDED,
+            SCORE=score,
             BF16=bf16,
             ALIGNED=aligned,
             BACKWARD=back is not None,
@@ -350,6 +392,15 @@ def _launch(tensors: Sequence[_Ready], starts: Sequence[int], law: Law, out: Ten
 
 def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """`kernels.draw`: one launch for all tensors that agree in type, kind of std and alignment, which is mostly all."""
+    return _draw(all_inputs, law, score=False)
+
+
+def next_scores(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
+    """`kernels.next_scores`: one launch like that of `draw`, so that a draw finds the very same numbers."""
+    return _draw([inputs._replace(std=None, dtype=torch.float32) for inputs in all_inputs], law, score=True)
+
+
+def _draw(all_inputs: Sequence[SampleInputs], law: Law, *, score: bool) -> list[Tensor]:
     groups: dict[Any, list[tuple[int, _Ready]]] = {}
     for index, inputs in enumerate(all_inputs):
         ready = _ready(inputs)
@@ -362,7 +413,7 @@ def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
             end += -(-ready.k * ready.n // 32) * 32
         out = torch.empty(end, dtype=dtype, device=all_inputs[0].mean.device)
         if end:
-            _launch(tensors, starts, law, out, None)
+            _launch(tensors, starts, law, out, None, score=score)
         for (index, ready), start in zip(group, starts, strict=True):
             results[index] = out[start : start + ready.k * ready.n].view(ready.shape)
     return results

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -314,6 +315,58 @@ def logit_shift(
     return best if members else best[0]
 
 
+@torch.no_grad()
+def threshold(
+    scores: list[Tensor], density: float | Tensor, *, members: bool = False, between: Across | None = None
+) -> Tensor:
+    """tau that exactly k = round(density * n) scores exceed, or fewer where several scores equal tau; never waits.
+
+    tau is score number k + 1 by size; -1e9 where everything is kept.
+
+    Args:
+        scores: The scores of all tensors; of a sharded model, this rank's rows.
+        density: The share to keep.
+        members: Whether the first dimension of every score is K models. tau then has K values, and density may be K
+            numbers.
+        between: How to reduce over the ranks of a sharded model.
+
+    Returns:
+        tau, in float32.
+    """
+    rows = scores[0].shape[0] if members else 1
+    flat = torch.cat([x.detach().float().reshape(rows, -1) for x in scores], dim=1)
+    size = flat.shape[1] if between is None else between.size
+    kept_count = torch.round(_row(density, rows, flat.device) * size).long()
+    if flat.device.type == "cpu" and between is None:
+        dropped = [size - kept for kept in kept_count.tolist()]
+        edges = [row.kthvalue(k).values if k else row.new_tensor(-1e9) for row, k in zip(flat, dropped, strict=True)]
+        tau = torch.stack(edges).clamp_min(-1e9)
+    else:
+        tau = _edge_by_bits(flat, kept_count, between)
+    return tau if members else tau[0]
+
+
+def _edge_by_bits(flat: Tensor, kept_count: Tensor, between: Across | None) -> Tensor:
+    """Of every row the largest number that more than so many numbers are equal to or above: bit by bit, no waiting."""
+    bits = _swap_order(flat.view(torch.int32))
+    edge = torch.full_like(kept_count, -(2**31))
+    fused = _fused() if bits.is_cuda else None
+    width = 1 if fused is None else 2  # bits that one pass finds
+    steps = torch.arange(1, 2**width, device=bits.device)[:, None]
+    for bit in reversed(range(0, 32, width)):
+        trials = (edge + steps * 2**bit).int()
+        above = (bits >= trials[0, :, None]).sum(1)[None] if fused is None else fused.counts(bits, trials)
+        above = above if between is None else between.sum(above)
+        edge = edge + (above > kept_count).sum(0) * 2**bit
+    least = _swap_order(flat.new_full((len(flat),), -1e9).view(torch.int32))
+    return _swap_order(torch.maximum(edge.int(), least)).view(torch.float32)
+
+
+def _swap_order(bits: Tensor) -> Tensor:
+    """The bits of float32 numbers as integers that are in the numbers' order, and back again."""
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
 def _row(value: float | Tensor, rows: int, device: torch.device) -> Tensor:
     """One float64 number per member; a number given once is every member's."""
     if isinstance(value, Tensor):
@@ -348,13 +401,13 @@ def _range(blocks: list[Tensor], between: Across | None) -> tuple[Tensor, Tensor
 
 
 @functools.cache
-def _fused() -> Callable[..., Tensor] | None:
-    """The sums of `_moments` in one pass, where Triton is installed."""
+def _fused() -> ModuleType | None:
+    """The sums of `_moments` and the counts of `threshold` in one pass, where Triton is installed."""
     try:
-        from pacprune.kernels.gate_sums import sums
+        from pacprune.kernels import gate_sums
     except ImportError:
         return None
-    return sums
+    return gate_sums
 
 
 def _moments(blocks: list[Tensor], tau: Tensor, gamma: Tensor) -> Tensor:
@@ -363,7 +416,7 @@ def _moments(blocks: list[Tensor], tau: Tensor, gamma: Tensor) -> Tensor:
     The first in float64, since it is what is promised; the others only say where to look next.
     """
     if tau.is_cuda and (fused := _fused()) is not None:
-        return torch.stack([fused(block, tau, gamma, most=LOGIT_MAX) for block in blocks]).sum(0)
+        return torch.stack([fused.sums(block, tau, gamma, most=LOGIT_MAX) for block in blocks]).sum(0)
     tau, gamma, by_block = tau[:, None], gamma[:, None], []
     loose = torch.float32 if tau.device.type == "cpu" else torch.float64  # an accelerator widens at no cost
     p_buffer = torch.empty_like(max(blocks, key=Tensor.numel), memory_format=torch.contiguous_format).reshape(-1)

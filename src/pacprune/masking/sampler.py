@@ -61,7 +61,7 @@ register_optimizer_step_post_hook(_count_step)
 
 def _stamp(inputs: SampleInputs, value: Tensor) -> tuple[int, ...]:
     """Changes when a tensor is written to or given other memory, and in other modes, streams and graphs."""
-    tensors = [t for t in (*inputs[:5], inputs.shift, inputs.sharpness) if t is not None]
+    tensors = [t for t in (*inputs[:3], *inputs.counters) if t is not None]
     # Tensors of inference mode have no version: a parameter that is one could be anything at the next read.
     stamp = [next(_unequal) if t.is_inference() else t._version for t in tensors]
     stamp += [t.data_ptr() for t in tensors]
@@ -158,6 +158,9 @@ class Sampler(nn.Module):
     With an N:M pattern as its mapping, the gate has shape [C(M, N), rows, groups]: a group's choice c has the logit
     sharpness * (gate_c + coupling * sum_{i in c} log(|mean_i| + 1e-8)), and a weight is multiplied by the share of the
     choices that keep it: under softmax((logit + Gumbel noise) / beta), or of the largest alone where gates are hard.
+
+    With the estimator "thresholded" nothing is random but `noise`, which eval mode leaves out: a weight is kept where
+    gate + coupling * log(|mean| + 1e-8), its score, is above the shift.
     """
 
     seed: Tensor
@@ -166,6 +169,7 @@ class Sampler(nn.Module):
     sharpness: Tensor
     multiplier: Tensor
     std: Tensor | None
+    noise: Tensor | None
 
     def __init__(
         self,
@@ -179,10 +183,12 @@ class Sampler(nn.Module):
         coupling: float,
         estimator: str,
         beta: float,
+        theta: float,
         cast: bool,
     ) -> None:
         super().__init__()
         self.offset, self.mapping, self.coupling, self.estimator, self.beta = offset, mapping, coupling, estimator, beta
+        self.theta, self.noisy = theta, False
         self.cast, self.pool = cast, pool
         self.pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
         device = first[0].device
@@ -191,6 +197,8 @@ class Sampler(nn.Module):
         for name, value in (("shift", 0.0), ("sharpness", 1.0), ("multiplier", 0.0)):
             self.register_buffer(name, torch.tensor(value, device=device))
         self.register_buffer("std", std)
+        noise = torch.tensor(0.0, device=device) if self.thresholded else None
+        self.register_buffer("noise", noise, persistent=False)
         self._first: tuple[Tensor, ...] | None = first
         self._where = _Where()
 
@@ -209,10 +217,32 @@ class Sampler(nn.Module):
         self.pool.forget()
         return super().train(mode)
 
+    @property
+    def thresholded(self) -> bool:
+        """Whether weights are kept by a threshold, not at random."""
+        return self.estimator == kernels.THRESHOLDED
+
+    @property
+    def settings(self) -> list[str | float]:
+        """All numbers and words that a draw follows from, beside its tensors."""
+        theta = [self.theta] if self.thresholded else []
+        return [self.mapping, self.coupling, self.estimator, self.beta, *theta]
+
     def raw(self, mean: Tensor, gate: Tensor) -> Tensor:
         """gate + coupling * log(|mean| + 1e-8): the logit before shift and sharpness."""
         self._refuse_pattern()
         return kernels.raw(Law(self.mapping, self.coupling), mean, gate)
+
+    def kept_value(self, mean: Tensor, gate: Tensor) -> Tensor:
+        """The mean of a weight while it is kept: of a thresholded one, shrunk by how near it is to the threshold.
+
+        At least 0.001 of the mean: a mask of exactly k weights may name some that have the threshold as their score.
+        """
+        if not self.thresholded:
+            return mean
+        law, raw = Law(self.mapping, self.coupling), self.raw(mean, gate)
+        shift = self.shift.reshape(self.shift.shape + (1,) * (raw.ndim - self.shift.ndim))
+        return (mean * kernels.opening(law, raw - shift).clamp_min(1e-3)).to(mean.dtype)
 
     def logit(self, mean: Tensor, gate: Tensor) -> Tensor:
         """The logit of keep_prob, in [-14, 14], differentiable in the gate."""
@@ -224,6 +254,9 @@ class Sampler(nn.Module):
         if self.pattern is not None:
             with torch.no_grad():
                 return self._kept(patterns.relaxed(self.choice_logits(mean, gate), 1.0), mean)
+        if self.thresholded:
+            raw = self.raw(mean, gate).detach()
+            return (raw > self.shift.reshape(self.shift.shape + (1,) * (raw.ndim - self.shift.ndim))).float()
         return kernels.probability(Law(self.mapping, self.coupling), mean, gate, self.shift, self.sharpness)
 
     def choice_logits(self, mean: Tensor, gate: Tensor) -> Tensor:
@@ -266,21 +299,25 @@ class Sampler(nn.Module):
 
     def law(self, inputs: SampleInputs) -> Law:
         """How gates become weights in the present mode."""
-        mode = self.estimator if self.training else kernels.HARD
+        mode = self.estimator if self.training or self.thresholded else kernels.HARD
         # A std that is not the buffer is a parameter, and a parameter is its logarithm.
-        return Law(self.mapping, self.coupling, mode, self.beta, inputs.std is not self._buffers["std"])
+        log_std = inputs.std is not self._buffers["std"]
+        return Law(self.mapping, self.coupling, mode, self.beta, log_std, self.theta)
 
     def inputs(self) -> SampleInputs | None:
         """The tensors that the present draw is made of; None for a sampler that was taken out of its model."""
         where = self._where()
         if where is None:
             return None
-        return self._inputs(where.original0, where.original1, getattr(where, "original2", None))  # type: ignore[arg-type]
+        return self.inputs_of(where.original0, where.original1, getattr(where, "original2", None))  # type: ignore[arg-type]
 
-    def _inputs(self, mean: Tensor, gate: Tensor, log_std: Tensor | None) -> SampleInputs:
-        seed, step, shift, sharpness, _, std = self._buffers.values()  # by name each would be searched for
+    def inputs_of(self, mean: Tensor, gate: Tensor, log_std: Tensor | None) -> SampleInputs:
+        """The tensors that the present draw of these parameters is made of."""
+        seed, step, shift, sharpness, _, std, noise = self._buffers.values()  # by name each would be searched for
         std = std if log_std is None else log_std
-        return SampleInputs(mean, gate, std, seed, step, self.offset, shift, sharpness, self._dtype(mean))  # type: ignore[arg-type]
+        noise = noise if self.noisy and self.training else None
+        dtype = self._dtype(mean)
+        return SampleInputs(mean, gate, std, seed, step, self.offset, shift, sharpness, dtype, False, noise)  # type: ignore[arg-type]
 
     def _dtype(self, mean: Tensor) -> torch.dtype | None:
         """bfloat16 where autocast would make the weight that, so that it is written, and its gradient read, once."""
@@ -293,7 +330,7 @@ class Sampler(nn.Module):
         """The weight."""
         if self.pattern is not None:
             return self._masked(mean, gate)
-        inputs = self._inputs(mean, gate, log_std)
+        inputs = self.inputs_of(mean, gate, log_std)
         law = self.law(inputs)
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # a tracer sees every draw
             return kernels.sample(inputs, law)
@@ -305,10 +342,19 @@ class Sampler(nn.Module):
         return kernels.sample(inputs, law, self.pool.read(self, inputs, law))
 
 
-def keep_prob_of(mapping: str, coupling: float, mean: Tensor, gate: Tensor, shift: Tensor, sharpness: Tensor) -> Tensor:
+def keep_prob_of(
+    mean: Tensor,
+    gate: Tensor,
+    shift: Tensor,
+    sharpness: Tensor,
+    *,
+    mapping: str,
+    coupling: float,
+    estimator: str = kernels.SOFT,
+) -> Tensor:
     """`Sampler.keep_prob` of stored tensors, as a checkpoint holds them; of K models, shift has shape [K]."""
-    options = {"mapping": mapping, "coupling": coupling, "estimator": kernels.SOFT, "beta": 0.5, "cast": False}
-    sampler = Sampler((mean, gate), None, Pool(), offset=0, seed=0, **options)
+    law = {"mapping": mapping, "coupling": coupling, "estimator": estimator, "beta": 0.5, "theta": 0.5}
+    sampler = Sampler((mean, gate), None, Pool(), offset=0, seed=0, cast=False, **law)
     sampler.shift, sampler.sharpness, sampler.seed = shift, sharpness, torch.zeros_like(shift, dtype=torch.int64)
     return sampler.keep_prob(mean, gate)
 
@@ -339,7 +385,7 @@ class Shards(nn.ModuleList):
         sampler = self[0]
         assert isinstance(sampler, Sampler)
         mean, gate = (sharded.local(p.detach()) for p in (self.original0, self.original1))
-        inputs = sampler._inputs(mean, gate, None)
+        inputs = sampler.inputs_of(mean, gate, None)
         return inputs, sampler.law(inputs)
 
     def _backward(self, weight: Tensor) -> None:
@@ -360,13 +406,13 @@ class Shards(nn.ModuleList):
             owner.parametrizations = nn.ModuleDict()
         owner.parametrizations[attribute] = self  # type: ignore[index]
 
-    def leave(self, owner: nn.Module, attribute: str) -> None:
-        """Puts the mean where the draw was, and takes gradients no more."""
+    def leave(self, owner: nn.Module, attribute: str, value: Tensor) -> None:
+        """Puts this value where the draw was, and takes gradients no more."""
         del owner.parametrizations[attribute]  # type: ignore[operator]
         if not len(owner.parametrizations):  # type: ignore[arg-type]
             del owner.parametrizations
         self._hook.remove()
-        sharded.local(self.weight.detach()).copy_(sharded.local(self.original0.detach()))
+        sharded.local(self.weight.detach()).copy_(sharded.local(value.detach()))
 
 
 @torch.no_grad()

@@ -392,8 +392,8 @@ def masked(model: nn.Module) -> Masked:
 
 
 @torch.no_grad()
-def zero_pruned_(pairs: Masked) -> None:
-    """Puts the zeros of these masks back, whatever an optimiser did to them."""
+def zero_pruned_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Puts the zeros of these masks back, whatever an optimiser did to them; of weights, or of their gradients."""
     for weight, keep in pairs:
         local(weight).masked_fill_(~local(keep), 0)
 

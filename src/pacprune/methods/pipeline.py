@@ -221,7 +221,7 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
     Each result is what the method alone would give, up to rounding.
 
     Args:
-        verb: The method: `pp.osp`, `pp.pft`, `pp.pbp`, `pp.gmp`, `pp.imp` or `pp.l0`.
+        verb: The method, such as `pp.pft`: the verb of any row of METHODS.
         models: K models; they are pruned in place.
         *args: What the method takes after the model. A list has one entry per model; anything else serves all.
         **kwargs: The method's keywords, by the same rule. One `folder` gets a folder inside it for every model, 0, 1,

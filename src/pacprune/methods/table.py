@@ -9,12 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pacprune.methods.acdc import acdc
+from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
 from pacprune.methods.iterative import imp
 from pacprune.methods.l0 import l0
 from pacprune.methods.one_shot import osp
 from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
+from pacprune.methods.probmask import probmask
+from pacprune.methods.rigl import rigl
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +149,42 @@ METHODS: dict[str, Method] = {
         rates=_rates(0.1, 0.1, 0.02, 0.05),
         examples=("--sparsity 0.9",),
     ),
+    "feather": Method(
+        feather,
+        "Feather",
+        "train all weights under a threshold",
+        "Feather",
+        "#F0E442",
+        "h",
+        steps="Dense training, then all weights are trained while the network has only those above a threshold, shrunk "
+        "towards it. The mask moves to the end.",
+        flags=("theta", "min_per_layer"),
+        examples=("--sparsity 0.95",),
+    ),
+    "acdc": Method(
+        acdc,
+        "AC/DC",
+        "dense and sparse phases take turns",
+        "AC/DC",
+        "#117733",
+        "p",
+        steps="Dense training, then phases in which the largest weights are trained and phases in which all are. The "
+        "last phase is sparse.",
+        flags=("rounds", "min_per_layer", "pattern"),
+        examples=("--sparsity 0.95 --rounds 4",),
+    ),
+    "rigl": Method(
+        rigl,
+        "RigL",
+        "small weights make room for new ones",
+        "RigL",
+        "#882255",
+        "<",
+        steps="Dense training, a mask with the final sparsity, then training in which the smallest weights of every "
+        "layer lose their places to those with the largest gradients.",
+        flags=("start", "scope", "exchange", "every", "min_per_layer"),
+        examples=("--sparsity 0.95", "--start random --dense-epochs 0 --epochs 40"),
+    ),
     "imp": Method(
         imp,
         "Iterative magnitude pruning",
@@ -168,6 +208,17 @@ METHODS: dict[str, Method] = {
         steps="Dense training, weights and gates trained together, the most open gates, sparse fine-tuning.",
         flags=("gate_lr", "mask_share", "min_per_layer"),
         rates=_rates(0.2, 0.2, 0.1, 0.2),
+    ),
+    "probmask": Method(
+        probmask,
+        "ProbMask",
+        "probabilities projected onto a budget",
+        "ProbMask",
+        "#999933",
+        ">",
+        steps="Dense training, weights and keep probabilities trained together while the latter are projected onto a "
+        "falling budget, the likeliest weights, sparse fine-tuning.",
+        flags=("mask_share", "min_per_layer"),
     ),
     "pbp": Method(
         pbp,

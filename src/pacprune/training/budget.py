@@ -4,6 +4,7 @@ A sparsity schedule is one function and one row of SCHEDULES; a control is one f
 MASK_CONTROLS.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from pacprune.data import trace
 from pacprune.distributed import Across, is_sharded, refuse_sharded
 from pacprune.masking import attachment, masks, patterns, weights
 from pacprune.masking.attachment import AttachedWeight
+from pacprune.masking.sampler import Sampler
 from pacprune.masking.spikeslab import ETA
 from pacprune.training.population import per_member
 from pacprune.types import check_name
@@ -28,6 +30,8 @@ SCHEDULES: dict[str, Schedule] = {
 }
 _PROBES = [k / 64 for k in range(65)]
 """Where a schedule of the user's own is read, to check it and to tell it from others."""
+NOISE_END = 0.8
+"""The share of a stage after which the scores have no noise, so that the mask can settle."""
 
 
 def _probed(schedule: Schedule) -> list[float]:
@@ -45,21 +49,28 @@ class Budget:
         sparsity: Fraction to prune at the end, such as 0.9.
         control: Of stochastic masks: "none" (the paper: nothing holds it), "shift" (one offset tau of all logits, so
             that the mean is exact), "projection" (Euclidean projection of keep_prob onto the capped simplex) or
-            "lagrangian" (a multiplier learned by dual ascent). Of a network without gates: "magnitude" (gradual
+            "lagrangian" (a multiplier learned by dual ascent). Of the estimator "thresholded": "threshold" (exactly so
+            many scores lie above it). Of a network without gates: "magnitude" (gradual
             magnitude pruning, Zhu & Gupta 2017: every so many steps the mask becomes the largest weights, and the
-            others are zero for good) or "feedback" (DPF, Lin et al. 2020: the others are zero in the network alone, its
-            gradient trains them on, and they can come back; the weights are left as trained).
+            others are zero for good), "feedback" (DPF, Lin et al. 2020: the others are zero in the network alone, its
+            gradient trains them on, and they can come back; the weights are left as trained) or "growth" (RigL, Evci
+            et al. 2020: every tensor keeps its number of weights, and the smallest make room for pruned ones with the
+            largest gradients, which begin at zero).
         schedule: "fixed" is the final sparsity from the start. "cubic" rises as 1 - (1 - r)^3, from dense. Or a
             function of r in [0, 1] that gives the share of the sparsity asked for, 1 at r = 1.
         ramp: The share of the stage in which the schedule, and `fade`, come to their end, in (0, 1].
         sharpen: The logits are multiplied by sharpen^t, which hardens the gates towards the end; 1 leaves them.
         fade: Whether what the gates begin with is taken away again in proportion to r. They then end with what they
             have learned, and with what their weights say if they are coupled to these.
+        noise: Size of the logistic noise on the scores of the control "threshold"; it falls to 0 in the first 80 % of
+            the stage.
         strength: Of the Lagrangian's quadratic term.
         patience: In so many steps the Lagrangian's multiplier learns what the quadratic term does at once.
-        every: Steps from one mask of a plain network to the next; by default 16, with feedback 1.
+        every: Steps from one mask of a plain network to the next; by default 16, with feedback 1, with growth 100.
         min_per_layer: How many weights of every tensor of a plain network are kept at least.
         pattern: "2:4" or "1:4", for a plain network: the N largest of every group of M weights are the last to go.
+        exchange: Of the control "growth": the share of its weights that a tensor exchanges at the start. It falls to 0
+            along half a cosine at the end of the ramp.
 
     Example:
         >>> budget = pp.Budget(0.9, schedule="cubic")
@@ -80,6 +91,8 @@ class Budget:
     every: int | None = None
     min_per_layer: int = 0
     pattern: str | None = None
+    noise: float = 0.0
+    exchange: float = 0.3
 
     def __post_init__(self) -> None:
         masks.check_sparsity(self.sparsity)
@@ -93,15 +106,23 @@ class Budget:
             )
         if self.pattern is not None:
             patterns.parse(self.pattern)
-            if self.control not in MASK_CONTROLS:
+            able = [name for name, control in MASK_CONTROLS.items() if not control.grows]
+            if self.control not in able:
                 raise ValueError(
-                    f"the pattern {self.pattern} is for the controls {' and '.join(MASK_CONTROLS)}, not "
+                    f"the pattern {self.pattern} is for the controls {' and '.join(able)}, not "
                     f"{self.control!r}; attach gates with mapping='{self.pattern}' instead"
                 )
         if self.fade and self.control in MASK_CONTROLS:
             raise ValueError(f"fade is for gates, which the control {self.control!r} has not; leave it out")
+        if self.noise < 0 or (self.noise and self.control != "threshold"):
+            raise ValueError(
+                f"noise is {self.noise} with the control {self.control!r}; it is the size of the noise on the scores "
+                "of control 'threshold', at least 0"
+            )
         if self.every is not None and self.every < 1:
             raise ValueError(f"every is {self.every}; it is the number of steps from mask to mask, at least 1")
+        if not 0 <= self.exchange <= 1:
+            raise ValueError(f"exchange is {self.exchange}; it is a share of the kept weights, in [0, 1]")
 
     def _check_schedule(self) -> None:
         if callable(self.schedule):
@@ -151,9 +172,29 @@ class Budget:
         """
         return self.sharpen**progress
 
+    def noise_at(self, progress: float) -> float:
+        """The size of the scores' noise, which falls linearly to 0 at NOISE_END of the stage.
+
+        Args:
+            progress: The share of the stage that is done, in [0, 1].
+        """
+        return self.noise * max(0.0, 1 - progress / NOISE_END)
+
+    def exchange_at(self, progress: float) -> float:
+        """The share of a tensor's weights that make room for others: exchange (1 + cos(pi r)) / 2.
+
+        Args:
+            progress: The share of the stage that is done, in [0, 1].
+        """
+        return self.exchange * 0.5 * (1 + math.cos(math.pi * min(1.0, progress / self.ramp)))
+
     def record(self) -> dict[str, Any]:
         """The fields as numbers and strings, which tell this budget from another one; a function by its values."""
         fields = asdict(self)
+        if not self.noise:  # older checkpoints know no noise
+            del fields["noise"]
+        if not (self.control in MASK_CONTROLS and MASK_CONTROLS[self.control].grows):  # nor the exchange of weights
+            del fields["exchange"]
         if callable(self.schedule):
             fields["schedule"] = _probed(self.schedule)
         return fields
@@ -189,10 +230,12 @@ class MaskControl:
     Args:
         period: Steps from one mask to the next, where the budget names none.
         feedback: Whether pruned weights are zero in the network alone, so that its gradient trains them on.
+        grows: Whether weights are exchanged by `exchange_weights_` after a step, in place of `move_masks_` before it.
     """
 
     period: int
     feedback: bool = False
+    grows: bool = False
 
 
 def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
@@ -200,10 +243,14 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
     if not budgets:
         return
     control, gates = _one_control(budgets), bool(attachment.sites(model))
+    if control in GATE_CONTROLS and gates:
+        _check_estimator(control, attachment.sites(model)[0].sampler)
     if control in GATE_CONTROLS and not gates:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
         )
+    if control in MASK_CONTROLS and MASK_CONTROLS[control].grows:
+        refuse_sharded(model.parameters(), "control", control)
     for budget in budgets:
         if budget.pattern is not None:
             refuse_sharded(model.parameters(), "budget pattern", budget.pattern)
@@ -212,6 +259,15 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
         raise ValueError(
             f"control {control!r} moves the mask of a plain network, but this one {what}; "
             "call pp.apply_mask(model, mask) on a plain one first, with a mask of ones to begin dense"
+        )
+
+
+def _check_estimator(control: str, sampler: Sampler) -> None:
+    """Refuses a threshold for random gates, and random gates' controls for thresholded ones."""
+    if control != "none" and (control == "threshold") != sampler.thresholded:
+        raise ValueError(
+            f"control {control!r} cannot hold the gates of estimator {sampler.estimator!r}; control 'threshold' and "
+            "estimator 'thresholded' belong together"
         )
 
 
@@ -250,6 +306,40 @@ def _move_mask_(pairs: Sequence[tuple[Tensor, Tensor]], budget: Budget, progress
 
 
 @torch.no_grad()
+def exchange_weights_(
+    pairs: weights.Masked, gradients: Sequence[Tensor], budget: Budget | Sequence[Budget], step: int, steps: int
+) -> None:
+    """After `step` of `steps` steps: every tensor's smallest weights make room for those with the largest gradients.
+
+    Of n kept weights the round((1 - exchange_at) n) largest stay. Of all others, also of those that just lost their
+    place, the ones with the largest |gradient| fill the tensor up to n. A weight that was zero begins there. Every
+    member of a population goes by its own budget, and only when its `period` is over and its ramp is not.
+    """
+    members = not isinstance(budget, Budget)
+    for k, member_budget in enumerate([budget] if isinstance(budget, Budget) else budget):
+        if step % member_budget.period or step >= member_budget.ramp * steps:
+            continue
+        share = member_budget.exchange_at(step / steps)
+        for (weight, keep), gradient in zip(pairs, gradients, strict=True):
+            if members:
+                weight, keep, gradient = weight[k], keep[k], gradient[k]
+            _exchange_(weight, keep, gradient, share)
+
+
+def _exchange_(weight: Tensor, keep: Tensor, gradient: Tensor, share: float) -> None:
+    """The exchange in one tensor."""
+    kept_count = int(keep.sum())
+    staying_count = round((1 - share) * kept_count)
+    size = torch.where(keep, weight.abs(), -1.0).reshape(-1)
+    mask = torch.zeros_like(size, dtype=torch.bool)
+    mask[size.topk(staying_count).indices] = True
+    growth = gradient.abs().reshape(-1).masked_fill(mask, -1.0)
+    mask[growth.topk(kept_count - staying_count).indices] = True
+    keep.copy_(mask.reshape(keep.shape))
+    weight.masked_fill_(~keep, 0)
+
+
+@torch.no_grad()
 def enforce_(model: nn.Module, budget: Budget | Sequence[Budget], progress: float) -> None:
     """Brings the mean keep_prob to the budget of this moment (shift, projection) and hardens the gates, in place.
 
@@ -281,13 +371,19 @@ def hold_(
     density: Tensor,
     sharpness: Tensor,
     *,
+    noise: Tensor | None = None,
     wait: bool,
     between: Across | None,
 ) -> None:
     """`enforce_` with its numbers on the device, one per member of a population; waits for the device only to `wait`.
 
     density as `densities` gives it. A shift that does not wait follows from the last one in a fixed number of trials.
+    Where `noise` is given, it is that of the scores from the next draw on, and they meet the budget with it.
     """
+    for site in sites:
+        site.sampler.noisy = noise is not None
+    if noise is not None:
+        torch._foreach_copy_([site.sampler.noise for site in sites], [noise.float()] * len(sites))  # type: ignore[attr-defined]
     # One launch for the buffers of all tensors, where there would be one for each.
     torch._foreach_copy_([site.sampler.sharpness for site in sites], [sharpness.float()] * len(sites))  # type: ignore[attr-defined]
     hold = GATE_CONTROLS[control].hold
@@ -314,6 +410,15 @@ def _shift_(
     torch._foreach_copy_([site.sampler.shift for site in sites], [tau] * len(sites))  # type: ignore[attr-defined]
 
 
+def _threshold_(
+    sites: Sequence[AttachedWeight], density: Tensor, sharpness: Tensor, *, wait: bool, between: Across | None
+) -> None:
+    """The threshold of all scores."""
+    members = sites[0].sampler.seed.ndim == 1
+    tau = masks.threshold(attachment.next_scores(sites), density, members=members, between=between)
+    torch._foreach_copy_([site.sampler.shift for site in sites], [tau] * len(sites))  # type: ignore[attr-defined]
+
+
 def _project_(
     sites: Sequence[AttachedWeight], density: Tensor, sharpness: Tensor, *, wait: bool, between: Across | None
 ) -> None:
@@ -334,6 +439,7 @@ GATE_CONTROLS = {
     "shift": GateControl(hold=_shift_),
     "projection": GateControl(hold=_project_),
     "lagrangian": GateControl(penalised=True),
+    "threshold": GateControl(hold=_threshold_),
 }
 """Of stochastic masks."""
 MASK_CONTROLS = {
@@ -341,6 +447,7 @@ MASK_CONTROLS = {
     # With feedback and a new mask after 16 steps, very sparse networks ended with layers that have no weight left,
     # likely since many of those that grew unseen came back at once (docs/results.md, DPF).
     "feedback": MaskControl(period=1, feedback=True),
+    "growth": MaskControl(period=100, grows=True),
 }
 """Of plain networks."""
 

@@ -145,8 +145,7 @@ def identity(model: nn.Module, configs: Sequence[Config], stage: Stage, seeds: S
         "trainable": [n for n, p in model.named_parameters() if p.requires_grad],
         "masks": [_hash_of_ranks(mask) for _, mask in weights.noted_masks(model)],
         "samplers": [
-            [s.mapping, s.coupling, s.estimator, s.beta, s.seed.tolist(), s.step.tolist()]
-            for s in (site.sampler for site in attachment.sites(model))
+            [*s.settings, s.seed.tolist(), s.step.tolist()] for s in (site.sampler for site in attachment.sites(model))
         ],
         **stage.identity,
     }
@@ -188,7 +187,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return {
         "state": {n: local(t).clone() for n, t in state(model).items()},
         "steps": [site.sampler.step.clone() for site in attachment.sites(model)],
-        "mappings": {site.name: [site.sampler.mapping, site.sampler.coupling] for site in attachment.sites(model)},
+        "mappings": {site.name: site.sampler.settings[:3] for site in attachment.sites(model)},
         "masks": [local(keep).clone() for _, keep in weights.masked(model)],
     }
 
@@ -196,13 +195,14 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def keep_probs(content: dict[str, Any]) -> dict[str, Tensor]:
     """keep_prob of every weight by its plain name, from what `model_state` returned; empty for a plain model."""
     probabilities = {}
-    for name, (mapping, coupling) in content.get("mappings", {}).items():  # older checkpoints have none
+    for name, settings in content.get("mappings", {}).items():  # older checkpoints have none, or no estimator
         owner, _, attribute = name.rpartition(".")
         prefix = f"{owner}.parametrizations.{attribute}" if owner else f"parametrizations.{attribute}"
         mean, gate, shift, sharpness = (
             content["state"][f"{prefix}.{part}"] for part in ("original0", "original1", "0.shift", "0.sharpness")
         )
-        probabilities[name] = keep_prob_of(mapping, coupling, mean, gate, shift, sharpness)
+        law = dict(zip(("mapping", "coupling", "estimator"), settings, strict=False))
+        probabilities[name] = keep_prob_of(mean, gate, shift, sharpness, **law)
     return probabilities
 
 

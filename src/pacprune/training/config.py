@@ -79,7 +79,8 @@ class Config:
     Args:
         epochs: Passes over the data.
         lr: Learning rate of the weights, such as 0.01; 0 freezes all but the gates.
-        gate_lr: Learning rate of the gates, which no schedule changes. "auto" is 100 * lr; None freezes them.
+        gate_lr: Learning rate of the gates, which no schedule changes; of thresholded ones, it follows lr's schedule.
+            "auto" is 100 * lr; None freezes them.
         std_lr: Learning rate of the logarithms of a trained std; None is lr.
         momentum: What SGD keeps of the last step; beta1 of Adam and AdamW.
         weight_decay: L2 penalty of the weights (of AdamW: decoupled), such as 5e-4.
@@ -94,7 +95,7 @@ class Config:
         amp: Whether to compute in bfloat16, with images channels-last.
         augment: Whether images are shifted by up to 4 pixels (small ones by a seventh) and mirrored at random. Mirrored
             digits or letters are others: for these take `Part.augmented` with a transform of your own.
-        clip: The largest norm of a step's gradient, such as 1.0; None leaves it as it is.
+        clip: The largest norm of a step's gradient in what is trained, such as 1.0; None leaves it as it is.
         samples: With more than 0, the gates' gradient is that of Algorithm 1 with so many draws.
         patience: With more than 0, stops after so many epochs without a better validation loss, and goes back to the
             best one.

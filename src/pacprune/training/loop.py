@@ -266,7 +266,11 @@ def _add_sparsity(rows: History, model: nn.Module, stage: Stage) -> None:
 
 
 def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[Group]:
-    """Parameter groups: weights (and the rest, when it is trained), gates, log std; empty ones are left out."""
+    """Parameter groups: weights (and the rest, when it is trained), gates, log std; empty ones are left out.
+
+    Thresholded gates follow the weights' schedule, since they move the mask to the end. They have momentum SGD whatever
+    the weights have: Adam would give gates that hardly matter steps as large as those of all others.
+    """
     sites = attachment.sites(model)
     if sites:
         for config in configs:
@@ -275,10 +279,18 @@ def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[G
     gates = [site.gate for site in sites] if configs[0].gate_lr is not None else []
     log_stds = [site.log_std for site in sites if site.log_std is not None]
     momentum, no_decay = [config.momentum for config in configs], [0.0] * len(configs)
+    thresholded = bool(sites) and sites[0].sampler.thresholded
     std_rates = [config.lr if config.std_lr is None else config.std_lr for config in configs]
     candidates = [
         Group(plain, [config.lr for config in configs], momentum, [config.weight_decay for config in configs], True),
-        Group(gates, [float(config.gate_lr or 0.0) for config in configs], momentum, no_decay, False),
+        Group(
+            gates,
+            [float(config.gate_lr or 0.0) for config in configs],
+            momentum,
+            no_decay,
+            scheduled=thresholded,
+            optimizer="sgd" if thresholded else None,
+        ),
         Group(log_stds, std_rates, momentum, no_decay, True),
     ]
     return [group for group in candidates if group.params]

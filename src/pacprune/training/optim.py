@@ -30,6 +30,8 @@ class Group:
     scheduled: bool
     rate: Tensor = field(default_factory=lambda: torch.zeros(()))
     """The present learning rate: 0-dimensional, or one per member."""
+    optimizer: str | None = None
+    """A row of OPTIMIZERS that these parameters have for themselves; None: that of the stage."""
 
     def columns(self, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(rate, momentum, weight decay), shaped to multiply a parameter with a leading model dimension."""
@@ -160,10 +162,10 @@ OPTIMIZERS: dict[str, Rule] = {"sgd": SGD(), "adam": Adam(decoupled=False), "ada
 
 
 class Optimizer:
-    """Moves the parameters of several groups by the formulas of one of OPTIMIZERS."""
+    """Moves the parameters of several groups by the formulas of one of OPTIMIZERS, or of a group's own."""
 
     def __init__(self, name: str, groups: list[Group]) -> None:
-        self.rule, self.groups = OPTIMIZERS[name], groups
+        self.name, self.groups = name, groups
         for group in groups:
             group.place_constants()
         self.state: dict[int, State] = {}
@@ -171,6 +173,9 @@ class Optimizer:
         params = [p for group in groups for p in group.params]
         self._number = {id(p): i for i, p in enumerate(params)}
         self._sharded = across(params) is not None
+
+    def _rule(self, group: Group) -> Rule:
+        return OPTIMIZERS[group.optimizer or self.name]
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -185,7 +190,7 @@ class Optimizer:
             if group.rate.ndim:
                 for p in group.params:
                     if p.grad is not None:
-                        self.rule.step_members(group, p, p.grad, self._state(p, group))
+                        self._rule(group).step_members(group, p, p.grad, self._state(p, group))
                 continue
             buckets: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
             for p in group.params:
@@ -193,7 +198,7 @@ class Optimizer:
                     buckets.setdefault((p.device, p.dtype), []).append(p)
             for params in buckets.values():
                 grads = [p.grad for p in params if p.grad is not None]
-                self.rule.step_together(
+                self._rule(group).step_together(
                     group, self._rows(params), self._rows(grads), [self._state(p, group) for p in params]
                 )
 
@@ -204,7 +209,7 @@ class Optimizer:
         """
         group = next(group for group in self.groups if any(p is param for param in group.params))
         rate, momentum, _ = group.columns(p)
-        return self.rule.reach(rate, momentum, self._state(p, group))
+        return self._rule(group).reach(rate, momentum, self._state(p, group))
 
     def state_dict(self) -> dict[str, Any]:
         """The running means, as clones."""
@@ -218,7 +223,7 @@ class Optimizer:
     def _state(self, p: nn.Parameter, group: Group) -> State:
         number = self._number[id(p)]
         if number not in self.state:
-            self.state[number] = self.rule.new_state(self._rows([p])[0], group)
+            self.state[number] = self._rule(group).new_state(self._rows([p])[0], group)
         return self.state[number]
 
     def _rows(self, tensors: list[Any]) -> list[Tensor]:

@@ -330,7 +330,7 @@ def _form(model: nn.Module) -> list[tuple[str, str]]:
         for n, t in (*model.named_parameters(), *model.named_buffers())
     ]
     samplers = [(site.name, site.sampler) for site in attachment.sites(model)]
-    masks = [(n, f"with {s.mapping}, {s.coupling}, {s.estimator}, {s.beta}") for n, s in samplers]
+    masks = [(n, f"with {', '.join(map(str, s.settings))}") for n, s in samplers]
     return kinds + tensors + masks + [(n, f"with {_settings(m)}") for n, m in modules]
 
 

@@ -73,8 +73,9 @@ class Step:
     made of them, so that all ranks take the same step to the bit. `value` and `total` are then this rank's part.
 
     Everything that changes from step to step without being computed lies in `clock`: a row per group with the learning
-    rates, then what fades of the gates' start, and the budget's density and sharpness; a column per member. An epoch's
-    clocks are made in advance, and what the model consists of (its attached weights, its masks) is listed once.
+    rates, then the scores' noise, what fades of the gates' start, and the budget's density and sharpness; a column per
+    member. An epoch's clocks are made in advance, and what the model consists of (its attached weights, its masks) is
+    listed once.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Step:
         self.weights_total = weights.noted_total(model) if self.sites or self.masked else 0
         """D, which sparsity is counted in."""
         shape = (len(configs),) if stage.members else ()
-        self.clock = torch.zeros(len(stage.groups) + 3, *shape, device=device)
+        self.clock = torch.zeros(len(stage.groups) + 4, *shape, device=device)
         self.value = torch.zeros(shape, dtype=torch.float64, device=device)
         self.total = torch.zeros_like(self.value)
         self.orders = orders(configs, seeds)
@@ -100,6 +101,10 @@ class Step:
         self.holds = bool(self.sites) and stage.budgets is not None
         """Whether a budget holds the gates."""
         self.control, self.mask_control = control, MASK_CONTROLS.get(control)
+        grows = self.mask_control is not None and self.mask_control.grows
+        self.growth = [torch.zeros_like(weight.detach()) for weight, _ in self.masked] if grows else []
+        """The last gradients of all weights with a mask, where pruned ones can grow by them."""
+        self.noisy = any(entry.noise for entry in stage.budgets or ())
         fades = any(entry.fade for entry in stage.budgets or ())
         # Taken before a checkpoint is read, whose gates have come further.
         self.start = [site.local_gate.detach().clone() for site in self.sites] if fades else []
@@ -170,14 +175,15 @@ class Step:
         return rows
 
     def _budget_rows(self, shares: list[float]) -> list[list[list[float]]]:
-        """What fades of the gates' start, the density and the sharpness, of every member at every step."""
+        """The noise, what fades of the gates' start, the density and the sharpness, of every member at every step."""
         if not self.holds:
-            return [[[1.0] * len(shares)] * len(self.configs)] * 3
+            return [[[1.0] * len(shares)] * len(self.configs)] * 4
         budgets = self.stage.budgets or ()
         attached = sum(site.gate.numel() for site in self.sites) // len(self.configs)
         sizes = {"size": attached, "total": self.weights_total}
         before = [max(0.0, share - 1 / self.steps) for share in shares]
         return [
+            [[b.noise_at(share) for share in shares] for b in budgets],
             [[b.faded(t) - b.faded(t0) for t0, t in zip(before, shares, strict=True)] for b in budgets],
             [[masks.density(1 - b.density(share), **sizes) for share in shares] for b in budgets],
             [[b.sharpness(share) for share in shares] for b in budgets],
@@ -186,13 +192,16 @@ class Step:
     def __call__(self, number: int, examples: Any) -> int:
         """Takes step `number` of the epoch; returns on how many examples."""
         self.clock.copy_(self.table[number])
-        if self.mask_control is not None:
-            step, total = self.first + number, self.weights_total
+        step = self.first + number
+        if self.mask_control is not None and not self.growth:
+            total = self.weights_total
             budget.move_masks_(self.masked, self.stage.budget_per_member(), step, self.steps, total=total)
         if isinstance(examples, Tensor):
             self._take_indexed(number, examples)
         else:
             self._take_loaded(number, *examples)
+        if self.growth:  # here, since a checkpoint holds no gradients
+            budget.exchange_weights_(self.masked, self.growth, self.stage.budget_per_member(), step + 1, self.steps)
         return self.count
 
     def _take_loaded(self, number: int, x: Tensor, y: Tensor) -> None:
@@ -259,6 +268,8 @@ class Step:
             self.exchange.sum_()
         if self.holds and budget.GATE_CONTROLS[self.control].penalised:
             budget.penalty(self.sites, stage.budget_per_member(), self.clock[-2], between=self.between).sum().backward()
+        if self.growth:
+            self._note_growth()
         if config.clip is not None:
             self._clip(config.clip)
         self.optimizer.step()
@@ -274,7 +285,9 @@ class Step:
         self._fade()
         # The first two may have far to go; later ones follow the one before without waiting for the device.
         wait = self.device.type == "cpu" or self.cold > 0
-        budget.hold_(self.sites, self.control, self.clock[-2], self.clock[-1], wait=wait, between=self.between)
+        noise = self.clock[-4] if self.noisy else None
+        numbers = {"noise": noise, "wait": wait, "between": self.between}
+        budget.hold_(self.sites, self.control, self.clock[-2], self.clock[-1], **numbers)
         self.cold = max(0, self.cold - 1)
 
     @contextmanager
@@ -326,6 +339,14 @@ class Step:
             share = self.clock[-3].reshape(-1, *[1] * (start.ndim - 1)) if self.stage.members else self.clock[-3]
             site.local_gate.detach().addcmul_(start, share, value=-1)
 
+    @torch.no_grad()
+    def _note_growth(self) -> None:
+        """Copies the gradients, then takes those of pruned weights away, so that they gather no momentum."""
+        for noted, (weight, keep) in zip(self.growth, self.masked, strict=True):
+            if weight.grad is not None:
+                noted.copy_(weight.grad)
+                weight.grad.masked_fill_(~keep, 0)
+
     def _augmented(self, x: Tensor, word: Tensor) -> Tensor:
         if x.ndim != (5 if self.separate else 4):
             shape = tuple(x.shape[1:] if self.separate else x.shape)
@@ -335,7 +356,12 @@ class Step:
         return crop_flip(x, word)
 
     def _clip(self, most: float) -> None:
-        """Scales every member's gradients so that their norm is at most this."""
+        """Scales every member's gradients so that their norm is at most this.
+
+        A pruned weight that stays zero is not trained, and its gradient does not count.
+        """
+        if self.mask_control is None or not self.mask_control.feedback:
+            weights.zero_pruned_([(p.grad, keep) for p, keep in self.masked if p.grad is not None])
         grads = [local(p.grad) for group in self.stage.groups for p in group.params if p.grad is not None]
         members = 1 if self.stage.members else 0
         norm = torch.stack([g.reshape(*g.shape[:members], -1).float().norm(dim=-1) for g in grads]).norm(dim=0)
