@@ -32,6 +32,7 @@ from pacprune.methods.pft import pft
 from pacprune.methods.pipeline import Certified, Pruned, together
 from pacprune.methods.probmask import probmask
 from pacprune.methods.rigl import rigl
+from pacprune.methods.str_ import str_
 from pacprune.theory import linear
 from pacprune.theory import linearised as wide
 from pacprune.training.budget import Budget
@@ -89,6 +90,7 @@ __all__ = [
     "scores",
     "slim",
     "sparsity",
+    "str_",
     "together",
     "top_k",
     "verify",

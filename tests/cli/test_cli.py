@@ -23,7 +23,7 @@ from pacprune.runs import options as opt
 
 COMMANDS = (
     *("demo", "osp", "pft", "pbp", "bound", "certify", "verify", "selftest", "data", "report", "bench", "reproduce"),
-    *("gmp", "dpf", "feather", "acdc", "rigl", "imp", "l0", "probmask", "export", "profile", "track", "sweep"),
+    *("gmp", "dpf", "feather", "acdc", "rigl", "str", "imp", "l0", "probmask", "export", "profile", "track", "sweep"),
 )
 SHORT = ("--dense-epochs", "2", "--epochs", "2")
 
@@ -115,7 +115,7 @@ def test_only_commands_that_use_a_criterion_have_the_flag() -> None:
 
 
 def test_help_names_all_methods_whose_runs_are_accepted() -> None:
-    plain = "osp, pft, gmp, dpf, feather, acdc, rigl, imp, l0, probmask"
+    plain = "osp, pft, gmp, dpf, feather, acdc, rigl, str, imp, l0, probmask"
     for command, methods in {"certify": plain, "export": f"{plain}, pbp", "profile": f"{plain}, pbp"}.items():
         assert methods in " ".join(call(command, "--help").stdout.split())
 

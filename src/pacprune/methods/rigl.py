@@ -5,6 +5,7 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import nn
 
+from pacprune.distributed import refuse_sharded
 from pacprune.masking import masks, weights
 from pacprune.masking.criteria import score
 from pacprune.methods.pipeline import Pipeline, Pruned, check_reachable, check_request, pipeline, stage_maker
@@ -76,6 +77,7 @@ def rigl(
         118
     """
     check_request(model, sparsity)
+    refuse_sharded(prunable(model).values(), "control", "growth")
     check_name("start", start, STARTS)
     budget = Budget(sparsity, control="growth", ramp=0.75, every=every, exchange=exchange)
     stage = stage_maker(model, data, loss, seed, folder, progress)

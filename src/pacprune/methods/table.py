@@ -19,6 +19,7 @@ from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
 from pacprune.methods.probmask import probmask
 from pacprune.methods.rigl import rigl
+from pacprune.methods.str_ import str_
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +185,17 @@ METHODS: dict[str, Method] = {
         "layer lose their places to those with the largest gradients.",
         flags=("start", "scope", "exchange", "every", "min_per_layer"),
         examples=("--sparsity 0.95", "--start random --dense-epochs 0 --epochs 40"),
+    ),
+    "str": Method(
+        str_,
+        "Soft threshold reparameterisation",
+        "layers learn thresholds",
+        "STR",
+        "#44AA99",
+        "H",
+        steps="Dense training, then training of all weights and of a threshold for every layer, by which its weights "
+        "are shrunk. The mask moves to the end.",
+        flags=("ramp", "min_per_layer"),
     ),
     "imp": Method(
         imp,

@@ -5,7 +5,8 @@ MASK_CONTROLS.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -53,9 +54,10 @@ class Budget:
             many scores lie above it). Of a network without gates: "magnitude" (gradual
             magnitude pruning, Zhu & Gupta 2017: every so many steps the mask becomes the largest weights, and the
             others are zero for good), "feedback" (DPF, Lin et al. 2020: the others are zero in the network alone, its
-            gradient trains them on, and they can come back; the weights are left as trained) or "growth" (RigL, Evci
+            gradient trains them on, and they can come back; the weights are left as trained), "growth" (RigL, Evci
             et al. 2020: every tensor keeps its number of weights, and the smallest make room for pruned ones with the
-            largest gradients, which begin at zero).
+            largest gradients, which begin at zero) or "soft" (STR, Kusupati et al. 2020: in the network, weights are
+            shrunk by learned thresholds; see `pp.str_`).
         schedule: "fixed" is the final sparsity from the start. "cubic" rises as 1 - (1 - r)^3, from dense. Or a
             function of r in [0, 1] that gives the share of the sparsity asked for, 1 at r = 1.
         ramp: The share of the stage in which the schedule, and `fade`, come to their end, in (0, 1].
@@ -106,7 +108,7 @@ class Budget:
             )
         if self.pattern is not None:
             patterns.parse(self.pattern)
-            able = [name for name, control in MASK_CONTROLS.items() if not control.grows]
+            able = [name for name, control in MASK_CONTROLS.items() if control.moves]
             if self.control not in able:
                 raise ValueError(
                     f"the pattern {self.pattern} is for the controls {' and '.join(able)}, not "
@@ -231,11 +233,18 @@ class MaskControl:
         period: Steps from one mask to the next, where the budget names none.
         feedback: Whether pruned weights are zero in the network alone, so that its gradient trains them on.
         grows: Whether weights are exchanged by `exchange_weights_` after a step, in place of `move_masks_` before it.
+        soft: Whether weights are shrunk by `soft_thresholded` during a step, in place of `move_masks_` before it.
     """
 
     period: int
     feedback: bool = False
     grows: bool = False
+    soft: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether `move_masks_` says which weights are kept."""
+        return not (self.grows or self.soft)
 
 
 def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
@@ -249,7 +258,7 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
         )
-    if control in MASK_CONTROLS and MASK_CONTROLS[control].grows:
+    if control in MASK_CONTROLS and not MASK_CONTROLS[control].moves:
         refuse_sharded(model.parameters(), "control", control)
     for budget in budgets:
         if budget.pattern is not None:
@@ -337,6 +346,59 @@ def _exchange_(weight: Tensor, keep: Tensor, gradient: Tensor, share: float) -> 
     mask[growth.topk(kept_count - staying_count).indices] = True
     keep.copy_(mask.reshape(keep.shape))
     weight.masked_fill_(~keep, 0)
+
+
+THRESHOLDS = "soft_thresholds"
+"""The parameter of a model with the logarithms of its layers' thresholds, in the order of `weights.masked`."""
+_LEAST_LEVEL = -30.0
+"""The logarithm of a threshold that every weight is above: below that of 1e-12, which `soft_scores` counts zeros as."""
+
+
+def soft_scores(pairs: weights.Masked, thresholds: Tensor) -> list[Tensor]:
+    """log|w| - s with a tensor's own s: above 0 where a weight is kept."""
+    columns = thresholds.detach().unbind(-1)
+    return [
+        torch.log(weight.detach().abs() + 1e-12) - _over(column, weight)
+        for (weight, _), column in zip(pairs, columns, strict=True)
+    ]
+
+
+@contextmanager
+def soft_thresholded(pairs: weights.Masked, thresholds: Tensor, density: Tensor, *, members: bool) -> Iterator[None]:
+    """While this lasts, every weight is sign(w) max(0, |w| - exp(s)), with its tensor's s; then it is what it was.
+
+    First, one number is added to all s, so that the share `density` of the weights is above its threshold. The masks
+    become what is above. Nothing waits for the device.
+    """
+    with torch.no_grad():
+        scores = soft_scores(pairs, thresholds)
+        tau = masks.threshold(scores, density, members=members)
+        # Below all scores where everything is kept, but near enough for float32 to tell the layers apart.
+        tau = torch.maximum(tau, _LEAST_LEVEL - thresholds.amax(-1))
+        thresholds.add_(tau[:, None] if members else tau)
+        rows = [weight.detach() for weight, _ in pairs]
+        before = [weight.clone() for weight in rows]
+        for (weight, keep), score, limit in zip(pairs, scores, thresholds.exp().unbind(-1), strict=True):
+            keep.copy_(score > _over(tau, score))
+            weight.copy_(weight.sign() * (weight.abs() - _over(limit, weight)).clamp_min(0) * keep)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(rows, before)  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def soft_gradients_(pairs: weights.Masked, thresholds: nn.Parameter) -> None:
+    """The derivatives of `soft_thresholded`: 1 above the threshold, 0 below, and -sign(w) exp(s) in s."""
+    slopes = []
+    for (weight, keep), limit in zip(pairs, thresholds.exp().unbind(-1), strict=True):
+        if weight.grad is None:
+            slopes.append(torch.zeros_like(limit))
+            continue
+        weight.grad.masked_fill_(~keep, 0)
+        slopes.append(-limit * (weight.grad * weight.sign()).flatten(limit.ndim).sum(-1))
+    thresholds.grad = torch.stack(slopes, dim=-1)
 
 
 @torch.no_grad()
@@ -448,6 +510,7 @@ MASK_CONTROLS = {
     # likely since many of those that grew unseen came back at once (docs/results.md, DPF).
     "feedback": MaskControl(period=1, feedback=True),
     "growth": MaskControl(period=100, grows=True),
+    "soft": MaskControl(period=1, feedback=True, soft=True),
 }
 """Of plain networks."""
 

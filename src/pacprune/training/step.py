@@ -4,7 +4,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -104,6 +104,8 @@ class Step:
         grows = self.mask_control is not None and self.mask_control.grows
         self.growth = [torch.zeros_like(weight.detach()) for weight, _ in self.masked] if grows else []
         """The last gradients of all weights with a mask, where pruned ones can grow by them."""
+        soft = self.mask_control is not None and self.mask_control.soft
+        self.thresholds = model.get_parameter(budget.THRESHOLDS) if soft else None
         self.noisy = any(entry.noise for entry in stage.budgets or ())
         fades = any(entry.fade for entry in stage.budgets or ())
         # Taken before a checkpoint is read, whose gates have come further.
@@ -176,10 +178,11 @@ class Step:
 
     def _budget_rows(self, shares: list[float]) -> list[list[list[float]]]:
         """The noise, what fades of the gates' start, the density and the sharpness, of every member at every step."""
-        if not self.holds:
+        if not self.holds and self.thresholds is None:
             return [[[1.0] * len(shares)] * len(self.configs)] * 4
         budgets = self.stage.budgets or ()
-        attached = sum(site.gate.numel() for site in self.sites) // len(self.configs)
+        held = [site.gate for site in self.sites] or [weight for weight, _ in self.masked]
+        attached = sum(tensor.numel() for tensor in held) // len(self.configs)
         sizes = {"size": attached, "total": self.weights_total}
         before = [max(0.0, share - 1 / self.steps) for share in shares]
         return [
@@ -193,7 +196,7 @@ class Step:
         """Takes step `number` of the epoch; returns on how many examples."""
         self.clock.copy_(self.table[number])
         step = self.first + number
-        if self.mask_control is not None and not self.growth:
+        if self.mask_control is not None and self.mask_control.moves:
             total = self.weights_total
             budget.move_masks_(self.masked, self.stage.budget_per_member(), step, self.steps, total=total)
         if isinstance(examples, Tensor):
@@ -261,17 +264,13 @@ class Step:
         if self.holds:
             self._hold_budget()
         feedback = self.mask_control is not None and self.mask_control.feedback
-        # With feedback, masked weights get the gradient that they have at zero, and keep what they learn from it.
-        with weights.zeroed(self.masked) if feedback else nullcontext(), self._rank_samples():
+        with self._pruned() if feedback else nullcontext(), self._rank_samples():
             value = self._gradients(x, y, along)
         if self.exchange is not None:
             self.exchange.sum_()
         if self.holds and budget.GATE_CONTROLS[self.control].penalised:
             budget.penalty(self.sites, stage.budget_per_member(), self.clock[-2], between=self.between).sum().backward()
-        if self.growth:
-            self._note_growth()
-        if config.clip is not None:
-            self._clip(config.clip)
+        self._finish_gradients()
         self.optimizer.step()
         if stage.after is not None:
             stage.after(self.optimizer)
@@ -279,6 +278,12 @@ class Step:
             weights.zero_pruned_(self.masked)
         self.value.copy_(value)
         self.total.add_(value * self.count)
+
+    def _pruned(self) -> AbstractContextManager[None]:
+        """With feedback, masked weights get the gradient that they have at zero, and keep what they learn from it."""
+        if self.thresholds is None:
+            return weights.zeroed(self.masked)
+        return budget.soft_thresholded(self.masked, self.thresholds, self.clock[-2], members=self.stage.members)
 
     def _hold_budget(self) -> None:
         """Brings the gates to the budget of this step."""
@@ -338,6 +343,15 @@ class Step:
         for site, start in zip(self.sites, self.start, strict=False):
             share = self.clock[-3].reshape(-1, *[1] * (start.ndim - 1)) if self.stage.members else self.clock[-3]
             site.local_gate.detach().addcmul_(start, share, value=-1)
+
+    def _finish_gradients(self) -> None:
+        """What a mask's control makes of the gradients, and clipping."""
+        if self.growth:
+            self._note_growth()
+        if self.thresholds is not None:
+            budget.soft_gradients_(self.masked, self.thresholds)
+        if self.config.clip is not None:
+            self._clip(self.config.clip)
 
     @torch.no_grad()
     def _note_growth(self) -> None:

@@ -1,0 +1,105 @@
+"""STR: weights are shrunk by thresholds that every layer learns."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pacprune.distributed import refuse_sharded
+from pacprune.masking import masks, weights
+from pacprune.methods.pipeline import Pipeline, Pruned, check_reachable, check_request, pipeline, stage_maker
+from pacprune.training.budget import THRESHOLDS, Budget, soft_scores
+from pacprune.training.config import Config
+from pacprune.training.evaluate import reestimate_batchnorm
+from pacprune.types import Data, Loss, Progress
+
+
+@pipeline
+def str_(
+    model: nn.Module,
+    data: Data,
+    config: Config,
+    *,
+    sparsity: float,
+    ramp: float = 0.8,
+    dense: Config | None = None,
+    min_per_layer: int = 0,
+    loss: Loss = F.cross_entropy,
+    prunable: weights.Prunable = weights.prunable,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Pipeline[Pruned]:
+    """STR (Kusupati et al. 2020), in place: [dense] -> train weights and their layers' thresholds -> top-k.
+
+    The network computes with sign(w) max(0, |w| - exp(s)), and every layer learns its s by the gradient of the loss. So
+    layers share the weights out among themselves. Weights below their threshold get no gradient. They come back when
+    the threshold falls below them, and the mask moves to the very end.
+
+    The paper has no means to ask for a sparsity: one is found by trying weight decays and starts of s. Here one number
+    is added to all s before every step, so that exactly k weights are above their thresholds, with the density of
+    `gmp` and its end at `ramp`. What layers learn is how their thresholds differ. The paper's threshold is sigmoid(s);
+    a common factor of all thresholds needs exp(s).
+
+    Args:
+        model: The network; it is pruned in place.
+        data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
+        config: The whole budget after dense training. Weight decay applies to s, too, as in the paper.
+        sparsity: Fraction of the weights to prune, such as 0.9.
+        ramp: Share of the epochs in which the sparsity rises, such as 0.8. A longer one is gentler on the network.
+        dense: How the network is trained before pruning; None prunes it as it is.
+        min_per_layer: Weights that every layer keeps at least.
+        loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
+        prunable: Which weights may be pruned: model -> {name: weight}.
+        seed: Seed of the data order.
+        folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
+        progress: Called after every step and every epoch.
+
+    Returns:
+        The pruned network, its mask and its history.
+
+    Raises:
+        ValueError: If the sparsity cannot be met.
+
+    Example:
+        >>> pruned = pp.str_(model, (x, y), pp.Config(epochs=2), sparsity=0.9)
+        >>> sum(int(keep.sum()) for keep in pruned.mask.values())
+        118
+    """
+    check_request(model, sparsity)
+    refuse_sharded(prunable(model).values(), "control", "soft")
+    budget = Budget(sparsity, control="soft", schedule="cubic", ramp=ramp)
+    stage = stage_maker(model, data, loss, seed, folder, progress)
+    check_reachable(model, sparsity, prunable, min_per_layer)
+    history = (yield stage("dense", dense)) if dense else []
+    weights.apply_mask(model, masks.all_kept(prunable(model)))
+    with weights.changing(model):
+        first = next(iter(prunable(model).values()))
+        start = torch.zeros(len(prunable(model)), device=first.device)  # the first step finds their common level
+        model.register_parameter(THRESHOLDS, nn.Parameter(start))
+    history += yield stage("masks", config, budget)
+    mask = _finish(model, sparsity, min_per_layer)
+    if not config.epochs:  # else the network is what it was at the last step
+        reestimate_batchnorm(model, data)
+    return Pruned(model, mask, history)
+
+
+@torch.no_grad()
+def _finish(model: nn.Module, sparsity: float, min_per_layer: int) -> dict[str, Tensor]:
+    """Takes the thresholds off, and leaves the k weights that are furthest above them, shrunk; returns their mask."""
+    pairs, names = weights.masked(model), list(weights.notes(model).mask or {})
+    thresholds = model.get_parameter(THRESHOLDS)
+    scores = dict(zip(names, soft_scores(pairs, thresholds), strict=True))
+    total = weights.total(model)
+    mask = masks.top_k(scores, sparsity=sparsity, min_per_layer=min_per_layer, total=total)
+    kept_count = sum(int(keep.sum()) for keep in mask.values())
+    flat = torch.cat([score.reshape(-1) for score in scores.values()])
+    tau = masks.threshold([flat], kept_count / flat.numel())
+    with weights.changing(model):
+        for weight, score in zip((weight for weight, _ in pairs), scores.values(), strict=True):
+            # At least 0.001 of it: a mask with a minimum may name some that are below.
+            weight.mul_((1 - torch.exp(tau - score)).clamp_min(1e-3))
+        delattr(model, THRESHOLDS)
+    weights.apply_mask(model, mask)
+    return mask
