@@ -49,7 +49,7 @@ def pruned(**options: Any) -> Any:
         (lambda: pp.patterns.sparsity("3:4"), "pattern '3:4' is unknown; use one of 1:4, 2:4"),
         (lambda: pp.attach(net(), pp.isotropic(net(), sparsity=0.5), mapping="tanh"), "mapping 'tanh' is unknown; use"),
         (lambda: pp.attach(net(), pp.isotropic(net(), sparsity=0.5), estimator="x"), "estimator 'x' is unknown; use"),
-        (lambda: pruned(recipe="best"), "recipe 'best' is unknown; use one of coupled, paper"),
+        (lambda: pruned(recipe="best"), "recipe 'best' is unknown; use one of thresholded, coupled"),
         (lambda: pp.export.write("net", net(), format="zip", example=X), "format 'zip' is unknown; use one of "),
         (lambda: recipes.run("figure-9", progress=lambda *call: None), "recipe 'figure-9' is unknown; use one of "),
         (lambda: subjects.run("weather"), "subject 'weather' is unknown; use one of sample, step"),

@@ -15,7 +15,7 @@ from pacprune.masking import attachment, criteria, masks, patterns, weights
 from pacprune.methods.pft import RECIPES
 from pacprune.methods.table import METHODS, Method
 from pacprune.runs import options as opt
-from pacprune.training.budget import move_masks_
+from pacprune.training.controls import Stepper
 from pacprune.training.population import Population
 
 G = torch.Generator().manual_seed(1)
@@ -382,9 +382,9 @@ def test_gradual_pruning_follows_its_schedule_and_leaves_the_pattern_possible(fe
     model = net()
     pp.apply_mask(model, {name: torch.ones_like(w, dtype=torch.bool) for name, w in weights.prunable(model).items()})
     plan = pp.Budget(0.75, control="feedback" if feedback else "magnitude", schedule="cubic", every=1, pattern="1:4")
-    before = 220
+    before, stepper = 220, Stepper(model, [plan])
     for step in range(11):
-        move_masks_(weights.masked(model), plan, step, 10, total=weights.noted_total(model))
+        stepper.prepare(step, 10)
         count = sum(int(keep.sum()) for _, keep in weights.masked(model))
         assert count == round(220 * plan.density(step / 10)) <= before
         assert all((kept_per_group(keep) >= 1).all() for _, keep in weights.masked(model))

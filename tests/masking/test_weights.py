@@ -207,22 +207,6 @@ def test_a_noted_mask_belongs_to_the_model_and_can_be_changed() -> None:
     assert weights.masked(pp.apply_mask(model, None)) == []
 
 
-def test_weights_are_pruned_within_a_block_and_restored_even_after_an_error() -> None:
-    model = nn.Linear(2, 1)
-    pp.apply_mask(model, {"weight": torch.tensor([[True, False]])})
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[3.0, 4.0]]))
-
-    def interrupted() -> None:
-        with weights.zeroed(weights.masked(model)):
-            assert model.weight.tolist() == [[3.0, 0.0]]
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        interrupted()
-    assert model.weight.tolist() == [[3.0, 4.0]]
-
-
 def test_members_that_saw_the_same_examples_share_one_tensor() -> None:
     models, rows = [nn.Linear(2, 2) for _ in range(3)], torch.tensor([5, 3, 5, 9])
     weights.mark_seen(models[2], used([7]))

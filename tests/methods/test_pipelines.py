@@ -391,7 +391,7 @@ def test_bad_arguments_of_pft_are_refused() -> None:
     for share in (0.0, 1.5):
         with pytest.raises(ValueError, match=f"mask_share is {share}"):
             pp.pft(net(), (X, Y), CONFIG, sparsity=0.5, mask_share=share)
-    with pytest.raises(ValueError, match="recipe 'best' is unknown; use one of coupled, paper"):
+    with pytest.raises(ValueError, match="recipe 'best' is unknown; use one of thresholded, coupled, paper"):
         pp.pft(net(), (X, Y), CONFIG, sparsity=0.5, recipe="best")
     with pytest.raises(ValueError, match="nothing to prune"):
         pp.pft(nn.BatchNorm1d(6), (X, Y), CONFIG, sparsity=0.5)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 import pacprune as pp
 from pacprune.masking import masks, weights
-from pacprune.training.budget import THRESHOLDS
+from pacprune.training.controls import THRESHOLDS
 
 G = torch.Generator().manual_seed(1)
 X = torch.randn(120, 6, generator=G)
@@ -28,7 +28,7 @@ def net() -> nn.Module:
 def with_thresholds(first: float, second: float) -> nn.Module:
     model = net()
     pp.apply_mask(model, masks.all_kept(pp.prunable(model)))
-    model.register_parameter(THRESHOLDS, nn.Parameter(torch.tensor([first, second])))
+    weights.notes(model).learned = {THRESHOLDS: nn.Parameter(torch.tensor([first, second]))}
     return model
 
 
@@ -36,10 +36,15 @@ def with_thresholds(first: float, second: float) -> nn.Module:
 def test_one_step_is_its_formula(clip: float | None) -> None:
     model, (x, y) = with_thresholds(-3.0, -2.0), (X[:32], Y[:32])
     config = pp.Config(epochs=1, lr=0.1, momentum=0.0, weight_decay=0.01, batch_size=32, clip=clip)
-    pp.fit(model, (x, y), config, budget=pp.Budget(0.5, control="soft"))
+    after = {}
+
+    def progress(*call: Any) -> None:
+        after.update({n: p.detach().clone() for n, p in (*model.named_parameters(), *weights.learned(model).items())})
+
+    pp.fit(model, (x, y), config, budget=pp.Budget(0.5, control="soft"), progress=progress)
     twin = with_thresholds(-3.0, -2.0).train()
     names = list(pp.prunable(net()))
-    start = {name: p.detach().clone() for name, p in twin.named_parameters()}
+    start = {n: p.detach().clone() for n, p in (*twin.named_parameters(), *weights.learned(twin).items())}
     ratios = torch.cat([(start[n].abs() / s.exp()).reshape(-1) for n, s in zip(names, start[THRESHOLDS], strict=True)])
     level = start[THRESHOLDS] + torch.log(ratios.sort().values[89])  # of 180 weights 90 are above
     leaves = {name: t.requires_grad_() for name, t in {**start, THRESHOLDS: level}.items()}
@@ -52,11 +57,11 @@ def test_one_step_is_its_formula(clip: float | None) -> None:
     gradients = [t.grad for t in leaves.values() if t.grad is not None]
     norm = float(torch.stack([g.norm() for g in gradients]).norm())
     scale = 1.0 if clip is None else clip / (norm + 1e-6)
-    for name, p in model.named_parameters():
+    for name, moved in after.items():
         before, gradient = leaves[name].detach(), leaves[name].grad
         assert gradient is not None
         expected = before - 0.1 * (scale * gradient + 0.01 * before)
-        torch.testing.assert_close(p.detach(), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-6)
 
 
 def observe(**options: Any) -> tuple[pp.Pruned, list[torch.Tensor]]:
@@ -87,7 +92,7 @@ def test_layers_learn_how_their_thresholds_differ() -> None:
     model, levels = net(), []
 
     def progress(*call: Any) -> None:
-        levels.append(model.get_parameter(THRESHOLDS).detach().clone())
+        levels.append(weights.learned(model)[THRESHOLDS].detach().clone())
 
     pp.str_(model, (X, Y), CONFIG, sparsity=0.8, progress=progress)
     assert float((levels[-1][0] - levels[-1][1]).abs()) > 0.01
@@ -97,7 +102,7 @@ def test_layers_learn_how_their_thresholds_differ() -> None:
 def test_a_plain_network_is_left() -> None:
     result, _ = observe(min_per_layer=10)
     assert set(result.model.state_dict()) == set(net().state_dict())
-    assert not hasattr(result.model, THRESHOLDS)
+    assert not weights.learned(result.model)
     assert min(int(keep.sum()) for keep in result.mask.values()) >= 10
     assert result.sparsity == pytest.approx(0.8)
 

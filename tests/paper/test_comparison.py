@@ -110,7 +110,8 @@ def test_methods_with_a_mask_stage_have_the_share_that_the_setting_says(
     comparison.run(third.changed(sparsities=(0.9,), pruning=replace(SETTING.pruning, epochs=3)), job)
     assert stages.keys() == pruning_methods().keys()
     staged = {name for name, method in pruning_methods().items() if method.takes("mask_share")}
-    assert {name for name, counts in stages.items() if counts.get("masks") == 1} == staged
+    for name in staged:  # an epoch of its own, or a third of one stage
+        assert stages[name]["masks"] == (1 if "tune" in stages[name] else 3)
     assert third.terms != SETTING.terms
 
 

@@ -84,11 +84,10 @@ def test_a_finished_run_of_pbp_shows_p_and_q(tmp_path: Path) -> None:
     [
         ("pft", {}),
         ("pft", {"recipe": "paper"}),
-        ("pft", {"recipe": "thresholded", "mask_share": 0.5}),
         ("pft", {"sparsity": 0.5, "pattern": "2:4"}),
         ("l0", {}),
     ],
-    ids=["coupled", "paper", "thresholded", "pattern", "l0"],
+    ids=["coupled", "paper", "pattern", "l0"],
 )
 def test_an_unfinished_run_shows_the_rows_and_gates_of_its_checkpoints(
     command: str, flags: dict[str, Any], tmp_path: Path

@@ -1,6 +1,5 @@
 """Sparsity controllers: the schedules, and each control against its budget."""
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -12,11 +11,11 @@ from torch import nn
 import pacprune as pp
 from pacprune.masking import attachment, criteria, weights
 from pacprune.training import budget
-from pacprune.training.budget import GATE_CONTROLS, MASK_CONTROLS, SCHEDULES, Budget
+from pacprune.training.budget import GATE_CONTROLS, SCHEDULES, Budget
+from pacprune.training.controls import CONTROLS
 from pacprune.training.population import Population
 
 PROGRESS = (0.0, 0.1, 0.4, 0.79, 0.8, 1.0)
-THRESHOLDED = {"estimator": "thresholded", "coupling": 4.0}
 
 
 def attached(seed: int = 0, **options: object) -> nn.Module:
@@ -73,13 +72,12 @@ def test_a_schedule_may_be_a_function():
 
 @pytest.mark.parametrize("control", GATE_CONTROLS)
 def test_every_control_of_gates_trains(control):
-    options = THRESHOLDED if control == "threshold" else {}
-    model, x = attached(**options), torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+    model, x = attached(), torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
     data = x, (x[:, 0] > 0).long()
     history = pp.fit(model, data, pp.Config(epochs=2, batch_size=10), budget=Budget(0.7, control=control))
     if GATE_CONTROLS[control].hold is not None:
         assert history[-1]["expected_sparsity"] == pytest.approx(0.7, abs=1e-6)
-    assert MASK_CONTROLS.keys().isdisjoint(GATE_CONTROLS)
+    assert CONTROLS.keys().isdisjoint(GATE_CONTROLS)
 
 
 @pytest.mark.parametrize(
@@ -242,209 +240,6 @@ def test_a_patient_multiplier_learns_more_slowly():
     assert multipliers == pytest.approx({10.0: excess, 1000.0: excess / 100}, rel=1e-5)
 
 
-# --- Masks of plain networks
-
-
-def plain(seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5))
-    return pp.apply_mask(model, {n: torch.ones_like(w, dtype=torch.bool) for n, w in pp.prunable(model).items()})
-
-
-def move_masks_(model: nn.Module, plan: Budget | list[Budget], step: int, steps: int) -> None:
-    budget.move_masks_(weights.masked(model), plan, step, steps, total=1400)
-
-
-def current_mask(model: nn.Module) -> torch.Tensor:
-    return torch.cat([keep.reshape(-1) for _, keep in weights.masked(model)])
-
-
-@pytest.mark.parametrize("control", [name for name, control in MASK_CONTROLS.items() if control.moves])
-def test_masks_keep_the_largest_weights_at_the_density_of_the_schedule(control):
-    model = plain()
-    before = {n: w.detach().clone() for n, w in pp.prunable(model).items()}
-    plan = Budget(0.9, control=control, schedule="cubic", every=10)
-    for step in (0, 5, 10, 50, 80, 95):
-        previous = current_mask(model).clone()
-        move_masks_(model, plan, step, 100)
-        if step % 10:
-            assert torch.equal(current_mask(model), previous)
-            continue
-        expected = pp.top_k({n: w.abs() for n, w in before.items()}, sparsity=1 - plan.density(step / 100))
-        assert torch.equal(current_mask(model), torch.cat([m.reshape(-1) for m in expected.values()]))
-        assert int(current_mask(model).sum()) == round(plan.density(step / 100) * 1400)
-        for name, w in pp.prunable(model).items():
-            assert torch.equal(w, before[name] * expected[name] if control == "magnitude" else before[name])
-
-
-def test_masks_of_members_move_independently():
-    models = [plain(seed) for seed in range(3)]
-    plans = [
-        Budget(0.5, control="magnitude"),
-        Budget(0.9, control="magnitude", schedule="cubic", every=7),
-        Budget(0.97, control="magnitude", min_per_layer=15),
-    ]
-    stacked = Population(models).stacked
-    for step in (0, 7, 14, 16, 32):
-        move_masks_(stacked, plans, step, 40)
-        for model, plan in zip(models, plans, strict=True):
-            move_masks_(model, plan, step, 40)
-    for k, model in enumerate(models):
-        for (w, keep), (member_weight, member_keep) in zip(weights.masked(stacked), weights.masked(model), strict=True):
-            assert torch.equal(keep[k], member_keep)
-            assert torch.equal(w[k], member_weight)
-    assert int(weights.masked(models[2])[1][1].sum()) >= 15
-
-
-def test_a_step_of_feedback_is_the_dense_gradient_of_the_masked_network():
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(32, 30, generator=generator), torch.arange(32) % 5
-    model, twin = plain(), plain()
-    config = pp.Config(epochs=1, lr=0.1, batch_size=32, accumulate=2)
-    pp.fit(model, (x, y), config, budget=Budget(0.5, control="feedback"))
-    dense = {n: w.detach().clone() for n, w in twin.named_parameters()}
-    mask = pp.top_k({n: dense[n].abs() for n in pp.prunable(twin)}, sparsity=0.5)
-    F.cross_entropy(pp.apply_mask(twin, mask)(x), y).backward()
-    for name, w in model.named_parameters():
-        assert torch.allclose(w, dense[name] - 0.1 * twin.get_parameter(name).grad, atol=1e-6)
-    assert torch.equal(current_mask(model), current_mask(twin))
-
-
-def sparse(seed: int = 0, sparsity: float = 0.8) -> nn.Module:
-    model = plain(seed)
-    return pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=sparsity))
-
-
-def test_growth_exchanges_the_smallest_weights_for_those_with_the_largest_gradients():
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(32, 30, generator=generator), torch.arange(32) % 5
-    model, twin = sparse(), sparse()
-    before = [keep.clone() for _, keep in weights.masked(model)]
-    config = pp.Config(epochs=4, lr=0.1, momentum=0.9, batch_size=32)
-    plan = Budget(0.8, control="growth", every=2, ramp=0.75, exchange=0.4)  # of 4 steps, one exchange after 2
-    pp.fit(model, (x, y), replace(config, lr=0.0), budget=plan)
-    F.cross_entropy(twin(x), y).backward()
-    share = plan.exchange_at(0.5)
-    assert share == pytest.approx(0.4 * 0.5 * (1 + math.cos(math.pi * 0.5 / 0.75)))
-    for old, (weight, keep), (twin_weight, _) in zip(before, weights.masked(model), weights.masked(twin), strict=True):
-        count = int(old.sum())
-        size, gradient = (t.detach().abs().reshape(-1) for t in (twin_weight, twin_weight.grad))
-        staying = size.topk(round((1 - share) * count)).indices
-        expected = torch.zeros_like(size, dtype=torch.bool).index_fill_(0, staying, True)
-        grown = gradient.masked_fill(expected, -1).topk(count - len(staying)).indices
-        expected[grown] = True
-        assert torch.equal(keep.reshape(-1), expected)
-        assert torch.equal(weight, twin_weight * keep)  # those that are new begin at zero
-        assert (keep & ~old).any()
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_growth_leaves_every_tensor_its_number_of_weights_and_stops_at_the_end_of_the_ramp(clip, optimizer):
-    x, y = torch.randn(64, 30, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 5
-    model, seen = sparse(), []
-    counts = [int(keep.sum()) for _, keep in weights.masked(model)]
-    config = pp.Config(epochs=5, lr=0.01, batch_size=8, clip=clip, optimizer=optimizer, weight_decay=0.01)
-    plan = Budget(0.8, control="growth", every=3, ramp=0.5)
-    pp.fit(model, (x, y), config, budget=plan, progress=lambda *call: seen.append(current_mask(model).clone()))
-    assert [int(keep.sum()) for _, keep in weights.masked(model)] == counts
-    changes = [k + 1 for k, (a, b) in enumerate(itertools.pairwise(seen[:8])) if not torch.equal(a, b)]
-    assert changes == [2, 5]  # after steps 3 and 6
-    assert all(torch.equal(mask, seen[-1]) for mask in seen[25:])
-    for weight, keep in weights.masked(model):
-        assert not weight[~keep].any()
-
-
-def test_members_exchange_weights_by_their_own_budgets():
-    x, y = torch.randn(64, 30, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 5
-    config = pp.Config(epochs=4, lr=0.05, batch_size=16)
-    plans = [Budget(0.8, control="growth", every=every, exchange=0.5) for every in (2, 3)]
-    models = [sparse(seed) for seed in range(2)]
-    pp.fit(models, (x, y), config, budget=plans)
-    for seed, plan in enumerate(plans):
-        alone = sparse(seed)
-        pp.fit(alone, (x, y), config, budget=plan)
-        assert torch.equal(current_mask(alone), current_mask(models[seed]))
-
-
-def test_after_training_every_member_of_a_population_has_its_mask():
-    models, x = [plain(seed) for seed in range(2)], torch.randn(32, 30)
-    plans = [Budget(s, control="magnitude") for s in (0.5, 0.9)]
-    pp.fit(models, (x, torch.arange(32) % 5), pp.Config(epochs=2, lr=0.1, batch_size=8), budget=plans)
-    for model, plan in zip(models, plans, strict=True):
-        assert int(current_mask(model).sum()) == round((1 - plan.sparsity) * 1400)
-        assert torch.equal(current_mask(model), torch.cat([(w != 0).reshape(-1) for w in pp.prunable(model).values()]))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("control", MASK_CONTROLS)
-def test_a_captured_step_follows_masks_that_move(control):
-    x, y = torch.randn(64, 30), torch.arange(64) % 5
-    plans = [Budget(s, control=control, schedule="cubic", every=3) for s in (0.5, 0.9)]
-    masks = {}
-    for execution in ("eager", "graph"):
-        models = [(sparse if control == "growth" else plain)(seed).cuda() for seed in range(2)]
-        start = torch.stack([current_mask(model) for model in models])
-        config = pp.Config(epochs=5, lr=0.1, batch_size=8, execution=execution)
-        pp.fit(models, (x, y), config, budget=plans)
-        masks[execution] = torch.stack([current_mask(model) for model in models])
-        assert not torch.equal(masks[execution], start)
-    assert torch.equal(masks["eager"], masks["graph"])
-
-
-def test_a_control_that_does_not_fit_the_model_is_refused():
-    bare = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=r"'magnitude' moves the mask of a plain network, but this one has none"):
-        pp.fit(bare, (torch.zeros(4, 3), torch.zeros(4).long()), pp.Config(epochs=1), budget=Budget(0.5, "magnitude"))
-    with pytest.raises(ValueError, match=r"'feedback' moves the mask of a plain network, but this one has gates"):
-        budget.check_budgets(attached(), [Budget(0.5, "feedback")])
-    with pytest.raises(ValueError, match=r"keep probabilities of stochastic masks; call pp\.attach"):
-        budget.check_budgets(plain(), [Budget(0.5)])
-    with pytest.raises(ValueError, match="have the controls feedback and magnitude, but all are held in one pass"):
-        budget.check_budgets(plain(), [Budget(0.5, "magnitude"), Budget(0.5, "feedback")])
-
-
-# --- Thresholds
-
-
-def test_a_threshold_keeps_exactly_k_at_every_moment():
-    model, plan = attached(**THRESHOLDED), Budget(0.97, control="threshold", schedule="cubic")
-    size = weights.noted_total(model)
-    for progress in PROGRESS:
-        budget.enforce_(model, plan, progress)
-        kept = sum(int((w != 0).sum()) for w in (model[0].weight, model[2].weight))
-        zeros = 60 if progress == 0 else 0  # weights that are zero themselves
-        assert kept == round(plan.density(progress) * size) - zeros
-        assert density(model) == pytest.approx(plan.density(progress), abs=0.5 / size)
-
-
-def test_noise_moves_the_mask_of_a_step_and_leaves_its_size():
-    model, plan = attached(**THRESHOLDED), Budget(0.9, control="threshold", noise=2.0)
-    sites, size = attachment.sites(model), weights.noted_total(model)
-    assert [plan.noise_at(t) for t in (0.0, 0.4, 0.8, 1.0)] == [2.0, 1.0, 0.0, 0.0]
-    model.train()
-    numbers = torch.tensor(0.1, dtype=torch.float64), torch.tensor(1.0)
-    masks = []
-    for _ in range(3):
-        budget.hold_(sites, "threshold", *numbers, noise=torch.tensor(2.0), wait=False, between=None)
-        pp.resample_(model)
-        masks.append(torch.cat([(w != 0).reshape(-1) for w in (model[0].weight, model[2].weight)]))
-        assert int(masks[-1].sum()) == pytest.approx(0.1 * size, abs=1)
-    assert not torch.equal(masks[0], masks[1])
-    budget.enforce_(model, plan, 1.0)  # what is read has none
-    assert density(model) == pytest.approx(0.1, abs=0.5 / size)
-
-
-def test_a_threshold_and_random_gates_do_not_mix():
-    with pytest.raises(ValueError, match=r"'threshold' cannot hold the gates of estimator 'concrete'; .* together"):
-        budget.check_budgets(attached(), [Budget(0.5, "threshold")])
-    with pytest.raises(ValueError, match=r"'shift' cannot hold the gates of estimator 'thresholded'"):
-        budget.check_budgets(attached(**THRESHOLDED), [Budget(0.5)])
-    with pytest.raises(ValueError, match=r"noise is 1\.0 with the control 'shift'; it is the size of the noise"):
-        Budget(0.5, noise=1.0)
-
-
 # --- Populations
 
 
@@ -466,7 +261,6 @@ def population(control: str, **options: object) -> tuple[nn.Module, list[nn.Modu
         ("projection", {}),
         ("projection", {"coupling": 1.0}),
         ("projection", {"mapping": "clamp"}),
-        ("threshold", THRESHOLDED),
     ],
 )
 def test_members_are_held_to_their_budgets_independently(control, options):
@@ -529,9 +323,9 @@ def test_wrong_budgets_of_a_population_are_refused():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("control", ["shift", "projection", "lagrangian", "threshold"])
+@pytest.mark.parametrize("control", ["shift", "projection", "lagrangian"])
 def test_holding_a_population_does_not_wait_for_the_device(control):
-    stacked, _, plans = population(control, **(THRESHOLDED if control == "threshold" else {"coupling": 1.0}))
+    stacked, _, plans = population(control, coupling=1.0)
     stacked.cuda()
     density = torch.tensor(budget.densities(stacked, plans, 1.0), device="cuda")
     sharpness, sites = torch.ones(3, device="cuda"), attachment.sites(stacked)

@@ -62,11 +62,8 @@ def attached(control: str, mapping: str = "sigmoid", **options: Any) -> History:
     model = options["model"]
     slab = pp.isotropic(model, sparsity=0.5, std=0.05)
     law = {"mapping": mapping, "coupling": 4.0 if mapping == "sigmoid" else 0.0}
-    if control == "threshold":
-        law["estimator"] = "thresholded"
     pp.attach(model, slab, **law, train_std=True, seed=7)
-    noise = 0.5 if control == "threshold" else 0.0
-    target = pp.Budget(0.7, control, "cubic", sharpen=1.0 if mapping == "clamp" else 3.0, noise=noise)
+    target = pp.Budget(0.7, control, "cubic", sharpen=1.0 if mapping == "clamp" else 3.0)
     return dense(budget=target, **options)
 
 

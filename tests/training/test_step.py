@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import pacprune as pp
 from pacprune import philox
 from pacprune.data.batches import crop_flip
-from pacprune.masking import attachment, masks
+from pacprune.masking import attachment, masks, weights
 from pacprune.masking.spikeslab import ETA
 from pacprune.methods import pipeline
 from pacprune.training import budget, step
@@ -46,7 +46,9 @@ def attached(k: int = 0, std: float = 0.0) -> nn.Module:
 
 def thresholded(k: int = 0) -> nn.Module:
     model = net(k)
-    return pp.attach(model, pp.isotropic(model, sparsity=0.5), estimator="thresholded", coupling=4.0, seed=k)
+    pp.apply_mask(model, masks.all_kept(pp.prunable(model)))
+    weights.notes(model).learned = {n: nn.Parameter(torch.zeros_like(w)) for n, w in pp.prunable(model).items()}
+    return model
 
 
 THRESHOLD = pp.Budget(0.5, control="threshold", schedule="cubic", noise=0.5)
@@ -416,7 +418,9 @@ def test_an_interrupted_run_resumes_its_fading(tmp_path: Path) -> None:
 
 
 def test_only_gates_have_a_start_that_fades() -> None:
-    with pytest.raises(ValueError, match="fade is for gates, which the control 'magnitude' has not; leave it out"):
+    with pytest.raises(
+        ValueError, match="fade is for gates and scores, which the control 'magnitude' has not; leave it out"
+    ):
         pp.Budget(0.5, control="magnitude", fade=True)
 
 

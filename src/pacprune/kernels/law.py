@@ -32,29 +32,31 @@ class Mode(NamedTuple):
         number: What sampler.cpp and triton_sampler.py call it.
         gate: The formula.
         is_binary: Whether the gate is 0 or 1.
-        trains_gates: Whether it has a gradient in the logit, so that `attach` takes it as an estimator.
+        is_estimator: Whether `attach` takes it: gates that are drawn, with a gradient in the logit.
     """
 
     number: int
     gate: str
     is_binary: bool = False
-    trains_gates: bool = True
+    is_estimator: bool = True
 
 
 MODES = {
     SOFT: Mode(0, "s = sigmoid((logit + logit u) / beta)"),
     STRAIGHT_THROUGH: Mode(1, "1[u > 1 - keep_prob], with the gradient of s", is_binary=True),
-    HARD: Mode(2, "1[u > 1 - keep_prob]", is_binary=True, trains_gates=False),
+    HARD: Mode(2, "1[u > 1 - keep_prob]", is_binary=True, is_estimator=False),
     # log alpha of Louizos et al. 2018 is logit - beta log(-ZETA / GAMMA) here: the gate is above 0 exactly where the
     # hard gate is open, with probability keep_prob.
     STRETCHED: Mode(3, "clamp(GAMMA + (ZETA - GAMMA) sigmoid((logit + logit u) / beta - log(-ZETA / GAMMA)), 0, 1)"),
     NOISELESS: Mode(4, "sigmoid(logit / beta): s at u = 1/2, the same in every draw"),
     # With gate parameters of 0 it is Feather's operator, since exp(score / coupling) is |mean|. The gradient goes
     # straight through to the mean, times theta where the gate is 0; to the gate parameter it goes as in NOISELESS.
-    THRESHOLDED: Mode(5, "(1 - exp(-POWER (score - shift) / coupling))^(1 / POWER) where score > shift, else 0"),
+    THRESHOLDED: Mode(
+        5, "(1 - exp(-POWER (score - shift) / coupling))^(1 / POWER) where score > shift, else 0", is_estimator=False
+    ),
 }
-ESTIMATORS = {name: mode for name, mode in MODES.items() if mode.trains_gates}
-"""The modes that gates can be trained in."""
+ESTIMATORS = {name: mode for name, mode in MODES.items() if mode.is_estimator}
+"""The modes that `attach` takes."""
 
 
 class GateMapping(NamedTuple):

@@ -17,7 +17,7 @@ from pacprune.data import trace
 from pacprune.data.trace import Trace
 from pacprune.distributed import Across, across, first_index, is_sharded, local, refuse_sharded, sharded
 from pacprune.kernels.law import bounded
-from pacprune.masking import masks, patterns, weights
+from pacprune.masking import patterns, weights
 from pacprune.masking.sampler import Pool, Sampler, Shards, casts, sample_shards_
 from pacprune.masking.spikeslab import ETA, SpikeSlab, check_fits, top_mask
 from pacprune.types import check_name
@@ -77,12 +77,6 @@ class AttachedWeight:
         """The probability that the hard gate opens, as `kernels.quantised` stores it."""
         return self.sampler.keep_prob(self.local_mean, self.local_gate)
 
-    def kept_value(self) -> Tensor:
-        """The mean of the weight while it is kept, over all ranks where it is sharded."""
-        if not self.sampler.thresholded:
-            return self.mean
-        return self.over_ranks(self.sampler.kept_value(self.local_mean, self.local_gate))
-
     def over_ranks(self, rows: Tensor) -> Tensor:
         """What was computed of this rank's rows, as a tensor that is sharded like the gate, differentiable."""
         return sharded.like(rows, self.gate) if self.sharded else rows
@@ -116,12 +110,6 @@ def raw_logits(attached_weights: Sequence[AttachedWeight]) -> list[Tensor]:
     return [site.raw() for site in attached_weights]
 
 
-def next_scores(attached_weights: Sequence[AttachedWeight]) -> list[Tensor]:
-    """What the next draw of every thresholded weight compares with the shift: `raw`, and its noise if there is some."""
-    all_inputs = [site.sampler.inputs_of(site.local_mean, site.local_gate, None) for site in attached_weights]
-    return kernels.next_scores(all_inputs, attached_weights[0].sampler.law(all_inputs[0]))
-
-
 def require_sites(model: nn.Module) -> list[AttachedWeight]:
     """`sites`, or a ValueError when there are none."""
     listed = sites(model)
@@ -153,7 +141,6 @@ def attach(
     coupling: float = 0.0,
     estimator: str = kernels.SOFT,
     beta: float = 0.5,
-    theta: float = 0.5,
     train_std: bool = False,
     seed: int = 0,
 ) -> nn.Module:
@@ -171,11 +158,8 @@ def attach(
         coupling: Above 0 it adds coupling * log|weight| to every gate's logit, so that a weight that grows is kept more
             surely; 4 is what `pp.pft` uses.
         estimator: How gates are relaxed in training: "concrete", "straight-through", "hard-concrete", or
-            "deterministic" for gates without noise (see `kernels.Law`). With "thresholded", also in eval mode, gates
-            are not random: the weights are kept that a `Budget` with control "threshold" lets pass, shrunk as Feather
-            does it.
+            "deterministic" for gates without noise (see `kernels.Law`).
         beta: The relaxation's temperature.
-        theta: The share of its gradient that a weight below the threshold gets; `estimator` "thresholded" only.
         train_std: Whether the std of every weight is trained, too; its logarithm then is a parameter.
         seed: Of the samples.
 
@@ -222,7 +206,6 @@ def attach(
                 coupling=coupling,
                 estimator=estimator,
                 beta=beta,
-                theta=theta,
                 cast=not is_sharded(weight) and all(casts(module) for module, _ in owners),
             )
             sampler.train(model.training)
@@ -245,11 +228,6 @@ def _check_options(mapping: str, coupling: float, estimator: str, train_std: boo
     if mapping == kernels.CLAMP and coupling:
         raise ValueError(
             f"coupling {coupling} needs the sigmoid mapping; with clamp, keep_prob is the parameter itself"
-        )
-    if estimator == kernels.THRESHOLDED and not (mapping == kernels.SIGMOID and coupling):
-        raise ValueError(
-            f"estimator {estimator!r} has a threshold for gate + coupling * log|weight|, but mapping is {mapping!r} "
-            f"and coupling {coupling}; use the sigmoid mapping and a coupling above 0, such as 4"
         )
     if mapping in patterns.PATTERNS and (estimator not in (kernels.SOFT, kernels.NOISELESS) or train_std):
         raise ValueError(
@@ -354,7 +332,7 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
     keep_prob, mean, std = {}, {}, {}
     for site in listed:
         keep_prob[site.name] = site.over_ranks(site.keep_prob() if detach else torch.sigmoid(site.logit()))
-        mean[site.name] = site.kept_value().detach().clone() if detach else site.mean
+        mean[site.name] = site.mean.detach().clone() if detach else site.mean
         if site.log_std is not None:
             std[site.name] = torch.exp(site.log_std.detach() if detach else site.log_std)
         else:
@@ -444,20 +422,11 @@ def forget(model: nn.Module) -> nn.Module:
 
 
 def final_mask(model: nn.Module, *, sparsity: float | None = None, min_per_layer: int = 0) -> dict[str, Tensor]:
-    """The mask that the gates have come to: `top_mask` of their keep_prob, or the likeliest choices of a pattern.
-
-    Of thresholded weights, the largest scores: the threshold itself may be the score of several.
-    """
+    """The mask that the gates have come to: `top_mask` of their keep_prob, or the likeliest choices of a pattern."""
     listed = require_sites(model)
-    if listed[0].sampler.thresholded:
-        slab = read(model)
-        scores = {site.name: site.over_ranks(site.raw().detach()) for site in listed}
-        kept = {"sparsity": slab.sparsity if sparsity is None else sparsity, "min_per_layer": min_per_layer}
-        mask = masks.top_k(scores, total=slab.total, **kept)
-    elif listed[0].sampler.pattern is None:
+    if listed[0].sampler.pattern is None:
         return top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
-    else:
-        mask = {site.name: site.sampler.chosen(site.mean, site.gate) for site in listed}
+    mask = {site.name: site.sampler.chosen(site.mean, site.gate) for site in listed}
     trace.note(mask, weights.seen(model))
     return mask
 
@@ -484,7 +453,7 @@ def harden(model: nn.Module, mask: dict[str, Tensor] | None = None) -> nn.Module
         mask = final_mask(model)
     with weights.changing(model):
         plain = {
-            id(site.where): nn.Parameter(site.kept_value().detach().clone(), requires_grad=site.mean.requires_grad)
+            id(site.where): nn.Parameter(site.mean.detach().clone(), requires_grad=site.mean.requires_grad)
             for site in listed
         }
         owners = [

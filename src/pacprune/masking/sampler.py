@@ -158,9 +158,6 @@ class Sampler(nn.Module):
     With an N:M pattern as its mapping, the gate has shape [C(M, N), rows, groups]: a group's choice c has the logit
     sharpness * (gate_c + coupling * sum_{i in c} log(|mean_i| + 1e-8)), and a weight is multiplied by the share of the
     choices that keep it: under softmax((logit + Gumbel noise) / beta), or of the largest alone where gates are hard.
-
-    With the estimator "thresholded" nothing is random but `noise`, which eval mode leaves out: a weight is kept where
-    gate + coupling * log(|mean| + 1e-8), its score, is above the shift.
     """
 
     seed: Tensor
@@ -169,7 +166,6 @@ class Sampler(nn.Module):
     sharpness: Tensor
     multiplier: Tensor
     std: Tensor | None
-    noise: Tensor | None
 
     def __init__(
         self,
@@ -183,12 +179,10 @@ class Sampler(nn.Module):
         coupling: float,
         estimator: str,
         beta: float,
-        theta: float,
         cast: bool,
     ) -> None:
         super().__init__()
         self.offset, self.mapping, self.coupling, self.estimator, self.beta = offset, mapping, coupling, estimator, beta
-        self.theta, self.noisy = theta, False
         self.cast, self.pool = cast, pool
         self.pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
         device = first[0].device
@@ -197,8 +191,6 @@ class Sampler(nn.Module):
         for name, value in (("shift", 0.0), ("sharpness", 1.0), ("multiplier", 0.0)):
             self.register_buffer(name, torch.tensor(value, device=device))
         self.register_buffer("std", std)
-        noise = torch.tensor(0.0, device=device) if self.thresholded else None
-        self.register_buffer("noise", noise, persistent=False)
         self._first: tuple[Tensor, ...] | None = first
         self._where = _Where()
 
@@ -218,31 +210,14 @@ class Sampler(nn.Module):
         return super().train(mode)
 
     @property
-    def thresholded(self) -> bool:
-        """Whether weights are kept by a threshold, not at random."""
-        return self.estimator == kernels.THRESHOLDED
-
-    @property
     def settings(self) -> list[str | float]:
         """All numbers and words that a draw follows from, beside its tensors."""
-        theta = [self.theta] if self.thresholded else []
-        return [self.mapping, self.coupling, self.estimator, self.beta, *theta]
+        return [self.mapping, self.coupling, self.estimator, self.beta]
 
     def raw(self, mean: Tensor, gate: Tensor) -> Tensor:
         """gate + coupling * log(|mean| + 1e-8): the logit before shift and sharpness."""
         self._refuse_pattern()
         return kernels.raw(Law(self.mapping, self.coupling), mean, gate)
-
-    def kept_value(self, mean: Tensor, gate: Tensor) -> Tensor:
-        """The mean of a weight while it is kept: of a thresholded one, shrunk by how near it is to the threshold.
-
-        At least 0.001 of the mean: a mask of exactly k weights may name some that have the threshold as their score.
-        """
-        if not self.thresholded:
-            return mean
-        law, raw = Law(self.mapping, self.coupling), self.raw(mean, gate)
-        shift = self.shift.reshape(self.shift.shape + (1,) * (raw.ndim - self.shift.ndim))
-        return (mean * kernels.opening(law, raw - shift).clamp_min(1e-3)).to(mean.dtype)
 
     def logit(self, mean: Tensor, gate: Tensor) -> Tensor:
         """The logit of keep_prob, in [-14, 14], differentiable in the gate."""
@@ -254,9 +229,6 @@ class Sampler(nn.Module):
         if self.pattern is not None:
             with torch.no_grad():
                 return self._kept(patterns.relaxed(self.choice_logits(mean, gate), 1.0), mean)
-        if self.thresholded:
-            raw = self.raw(mean, gate).detach()
-            return (raw > self.shift.reshape(self.shift.shape + (1,) * (raw.ndim - self.shift.ndim))).float()
         return kernels.probability(Law(self.mapping, self.coupling), mean, gate, self.shift, self.sharpness)
 
     def choice_logits(self, mean: Tensor, gate: Tensor) -> Tensor:
@@ -299,10 +271,10 @@ class Sampler(nn.Module):
 
     def law(self, inputs: SampleInputs) -> Law:
         """How gates become weights in the present mode."""
-        mode = self.estimator if self.training or self.thresholded else kernels.HARD
+        mode = self.estimator if self.training else kernels.HARD
         # A std that is not the buffer is a parameter, and a parameter is its logarithm.
         log_std = inputs.std is not self._buffers["std"]
-        return Law(self.mapping, self.coupling, mode, self.beta, log_std, self.theta)
+        return Law(self.mapping, self.coupling, mode, self.beta, log_std)
 
     def inputs(self) -> SampleInputs | None:
         """The tensors that the present draw is made of; None for a sampler that was taken out of its model."""
@@ -313,11 +285,9 @@ class Sampler(nn.Module):
 
     def inputs_of(self, mean: Tensor, gate: Tensor, log_std: Tensor | None) -> SampleInputs:
         """The tensors that the present draw of these parameters is made of."""
-        seed, step, shift, sharpness, _, std, noise = self._buffers.values()  # by name each would be searched for
+        seed, step, shift, sharpness, _, std = self._buffers.values()  # by name each would be searched for
         std = std if log_std is None else log_std
-        noise = noise if self.noisy and self.training else None
-        dtype = self._dtype(mean)
-        return SampleInputs(mean, gate, std, seed, step, self.offset, shift, sharpness, dtype, False, noise)  # type: ignore[arg-type]
+        return SampleInputs(mean, gate, std, seed, step, self.offset, shift, sharpness, self._dtype(mean))  # type: ignore[arg-type]
 
     def _dtype(self, mean: Tensor) -> torch.dtype | None:
         """bfloat16 where autocast would make the weight that, so that it is written, and its gradient read, once."""
@@ -353,7 +323,7 @@ def keep_prob_of(
     estimator: str = kernels.SOFT,
 ) -> Tensor:
     """`Sampler.keep_prob` of stored tensors, as a checkpoint holds them; of K models, shift has shape [K]."""
-    law = {"mapping": mapping, "coupling": coupling, "estimator": estimator, "beta": 0.5, "theta": 0.5}
+    law = {"mapping": mapping, "coupling": coupling, "estimator": estimator, "beta": 0.5}
     sampler = Sampler((mean, gate), None, Pool(), offset=0, seed=0, cast=False, **law)
     sampler.shift, sampler.sharpness, sampler.seed = shift, sharpness, torch.zeros_like(shift, dtype=torch.int64)
     return sampler.keep_prob(mean, gate)

@@ -134,6 +134,7 @@ class Notes:
         fingerprint: Of its own parameters and buffers, without those of the modules inside, after the last training or
             pruning by pacprune, so that a change by something else is noticed; None where there was none.
         mask: Which weights are kept, by their names in this module; `fit` keeps the others at zero. None: no mask.
+        learned: What decides beside the weights which of them are kept, while it is trained; None where nothing does.
         total: D, the number of weights that sparsity is counted in; None until a mask or gates were given.
         receipt: What training on a bound left; None where there was no such training.
     """
@@ -143,6 +144,7 @@ class Notes:
     changed: int | None = None
     fingerprint: int | None = None
     mask: dict[str, Tensor] | None = None
+    learned: dict[str, nn.Parameter] | None = None
     total: int | None = None
     receipt: Receipt | None = None
 
@@ -391,21 +393,22 @@ def masked(model: nn.Module) -> Masked:
     return pairs
 
 
+def masked_names(model: nn.Module) -> list[str]:
+    """The names of `masked`."""
+    return [name for _, mask in noted_masks(model) for name in mask]
+
+
+def learned(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What is noted as learned beside the weights, by name, on the model's device; empty where nothing is."""
+    note = notes(model)
+    device = next(model.parameters()).device
+    if note.learned is not None and any(p.device != device for p in note.learned.values()):  # the model was moved
+        note.learned = {name: nn.Parameter(p.detach().to(device)) for name, p in note.learned.items()}
+    return note.learned or {}
+
+
 @torch.no_grad()
 def zero_pruned_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Puts the zeros of these masks back, whatever an optimiser did to them; of weights, or of their gradients."""
     for weight, keep in pairs:
         local(weight).masked_fill_(~local(keep), 0)
-
-
-@contextmanager
-def zeroed(pairs: Masked) -> Iterator[None]:
-    """Zeros by these masks, for as long as this lasts; then every weight is what it was."""
-    rows = [local(weight.detach()) for weight, _ in pairs]
-    before = [weight.clone() for weight in rows]
-    zero_pruned_(pairs)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            torch._foreach_copy_(rows, before)  # type: ignore[attr-defined]

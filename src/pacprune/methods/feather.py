@@ -3,46 +3,31 @@
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pacprune import kernels
 from pacprune.masking import weights
-from pacprune.masking.attachment import attach, final_mask, harden, require_sites
-from pacprune.masking.spikeslab import isotropic
-from pacprune.methods.pipeline import Pipeline, Pruned, check_reachable, check_request, pipeline, stage_maker
-from pacprune.training.budget import Budget, enforce_
+from pacprune.methods.pipeline import (
+    Pipeline,
+    Pruned,
+    begin_dense,
+    check_request,
+    pipeline,
+    pruned,
+    reachable_sparsity,
+    stage_maker,
+)
+from pacprune.training.budget import Budget
 from pacprune.training.config import Config
-from pacprune.training.evaluate import reestimate_batchnorm
 from pacprune.types import Data, Loss, Progress
 
-COUPLING = 4.0
-"""How strongly a score follows log|w|: an offset that a gate has learned counts a quarter of it."""
 RAMP = 0.5
-"""The share of the epochs in which the sparsity rises; the mask moves on to the end."""
+"""The share of the steps in which the sparsity rises; the mask moves on to the end."""
 
 
-@torch.no_grad()
-def attach_thresholded(
-    model: nn.Module,
-    *,
-    sparsity: float,
-    theta: float,
-    noise: float = 0.0,
-    ramp: float = RAMP,
-    prunable: weights.Prunable = weights.prunable,
-    seed: int = 0,
-) -> Budget:
-    """Scores of log|w| and a learned offset that begins at 0, and a threshold that they have to pass; its budget."""
-    slab = isotropic(model, sparsity=0.0, prunable=prunable)
-    attach(model, slab, coupling=COUPLING, estimator=kernels.THRESHOLDED, beta=1.0, theta=theta, seed=seed)
-    with weights.changing(model):
-        for site in require_sites(model):
-            site.local_gate.zero_()
-    budget = Budget(sparsity, control="threshold", schedule="cubic", ramp=ramp, sharpen=4.0, noise=noise)
-    enforce_(model, budget, 1.0)  # what holds if there is not a single step
-    return budget
+def threshold_budget(sparsity: float, **options: object) -> Budget:
+    """Feather's threshold, which rises with the sparsity."""
+    return Budget(sparsity, **{"control": "threshold", "schedule": "cubic", "ramp": RAMP, "sharpen": 4.0, **options})  # type: ignore[arg-type]
 
 
 @pipeline
@@ -51,7 +36,8 @@ def feather(
     data: Data,
     config: Config,
     *,
-    sparsity: float,
+    sparsity: float | None = None,
+    pattern: str | None = None,
     theta: float = 0.5,
     dense: Config | None = None,
     min_per_layer: int = 0,
@@ -72,6 +58,8 @@ def feather(
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training. At 98 % sparsity and above, clip=1.0 keeps it from collapsing.
         sparsity: Fraction of the weights to prune, such as 0.9.
+        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it. A weight then is
+            shrunk by the largest one of its group that is pruned.
         theta: Share of its gradient that a weight below the threshold gets. 1 lets the mask move most.
         dense: How the network is trained before pruning; None prunes it as it is.
         min_per_layer: Weights that every layer keeps at least.
@@ -92,21 +80,11 @@ def feather(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    check_request(model, sparsity)
-    check_theta(theta)
+    sparsity = check_request(model, sparsity, pattern=pattern)
+    sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
+    budget = threshold_budget(sparsity, theta=theta, min_per_layer=min_per_layer, pattern=pattern)
     stage = stage_maker(model, data, loss, seed, folder, progress)
-    check_reachable(model, sparsity, prunable, min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
-    budget = attach_thresholded(model, sparsity=sparsity, theta=theta, prunable=prunable, seed=seed)
+    begin_dense(model, prunable)
     history += yield stage("masks", replace(config, gate_lr=None), budget)
-    mask = final_mask(model, sparsity=sparsity, min_per_layer=min_per_layer)
-    harden(model, mask)
-    if not config.epochs:  # else the network is what it was at the last step
-        reestimate_batchnorm(model, data)
-    return Pruned(model, mask, history)
-
-
-def check_theta(theta: float) -> None:
-    """Refuses a share of a gradient that is none."""
-    if not 0 <= theta <= 1:
-        raise ValueError(f"theta is {theta}; it is the share of its gradient that a weight gets, in [0, 1]")
+    return pruned(model, data, config, history, pattern)

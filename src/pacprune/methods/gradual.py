@@ -5,21 +5,24 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import nn
 
-from pacprune.masking import masks, weights
+from pacprune.masking import weights
 from pacprune.methods.pipeline import (
     Pipeline,
     Pruned,
+    begin_dense,
     check_request,
-    fine_tune,
+    check_share,
     pipeline,
-    reachable_mask,
+    pruned,
     reachable_sparsity,
-    split_epochs,
     stage_maker,
 )
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.types import Data, Loss, Progress
+
+RAMP = 0.8
+"""The share of the steps with moving masks in which the sparsity rises."""
 
 
 @pipeline
@@ -43,9 +46,9 @@ def gmp(
 ) -> Pipeline[Pruned]:
     """Gradual magnitude pruning (Zhu & Gupta 2017), in place: [dense] -> prune while training -> sparse fine-tuning.
 
-    In the first `mask_share` of `config` the density falls as d(t) = 1 - s (1 - (1 - r)^3), r = min(1, t / 0.8). At
+    In 80 % of the first `mask_share` of the steps the density falls as 1 - s (1 - (1 - r)^3), with r from 0 to 1. At
     every new mask the largest weights stay and the others are zero for good. With `feedback` (DPF, Lin et al. 2020)
-    these are zero in the network alone: its gradient trains them on, and they can come back until the masks are final.
+    these are zero in the network alone: its gradient trains them on, and they can come back until the mask is final.
 
     Args:
         model: The network; it is pruned in place.
@@ -55,7 +58,7 @@ def gmp(
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it. The largest of
             every group are the last to go.
         feedback: Whether pruned weights are trained on and can come back: DPF.
-        mask_share: Share of the epochs that trains the masks; the rest fine-tunes.
+        mask_share: Share of the steps after which the mask is final, such as 0.5; the rest fine-tunes.
         every: Steps from one mask to the next. 16 unless given; with `feedback`, 1.
         dense: How the network is trained before pruning; None prunes it as it is.
         min_per_layer: Weights that every layer keeps at least.
@@ -82,15 +85,14 @@ def gmp(
         sparsity,
         control="feedback" if feedback else "magnitude",
         schedule="cubic",
+        ramp=RAMP * check_share(mask_share),
+        until=mask_share,
         every=every,
         min_per_layer=min_per_layer,
         pattern=pattern,
     )
-    mask_config, tune_config = split_epochs(config, mask_share)
     stage = stage_maker(model, data, loss, seed, folder, progress)
     history = (yield stage("dense", dense)) if dense else []
-    weights.apply_mask(model, masks.all_kept(prunable(model)))
-    history += yield stage("masks", mask_config, budget)
-    mask = reachable_mask(model, sparsity, prunable, min_per_layer, pattern)
-    weights.apply_mask(model, mask)
-    return Pruned(model, mask, history + (yield from fine_tune(model, data, tune_config, stage)), pattern)
+    begin_dense(model, prunable)
+    history += yield stage("masks", config, budget)
+    return pruned(model, data, config, history, pattern)

@@ -1,10 +1,11 @@
-"""Probabilistic fine-tuning: weights and the probabilities to keep them are trained together."""
+"""Probabilistic fine-tuning: weights, and what decides which of them are kept, are trained together."""
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,22 +15,27 @@ from pacprune.masking import masks, weights
 from pacprune.masking.attachment import attach, final_mask, harden, set_logits_
 from pacprune.masking.criteria import Criterion, magnitude, score
 from pacprune.masking.spikeslab import block_isotropic, log_scores, score_monotone
-from pacprune.methods.feather import COUPLING, RAMP, attach_thresholded, check_theta
+from pacprune.methods.feather import RAMP, threshold_budget
 from pacprune.methods.pipeline import (
     Pipeline,
     Pruned,
+    Stage,
+    begin_dense,
     check_request,
+    check_share,
     fine_tune,
-    magnitude_mask,
     pipeline,
+    pruned,
+    reachable_sparsity,
     split_epochs,
     stage_maker,
 )
-from pacprune.training.budget import Budget, enforce_
+from pacprune.training.budget import Budget
 from pacprune.training.checkpoint import stored_scores
 from pacprune.training.checks import check_rates, loss_identity, trial_pass
 from pacprune.training.config import GATE_STEPS, Config
-from pacprune.types import Data, Loss, Progress, check_name
+from pacprune.training.controls import COUPLING
+from pacprune.types import Data, History, Loss, Progress, check_name
 
 OFFSET_LR = 1.0
 """gate_lr of the recipe "thresholded" unless one is given: that of its SGD, whatever trains the weights.
@@ -39,87 +45,115 @@ The gradient in an offset is that in the logarithm of a weight, times a bump: it
 
 
 @dataclass(frozen=True)
-class _Start:
-    """What a recipe begins with."""
+class _Task:
+    """What a recipe works on, and what it was asked for."""
 
+    model: nn.Module
+    data: Data
+    config: Config
     scores: dict[str, Tensor]
     sparsity: float
     pattern: str | None
+    mask_share: float | None
     eps: float
     fade: bool
     noise: bool | float
     theta: float
-    ramp: float
+    min_per_layer: int
     prunable: weights.Prunable
     seed: int
+    stage: Callable[..., Stage]
 
     @property
     def estimator(self) -> str:
         """How keep probabilities become gates."""
         return kernels.SOFT if self.noise else kernels.NOISELESS
 
+    def steps(self, config: Config) -> int:
+        """How many steps a stage has."""
+        return config.epochs * per_epoch(self.data, config.batch_size)
 
-def _attach_coupled(model: nn.Module, start: _Start) -> Budget:
-    """Gates tied to log|w|, whose mean keep_prob falls to 1 - sparsity while they harden; returns their budget."""
-    slab = score_monotone(model, start.scores, sparsity=start.sparsity)
-    mapping = start.pattern or "sigmoid"
-    attach(model, slab, mapping=mapping, coupling=COUPLING, estimator=start.estimator, seed=start.seed)
+
+def _thresholded(task: _Task) -> Pipeline[Pruned]:
+    """Feather's threshold on scores with learned offsets, which begin at 0 or with what a criterion says."""
+    model, config, share = task.model, task.config, check_share(1.0 if task.mask_share is None else task.mask_share)
+    noise = 0.0 if isinstance(task.noise, bool) else task.noise
+    options = {"theta": task.theta, "noise": noise, "min_per_layer": task.min_per_layer, "pattern": task.pattern}
+    budget = threshold_budget(task.sparsity, ramp=min(RAMP, 0.8 * share), until=share, fade=task.fade, **options)
+    if "gate_lr" not in config.changes():
+        steps = share * task.steps(config)
+        config = replace(config, gate_lr=OFFSET_LR * min(1.0, GATE_STEPS / max(1, steps)))
+    begin_dense(model, task.prunable)
+    if config.gate_lr is not None or task.fade:
+        weights.notes(model).learned = _offsets(task)
+    history = yield task.stage("masks", config, budget)
+    return pruned(model, task.data, config, history, task.pattern)
+
+
+def _offsets(task: _Task) -> dict[str, nn.Parameter]:
+    """What is added to 4 log|w|: nothing, or what makes a criterion's score of it."""
+    plain = task.prunable(task.model)
+    if not task.fade:
+        return {name: nn.Parameter(torch.zeros_like(weight, dtype=torch.float32)) for name, weight in plain.items()}
+    logs = log_scores(task.scores)
+    sizes = {name: torch.log(weight.detach().abs().float() + 1e-8) for name, weight in plain.items()}
+    return {name: nn.Parameter(COUPLING * (logs[name] - size)) for name, size in sizes.items()}
+
+
+def _coupled(task: _Task) -> Pipeline[Pruned]:
+    """Gates tied to log|w|, whose mean keep_prob falls to 1 - sparsity while they harden."""
+    mask_config, tune_config = split_epochs(task.config, 0.5 if task.mask_share is None else task.mask_share)
+    slab = score_monotone(task.model, task.scores, sparsity=task.sparsity)
+    mapping = task.pattern or "sigmoid"
+    attach(task.model, slab, mapping=mapping, coupling=COUPLING, estimator=task.estimator, seed=task.seed)
     # keep_prob alone would not tell the smallest scores apart.
-    set_logits_(model, {name: COUPLING * s for name, s in log_scores(start.scores).items()})
-    control, schedule = ("none", "fixed") if start.pattern else ("shift", "cubic")
-    return Budget(start.sparsity, control=control, schedule=schedule, sharpen=4.0, fade=start.fade)
+    set_logits_(task.model, {name: COUPLING * s for name, s in log_scores(task.scores).items()})
+    control, schedule = ("none", "fixed") if task.pattern else ("shift", "cubic")
+    budget = Budget(task.sparsity, control=control, schedule=schedule, sharpen=4.0, fade=task.fade)
+    history = yield task.stage("masks", mask_config.paced(task.steps(mask_config)), budget)
+    return (yield from _harden_and_tune(task, tune_config, history))
 
 
-def _attach_paper(model: nn.Module, start: _Start) -> None:
-    """The paper's start: block-isotropic around the criterion's mask, clamped probabilities, no budget."""
-    mask = masks.top_k(start.scores, sparsity=start.sparsity, total=weights.total(model))
-    slab = block_isotropic(model, mask, eps=start.eps)
-    attach(model, slab, mapping="clamp", estimator=start.estimator, seed=start.seed)
+def _paper(task: _Task) -> Pipeline[Pruned]:
+    """The paper's: block-isotropic around the criterion's mask, clamped probabilities, no budget."""
+    mask_config, tune_config = split_epochs(task.config, 0.5 if task.mask_share is None else task.mask_share)
+    mask = masks.top_k(task.scores, sparsity=task.sparsity, total=weights.total(task.model))
+    slab = block_isotropic(task.model, mask, eps=task.eps)
+    attach(task.model, slab, mapping="clamp", estimator=task.estimator, seed=task.seed)
+    history = yield task.stage("masks", mask_config)
+    return (yield from _harden_and_tune(task, tune_config, history))
 
 
-def _attach_thresholded(model: nn.Module, start: _Start) -> Budget:
-    """Feather's threshold on log|w| and a learned offset; what another criterion says is an offset that fades."""
-    noise = 0.0 if isinstance(start.noise, bool) else start.noise
-    options = {"theta": start.theta, "ramp": start.ramp, "prunable": start.prunable, "seed": start.seed}
-    budget = attach_thresholded(model, sparsity=start.sparsity, noise=noise, **options)
-    if start.fade:
-        set_logits_(model, {name: COUPLING * s for name, s in log_scores(start.scores).items()})
-        enforce_(model, budget, 1.0)
-    return replace(budget, fade=start.fade)
+def _harden_and_tune(task: _Task, config: Config, history: History) -> Pipeline[Pruned]:
+    """The likeliest weights as a plain network, and its fine-tuning."""
+    mask = final_mask(task.model, sparsity=task.sparsity, min_per_layer=task.min_per_layer)
+    harden(task.model, mask)
+    tuned = yield from fine_tune(task.model, task.data, config, task.stage)
+    return Pruned(task.model, mask, history + tuned, task.pattern)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How keep probabilities begin, and what they are held to.
+    """How masks are learned.
 
     Args:
-        attach: Attaches the gates and returns the budget that they are held to.
-        mask_share: The share of the epochs that trains the masks, unless one is given.
-        gate_lr: The gates' learning rate where the config's follows lr; None leaves it so.
-        paced: Whether a gate_lr that follows lr is smaller where the mask stage is long (`Config.paced`).
+        train: Trains them, and leaves the pruned network.
         takes_pattern: Whether it can learn an N:M pattern.
+        takes_samples: Whether Algorithm 1 can estimate its gradients, and so its masks are random.
         fades: Whether what a criterion said at the start is taken away again. Magnitude stays, since it is what the
-            coupling says for itself.
+            weights say for themselves.
     """
 
-    attach: Callable[[nn.Module, _Start], Budget | None]
-    mask_share: float = 0.5
-    gate_lr: float | None = None
-    paced: bool = False
+    train: Callable[[_Task], Pipeline[Pruned]]
     takes_pattern: bool = False
+    takes_samples: bool = True
     fades: bool = False
-
-    def config(self, config: Config, steps: int) -> Config:
-        """The config of a mask stage of so many steps."""
-        if self.gate_lr is not None and "gate_lr" not in config.changes():
-            return replace(config, gate_lr=self.gate_lr * min(1.0, GATE_STEPS / max(1, steps)))
-        return config.paced(steps) if self.paced else config
 
 
 RECIPES = {
-    "coupled": Recipe(_attach_coupled, paced=True, takes_pattern=True, fades=True),
-    "paper": Recipe(_attach_paper),
-    "thresholded": Recipe(_attach_thresholded, mask_share=1.0, gate_lr=OFFSET_LR, fades=True),
+    "thresholded": Recipe(_thresholded, takes_pattern=True, takes_samples=False, fades=True),
+    "coupled": Recipe(_coupled, takes_pattern=True, fades=True),
+    "paper": Recipe(_paper),
 }
 """What `pft` takes as its `recipe`."""
 
@@ -203,27 +237,31 @@ def pft(
         ['masks', 'tune']
     """
     sparsity = check_request(model, sparsity, criterion, pattern)
-    _check_recipe(recipe, pattern, config, noise, theta)
+    _check_recipe(recipe, pattern, config, noise)
     check_rates(config)
-    chosen = RECIPES[recipe]
-    mask_config, tune_config = split_epochs(config, chosen.mask_share if mask_share is None else mask_share)
     stage = stage_maker(model, data, loss, seed, folder, progress)
-    largest = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)
-    if pattern is not None:  # of all D weights, some of which `prunable` may leave out
-        sparsity = masks.sparsity(largest, total=weights.total(model))
+    sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
     history = (yield stage("dense", dense)) if dense else []
     scores = _scores(criterion, model, data, loss=loss, seed=seed, prunable=prunable, folder=folder)
-    mask_config = chosen.config(mask_config, mask_config.epochs * per_epoch(data, mask_config.batch_size))
-    fade = chosen.fades and criterion not in ("magnitude", magnitude)
-    ramp = min(0.8, RAMP * config.epochs / mask_config.epochs) if mask_config.epochs else RAMP
-    start = _Start(scores, sparsity, pattern, eps, fade, noise, theta, ramp, prunable, seed)
-    budget = chosen.attach(model, start)
-    history += yield stage("masks", mask_config, budget)
-    mask = final_mask(model, sparsity=sparsity, min_per_layer=min_per_layer)
-    harden(model, mask)
-    if chosen.mask_share == 1 and config.epochs == mask_config.epochs > 0:  # it is what it was at the last step
-        return Pruned(model, mask, history, pattern)
-    return Pruned(model, mask, history + (yield from fine_tune(model, data, tune_config, stage)), pattern)
+    task = _Task(
+        model=model,
+        data=data,
+        config=config,
+        scores=scores,
+        sparsity=sparsity,
+        pattern=pattern,
+        mask_share=mask_share,
+        eps=eps,
+        fade=RECIPES[recipe].fades and criterion not in ("magnitude", magnitude),
+        noise=noise,
+        theta=theta,
+        min_per_layer=min_per_layer,
+        prunable=prunable,
+        seed=seed,
+        stage=stage,
+    )
+    result = yield from RECIPES[recipe].train(task)
+    return replace(result, history=history + result.history)
 
 
 def _scores(
@@ -249,19 +287,19 @@ def _scores(
     return stored_scores(folder, request, model, data, compute)
 
 
-def _check_recipe(recipe: str, pattern: str | None, config: Config, noise: bool | float, theta: float) -> None:
-    """Refuses a recipe that does not exist, or that cannot learn the pattern or have the noise."""
+def _check_recipe(recipe: str, pattern: str | None, config: Config, noise: bool | float) -> None:
+    """Refuses a recipe that does not exist, or that cannot have the noise or the samples."""
     check_name("recipe", recipe, RECIPES)
-    check_theta(theta)
-    if recipe == "thresholded" and config.samples:
+    chosen = RECIPES[recipe]
+    if config.samples and not chosen.takes_samples:
         raise ValueError(
             f"samples is {config.samples}, but the masks of the recipe {recipe!r} are not random; use samples=0"
         )
-    if recipe != "thresholded" and not isinstance(noise, bool):
+    if chosen.takes_samples and not isinstance(noise, bool):
         raise ValueError(f"noise is {noise!r}, a size that only the recipe 'thresholded' has; use True or False")
-    if pattern is not None and (not RECIPES[recipe].takes_pattern or config.samples):
-        able = next(name for name, row in RECIPES.items() if row.takes_pattern)
+    if pattern is not None and (not chosen.takes_pattern or config.samples):
+        able = [name for name, row in RECIPES.items() if row.takes_pattern]
         raise ValueError(
-            f"the pattern {pattern} is learned by relaxed gates of the recipe {able!r}, not by recipe={recipe!r} with "
-            f"samples={config.samples}; use recipe={able!r} and samples=0"
+            f"the pattern {pattern} is learned by the recipes {' and '.join(able)} without samples, not by "
+            f"recipe={recipe!r} with samples={config.samples}; use recipe={able[0]!r} and samples=0"
         )

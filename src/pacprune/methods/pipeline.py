@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from pacprune.certification.certificate import Certificate, rounded_up
 from pacprune.certification.commitment import Commitment
+from pacprune.data import trace
 from pacprune.distributed import refuse_sharded
 from pacprune.masking import criteria, masks, patterns, weights
 from pacprune.masking.criteria import Criterion, magnitude
 from pacprune.masking.spikeslab import SpikeSlab
 from pacprune.training.budget import Budget
+from pacprune.training.budget import together as together_
 from pacprune.training.checks import in_step, trial_pass
 from pacprune.training.config import Config
 from pacprune.training.evaluate import reestimate_batchnorm
@@ -144,8 +146,8 @@ class Stage:
             return False
         if any((getattr(self, name) is None) != (getattr(stage, name) is None) for name in _OPTIONAL):
             return False
-        if self.budget is not None and stage.budget is not None and self.budget.control != stage.budget.control:
-            return False  # all are held in one pass
+        if self.budget is not None and stage.budget is not None and together_(self.budget) != together_(stage.budget):
+            return False
         return in_step(self.config, stage.config) and alike(self.model, stage.model)
 
 
@@ -323,12 +325,32 @@ def reachable_mask(
     return masks.top_k(order, sparsity=sparsity, total=weights.total(model))
 
 
-def split_epochs(config: Config, mask_share: float) -> tuple[Config, Config]:
-    """One budget as two stages on one learning-rate schedule: the masks' share of the epochs, and what is left."""
+def begin_dense(model: nn.Module, prunable: weights.Prunable) -> None:
+    """Notes which weights are to be pruned in training: a mask of ones."""
+    weights.apply_mask(model, masks.all_kept(prunable(model)))
+
+
+def pruned(model: nn.Module, data: Data, config: Config, history: History, pattern: str | None = None) -> Pruned:
+    """The network as training under a budget has left it, and its mask."""
+    if not config.epochs:  # else BatchNorm has seen the pruned network
+        reestimate_batchnorm(model, data)
+    mask = {name: keep.clone() for name, keep in (weights.notes(model).mask or {}).items()}
+    trace.note(mask, weights.seen(model))
+    return Pruned(model, mask, history, pattern)
+
+
+def check_share(mask_share: float) -> float:
+    """Refuses a share of the epochs that is none."""
     if not 0 < mask_share <= 1:
         raise ValueError(
             f"mask_share is {mask_share}; it must lie in (0, 1]: the share of the epochs that trains the masks"
         )
+    return mask_share
+
+
+def split_epochs(config: Config, mask_share: float) -> tuple[Config, Config]:
+    """One budget as two stages on one learning-rate schedule: the masks' share of the epochs, and what is left."""
+    check_share(mask_share)
     epochs = max(1, round(config.epochs * mask_share)) if config.epochs else 0
     share = epochs / config.epochs if config.epochs else 1.0
     cut = min(config.span[1], config.span[0] + (config.span[1] - config.span[0]) * share)  # rounding may go beyond

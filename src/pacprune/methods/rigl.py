@@ -8,10 +8,9 @@ from torch import nn
 from pacprune.distributed import refuse_sharded
 from pacprune.masking import masks, weights
 from pacprune.masking.criteria import score
-from pacprune.methods.pipeline import Pipeline, Pruned, check_reachable, check_request, pipeline, stage_maker
+from pacprune.methods.pipeline import Pipeline, Pruned, check_reachable, check_request, pipeline, pruned, stage_maker
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
-from pacprune.training.evaluate import reestimate_batchnorm
 from pacprune.types import Data, Loss, Progress, check_name
 
 STARTS = ("magnitude", "random")
@@ -87,9 +86,5 @@ def rigl(
     total = weights.total(model)
     mask = masks.top_k(scores, sparsity=sparsity, scope=scope, min_per_layer=min_per_layer, total=total)
     weights.apply_mask(model, mask)
-    if not config.epochs:
-        reestimate_batchnorm(model, data)
-        return Pruned(model, mask, history)
     history += yield stage("masks", config, budget)
-    mask = {name: keep.clone() for name, keep in (weights.notes(model).mask or {}).items()}
-    return Pruned(model, mask, history)
+    return pruned(model, data, config, history)

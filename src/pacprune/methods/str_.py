@@ -4,14 +4,23 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from pacprune.distributed import refuse_sharded
-from pacprune.masking import masks, weights
-from pacprune.methods.pipeline import Pipeline, Pruned, check_reachable, check_request, pipeline, stage_maker
-from pacprune.training.budget import THRESHOLDS, Budget, soft_scores
+from pacprune.masking import weights
+from pacprune.methods.pipeline import (
+    Pipeline,
+    Pruned,
+    begin_dense,
+    check_reachable,
+    check_request,
+    pipeline,
+    pruned,
+    stage_maker,
+)
+from pacprune.training.budget import Budget
 from pacprune.training.config import Config
-from pacprune.training.evaluate import reestimate_batchnorm
+from pacprune.training.controls import THRESHOLDS
 from pacprune.types import Data, Loss, Progress
 
 
@@ -69,37 +78,13 @@ def str_(
     """
     check_request(model, sparsity)
     refuse_sharded(prunable(model).values(), "control", "soft")
-    budget = Budget(sparsity, control="soft", schedule="cubic", ramp=ramp)
+    budget = Budget(sparsity, control="soft", schedule="cubic", ramp=ramp, min_per_layer=min_per_layer)
     stage = stage_maker(model, data, loss, seed, folder, progress)
     check_reachable(model, sparsity, prunable, min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
-    weights.apply_mask(model, masks.all_kept(prunable(model)))
-    with weights.changing(model):
-        first = next(iter(prunable(model).values()))
-        start = torch.zeros(len(prunable(model)), device=first.device)  # the first step finds their common level
-        model.register_parameter(THRESHOLDS, nn.Parameter(start))
+    begin_dense(model, prunable)
+    first = next(iter(prunable(model).values()))
+    start = torch.zeros(len(prunable(model)), device=first.device)  # the first step finds their common level
+    weights.notes(model).learned = {THRESHOLDS: nn.Parameter(start)}
     history += yield stage("masks", config, budget)
-    mask = _finish(model, sparsity, min_per_layer)
-    if not config.epochs:  # else the network is what it was at the last step
-        reestimate_batchnorm(model, data)
-    return Pruned(model, mask, history)
-
-
-@torch.no_grad()
-def _finish(model: nn.Module, sparsity: float, min_per_layer: int) -> dict[str, Tensor]:
-    """Takes the thresholds off, and leaves the k weights that are furthest above them, shrunk; returns their mask."""
-    pairs, names = weights.masked(model), list(weights.notes(model).mask or {})
-    thresholds = model.get_parameter(THRESHOLDS)
-    scores = dict(zip(names, soft_scores(pairs, thresholds), strict=True))
-    total = weights.total(model)
-    mask = masks.top_k(scores, sparsity=sparsity, min_per_layer=min_per_layer, total=total)
-    kept_count = sum(int(keep.sum()) for keep in mask.values())
-    flat = torch.cat([score.reshape(-1) for score in scores.values()])
-    tau = masks.threshold([flat], kept_count / flat.numel())
-    with weights.changing(model):
-        for weight, score in zip((weight for weight, _ in pairs), scores.values(), strict=True):
-            # At least 0.001 of it: a mask with a minimum may name some that are below.
-            weight.mul_((1 - torch.exp(tau - score)).clamp_min(1e-3))
-        delattr(model, THRESHOLDS)
-    weights.apply_mask(model, mask)
-    return mask
+    return pruned(model, data, config, history)

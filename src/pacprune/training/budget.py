@@ -1,12 +1,11 @@
-"""Sparsity controllers: how keep probabilities, or the masks of plain networks, are held to a budget in training.
+"""Budgets: which density a network has at each moment of its training, and how keep probabilities are held to it.
 
-A sparsity schedule is one function and one row of SCHEDULES; a control is one function and one row of GATE_CONTROLS or
-MASK_CONTROLS.
+A sparsity schedule is one function and one row of SCHEDULES; a control of stochastic masks is one function and one row
+of GATE_CONTROLS. Those of plain networks are in controls.py.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pacprune.data import trace
-from pacprune.distributed import Across, is_sharded, refuse_sharded
+from pacprune.distributed import Across, refuse_sharded
 from pacprune.masking import attachment, masks, patterns, weights
 from pacprune.masking.attachment import AttachedWeight
-from pacprune.masking.sampler import Sampler
 from pacprune.masking.spikeslab import ETA
+from pacprune.training.controls import CONTROLS
 from pacprune.training.population import per_member
 from pacprune.types import check_name
 
@@ -50,22 +49,24 @@ class Budget:
         sparsity: Fraction to prune at the end, such as 0.9.
         control: Of stochastic masks: "none" (the paper: nothing holds it), "shift" (one offset tau of all logits, so
             that the mean is exact), "projection" (Euclidean projection of keep_prob onto the capped simplex) or
-            "lagrangian" (a multiplier learned by dual ascent). Of the estimator "thresholded": "threshold" (exactly so
-            many scores lie above it). Of a network without gates: "magnitude" (gradual
-            magnitude pruning, Zhu & Gupta 2017: every so many steps the mask becomes the largest weights, and the
-            others are zero for good), "feedback" (DPF, Lin et al. 2020: the others are zero in the network alone, its
-            gradient trains them on, and they can come back; the weights are left as trained), "growth" (RigL, Evci
-            et al. 2020: every tensor keeps its number of weights, and the smallest make room for pruned ones with the
-            largest gradients, which begin at zero) or "soft" (STR, Kusupati et al. 2020: in the network, weights are
-            shrunk by learned thresholds; see `pp.str_`).
+            "lagrangian" (a multiplier learned by dual ascent). Of a network without gates, whose mask `apply_mask`
+            noted: "magnitude" (gradual magnitude pruning, Zhu & Gupta 2017: every so many steps the mask becomes the
+            largest weights, and the others are zero for good), "feedback" (DPF, Lin et al. 2020: the others are zero in
+            the network alone, its gradient trains them on, and they can come back), "threshold" (Feather, Glentis
+            Georgoulakis et al. 2023: all weights are trained, and shrunk by a threshold in the network; see `pp.pft`),
+            "growth" (RigL, Evci et al. 2020: every tensor keeps its number of weights, and the smallest make room for
+            pruned ones with the largest gradients, which begin at zero) or "soft" (STR, Kusupati et al. 2020: layers
+            learn thresholds; see `pp.str_`).
         schedule: "fixed" is the final sparsity from the start. "cubic" rises as 1 - (1 - r)^3, from dense. Or a
             function of r in [0, 1] that gives the share of the sparsity asked for, 1 at r = 1.
         ramp: The share of the stage in which the schedule, and `fade`, come to their end, in (0, 1].
+        until: The share of the stage after which the mask of a plain network stays as it is, in (0, 1].
         sharpen: The logits are multiplied by sharpen^t, which hardens the gates towards the end; 1 leaves them.
-        fade: Whether what the gates begin with is taken away again in proportion to r. They then end with what they
-            have learned, and with what their weights say if they are coupled to these.
-        noise: Size of the logistic noise on the scores of the control "threshold"; it falls to 0 in the first 80 % of
+        fade: Whether what the gates, or the offsets of scores, begin with is taken away again in proportion to r. They
+            then end with what they have learned, and with what their weights say if they are coupled to these.
+        noise: Of the control "threshold": the size of logistic noise on the scores. It falls to 0 in the first 80 % of
             the stage.
+        theta: Of the control "threshold": the share of its gradient that a weight below the threshold gets.
         strength: Of the Lagrangian's quadratic term.
         patience: In so many steps the Lagrangian's multiplier learns what the quadratic term does at once.
         every: Steps from one mask of a plain network to the next; by default 16, with feedback 1, with growth 100.
@@ -86,6 +87,7 @@ class Budget:
     control: str = "shift"
     schedule: str | Schedule = "fixed"
     ramp: float = 0.8
+    until: float = 1.0
     sharpen: float = 1.0
     fade: bool = False
     strength: float = 10.0
@@ -94,37 +96,45 @@ class Budget:
     min_per_layer: int = 0
     pattern: str | None = None
     noise: float = 0.0
+    theta: float = 0.5
     exchange: float = 0.3
 
     def __post_init__(self) -> None:
         masks.check_sparsity(self.sparsity)
-        controls = {**GATE_CONTROLS, **MASK_CONTROLS}
-        check_name("control", self.control, controls)
+        check_name("control", self.control, {**GATE_CONTROLS, **CONTROLS})
         self._check_schedule()
         if not 0 < self.ramp <= 1 or self.sharpen < 1 or self.strength <= 0 or self.patience <= 0:
             raise ValueError(
                 f"ramp {self.ramp} must lie in (0, 1], sharpen {self.sharpen} be at least 1, "
                 f"and strength {self.strength} positive, like patience {self.patience}"
             )
-        if self.pattern is not None:
-            patterns.parse(self.pattern)
-            able = [name for name, control in MASK_CONTROLS.items() if control.moves]
-            if self.control not in able:
-                raise ValueError(
-                    f"the pattern {self.pattern} is for the controls {' and '.join(able)}, not "
-                    f"{self.control!r}; attach gates with mapping='{self.pattern}' instead"
-                )
-        if self.fade and self.control in MASK_CONTROLS:
-            raise ValueError(f"fade is for gates, which the control {self.control!r} has not; leave it out")
+        if not 0 < self.until <= 1:
+            raise ValueError(f"until is {self.until}; it is a share of the stage, in (0, 1]")
+        self._check_pattern()
+        if self.fade and self.control not in (*GATE_CONTROLS, "threshold"):
+            raise ValueError(f"fade is for gates and scores, which the control {self.control!r} has not; leave it out")
         if self.noise < 0 or (self.noise and self.control != "threshold"):
             raise ValueError(
                 f"noise is {self.noise} with the control {self.control!r}; it is the size of the noise on the scores "
                 "of control 'threshold', at least 0"
             )
+        if not 0 <= self.theta <= 1:
+            raise ValueError(f"theta is {self.theta}; it is the share of its gradient that a weight gets, in [0, 1]")
         if self.every is not None and self.every < 1:
             raise ValueError(f"every is {self.every}; it is the number of steps from mask to mask, at least 1")
         if not 0 <= self.exchange <= 1:
             raise ValueError(f"exchange is {self.exchange}; it is a share of the kept weights, in [0, 1]")
+
+    def _check_pattern(self) -> None:
+        if self.pattern is None:
+            return
+        patterns.parse(self.pattern)
+        able = [name for name, traits in CONTROLS.items() if traits.takes_pattern]
+        if self.control not in able:
+            raise ValueError(
+                f"the pattern {self.pattern} is for the controls {', '.join(able)}, not {self.control!r}; "
+                f"attach gates with mapping='{self.pattern}' instead"
+            )
 
     def _check_schedule(self) -> None:
         if callable(self.schedule):
@@ -147,7 +157,7 @@ class Budget:
     @property
     def period(self) -> int:
         """Steps from one mask of a plain network to the next: `every`, or else what the control has by default."""
-        return MASK_CONTROLS[self.control].period if self.every is None else self.every
+        return CONTROLS[self.control].period if self.every is None else self.every
 
     def density(self, progress: float) -> float:
         """d(t), the mean keep_prob that this moment of the stage must have.
@@ -190,13 +200,26 @@ class Budget:
         """
         return self.exchange * 0.5 * (1 + math.cos(math.pi * min(1.0, progress / self.ramp)))
 
+    def numbers(self, shares: Sequence[float], steps: int, size: int, total: int) -> list[list[float]]:
+        """What a step needs to know, by row: noise, what fades in it, density and sharpness.
+
+        Args:
+            shares: The shares of the stage that are done, a column each.
+            steps: The steps of the stage.
+            size: How many weights are held to the budget.
+            total: D, which sparsity is counted in.
+        """
+        before = [max(0.0, share - 1 / steps) for share in shares]
+        return [
+            [self.noise_at(share) for share in shares],
+            [self.faded(t) - self.faded(t0) for t0, t in zip(before, shares, strict=True)],
+            [masks.density(1 - self.density(share), size=size, total=total) for share in shares],
+            [self.sharpness(share) for share in shares],
+        ]
+
     def record(self) -> dict[str, Any]:
         """The fields as numbers and strings, which tell this budget from another one; a function by its values."""
         fields = asdict(self)
-        if not self.noise:  # older checkpoints know no noise
-            del fields["noise"]
-        if not (self.control in MASK_CONTROLS and MASK_CONTROLS[self.control].grows):  # nor the exchange of weights
-            del fields["exchange"]
         if callable(self.schedule):
             fields["schedule"] = _probed(self.schedule)
         return fields
@@ -225,180 +248,38 @@ class GateControl:
     penalised: bool = False
 
 
-@dataclass(frozen=True)
-class MaskControl:
-    """Moves the mask of a plain network, which `weights.apply_mask` noted.
-
-    Args:
-        period: Steps from one mask to the next, where the budget names none.
-        feedback: Whether pruned weights are zero in the network alone, so that its gradient trains them on.
-        grows: Whether weights are exchanged by `exchange_weights_` after a step, in place of `move_masks_` before it.
-        soft: Whether weights are shrunk by `soft_thresholded` during a step, in place of `move_masks_` before it.
-    """
-
-    period: int
-    feedback: bool = False
-    grows: bool = False
-    soft: bool = False
-
-    @property
-    def moves(self) -> bool:
-        """Whether `move_masks_` says which weights are kept."""
-        return not (self.grows or self.soft)
-
-
 def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
     """Refuses budgets that cannot be held by what the model is made of, or not in one pass."""
     if not budgets:
         return
     control, gates = _one_control(budgets), bool(attachment.sites(model))
-    if control in GATE_CONTROLS and gates:
-        _check_estimator(control, attachment.sites(model)[0].sampler)
     if control in GATE_CONTROLS and not gates:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
         )
-    if control in MASK_CONTROLS and not MASK_CONTROLS[control].moves:
+    if control in GATE_CONTROLS:
+        return
+    if not CONTROLS[control].takes_shards:
         refuse_sharded(model.parameters(), "control", control)
     for budget in budgets:
         if budget.pattern is not None:
             refuse_sharded(model.parameters(), "budget pattern", budget.pattern)
-    if control in MASK_CONTROLS and (gates or not weights.masked(model)):
+    if gates or not weights.masked(model):
         what = "has gates instead" if gates else "has none"
         raise ValueError(
             f"control {control!r} moves the mask of a plain network, but this one {what}; "
             "call pp.apply_mask(model, mask) on a plain one first, with a mask of ones to begin dense"
         )
-
-
-def _check_estimator(control: str, sampler: Sampler) -> None:
-    """Refuses a threshold for random gates, and random gates' controls for thresholded ones."""
-    if control != "none" and (control == "threshold") != sampler.thresholded:
+    if len({together(budget) for budget in budgets}) > 1:
         raise ValueError(
-            f"control {control!r} cannot hold the gates of estimator {sampler.estimator!r}; control 'threshold' and "
-            "estimator 'thresholded' belong together"
+            "the budgets of one population differ in until, theta or pattern, but all members take their steps "
+            "together; train one population for each"
         )
 
 
-@torch.no_grad()
-def move_masks_(pairs: weights.Masked, budget: Budget | Sequence[Budget], step: int, steps: int, *, total: int) -> None:
-    """Before step number `step` of `steps`: the masks keep the largest weights at the density of this moment.
-
-    Every member of a population by its own budget, and only when its `period` is over. Waits for the device, and writes
-    in place, so that a captured step goes on with the new masks. `total` is D.
-    """
-    members = not isinstance(budget, Budget)
-    for k, member_budget in enumerate([budget] if isinstance(budget, Budget) else budget):
-        if step % member_budget.period == 0:
-            member_pairs = [(weight[k], keep[k]) for weight, keep in pairs] if members else pairs
-            _move_mask_(member_pairs, member_budget, step / steps, total)
-
-
-def _move_mask_(pairs: Sequence[tuple[Tensor, Tensor]], budget: Budget, progress: float, total: int) -> None:
-    """The mask of one network, at the density of this moment."""
-    scores = {str(i): weight.abs() for i, (weight, _) in enumerate(pairs)}
-    if budget.pattern is not None:
-        scores = patterns.protected_scores(scores, budget.pattern)
-    # Tensors by themselves only where they have to be: every one more is looked at.
-    joined = budget.min_per_layer == 0 and not any(is_sharded(weight) for weight, _ in pairs)
-    mask = masks.top_k(
-        {"": torch.cat([score.reshape(-1) for score in scores.values()])} if joined else scores,
-        sparsity=1 - budget.density(progress),
-        min_per_layer=budget.min_per_layer,
-        total=total,
-    )
-    pieces = mask[""].split([keep.numel() for _, keep in pairs]) if joined else mask.values()
-    for (weight, keep), piece in zip(pairs, pieces, strict=True):
-        keep.copy_(piece.reshape(keep.shape) if joined else piece)
-        if not MASK_CONTROLS[budget.control].feedback:
-            weight.masked_fill_(~keep, 0)
-
-
-@torch.no_grad()
-def exchange_weights_(
-    pairs: weights.Masked, gradients: Sequence[Tensor], budget: Budget | Sequence[Budget], step: int, steps: int
-) -> None:
-    """After `step` of `steps` steps: every tensor's smallest weights make room for those with the largest gradients.
-
-    Of n kept weights the round((1 - exchange_at) n) largest stay. Of all others, also of those that just lost their
-    place, the ones with the largest |gradient| fill the tensor up to n. A weight that was zero begins there. Every
-    member of a population goes by its own budget, and only when its `period` is over and its ramp is not.
-    """
-    members = not isinstance(budget, Budget)
-    for k, member_budget in enumerate([budget] if isinstance(budget, Budget) else budget):
-        if step % member_budget.period or step >= member_budget.ramp * steps:
-            continue
-        share = member_budget.exchange_at(step / steps)
-        for (weight, keep), gradient in zip(pairs, gradients, strict=True):
-            if members:
-                weight, keep, gradient = weight[k], keep[k], gradient[k]
-            _exchange_(weight, keep, gradient, share)
-
-
-def _exchange_(weight: Tensor, keep: Tensor, gradient: Tensor, share: float) -> None:
-    """The exchange in one tensor."""
-    kept_count = int(keep.sum())
-    staying_count = round((1 - share) * kept_count)
-    size = torch.where(keep, weight.abs(), -1.0).reshape(-1)
-    mask = torch.zeros_like(size, dtype=torch.bool)
-    mask[size.topk(staying_count).indices] = True
-    growth = gradient.abs().reshape(-1).masked_fill(mask, -1.0)
-    mask[growth.topk(kept_count - staying_count).indices] = True
-    keep.copy_(mask.reshape(keep.shape))
-    weight.masked_fill_(~keep, 0)
-
-
-THRESHOLDS = "soft_thresholds"
-"""The parameter of a model with the logarithms of its layers' thresholds, in the order of `weights.masked`."""
-_LEAST_LEVEL = -30.0
-"""The logarithm of a threshold that every weight is above: below that of 1e-12, which `soft_scores` counts zeros as."""
-
-
-def soft_scores(pairs: weights.Masked, thresholds: Tensor) -> list[Tensor]:
-    """log|w| - s with a tensor's own s: above 0 where a weight is kept."""
-    columns = thresholds.detach().unbind(-1)
-    return [
-        torch.log(weight.detach().abs() + 1e-12) - _over(column, weight)
-        for (weight, _), column in zip(pairs, columns, strict=True)
-    ]
-
-
-@contextmanager
-def soft_thresholded(pairs: weights.Masked, thresholds: Tensor, density: Tensor, *, members: bool) -> Iterator[None]:
-    """While this lasts, every weight is sign(w) max(0, |w| - exp(s)), with its tensor's s; then it is what it was.
-
-    First, one number is added to all s, so that the share `density` of the weights is above its threshold. The masks
-    become what is above. Nothing waits for the device.
-    """
-    with torch.no_grad():
-        scores = soft_scores(pairs, thresholds)
-        tau = masks.threshold(scores, density, members=members)
-        # Below all scores where everything is kept, but near enough for float32 to tell the layers apart.
-        tau = torch.maximum(tau, _LEAST_LEVEL - thresholds.amax(-1))
-        thresholds.add_(tau[:, None] if members else tau)
-        rows = [weight.detach() for weight, _ in pairs]
-        before = [weight.clone() for weight in rows]
-        for (weight, keep), score, limit in zip(pairs, scores, thresholds.exp().unbind(-1), strict=True):
-            keep.copy_(score > _over(tau, score))
-            weight.copy_(weight.sign() * (weight.abs() - _over(limit, weight)).clamp_min(0) * keep)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            torch._foreach_copy_(rows, before)  # type: ignore[attr-defined]
-
-
-@torch.no_grad()
-def soft_gradients_(pairs: weights.Masked, thresholds: nn.Parameter) -> None:
-    """The derivatives of `soft_thresholded`: 1 above the threshold, 0 below, and -sign(w) exp(s) in s."""
-    slopes = []
-    for (weight, keep), limit in zip(pairs, thresholds.exp().unbind(-1), strict=True):
-        if weight.grad is None:
-            slopes.append(torch.zeros_like(limit))
-            continue
-        weight.grad.masked_fill_(~keep, 0)
-        slopes.append(-limit * (weight.grad * weight.sign()).flatten(limit.ndim).sum(-1))
-    thresholds.grad = torch.stack(slopes, dim=-1)
+def together(budget: Budget) -> tuple[Any, ...]:
+    """What the budgets of one population have in common, since all are held in one pass."""
+    return budget.control, budget.until, budget.theta, budget.pattern
 
 
 @torch.no_grad()
@@ -433,19 +314,13 @@ def hold_(
     density: Tensor,
     sharpness: Tensor,
     *,
-    noise: Tensor | None = None,
     wait: bool,
     between: Across | None,
 ) -> None:
     """`enforce_` with its numbers on the device, one per member of a population; waits for the device only to `wait`.
 
     density as `densities` gives it. A shift that does not wait follows from the last one in a fixed number of trials.
-    Where `noise` is given, it is that of the scores from the next draw on, and they meet the budget with it.
     """
-    for site in sites:
-        site.sampler.noisy = noise is not None
-    if noise is not None:
-        torch._foreach_copy_([site.sampler.noise for site in sites], [noise.float()] * len(sites))  # type: ignore[attr-defined]
     # One launch for the buffers of all tensors, where there would be one for each.
     torch._foreach_copy_([site.sampler.sharpness for site in sites], [sharpness.float()] * len(sites))  # type: ignore[attr-defined]
     hold = GATE_CONTROLS[control].hold
@@ -472,15 +347,6 @@ def _shift_(
     torch._foreach_copy_([site.sampler.shift for site in sites], [tau] * len(sites))  # type: ignore[attr-defined]
 
 
-def _threshold_(
-    sites: Sequence[AttachedWeight], density: Tensor, sharpness: Tensor, *, wait: bool, between: Across | None
-) -> None:
-    """The threshold of all scores."""
-    members = sites[0].sampler.seed.ndim == 1
-    tau = masks.threshold(attachment.next_scores(sites), density, members=members, between=between)
-    torch._foreach_copy_([site.sampler.shift for site in sites], [tau] * len(sites))  # type: ignore[attr-defined]
-
-
 def _project_(
     sites: Sequence[AttachedWeight], density: Tensor, sharpness: Tensor, *, wait: bool, between: Across | None
 ) -> None:
@@ -501,18 +367,8 @@ GATE_CONTROLS = {
     "shift": GateControl(hold=_shift_),
     "projection": GateControl(hold=_project_),
     "lagrangian": GateControl(penalised=True),
-    "threshold": GateControl(hold=_threshold_),
 }
 """Of stochastic masks."""
-MASK_CONTROLS = {
-    "magnitude": MaskControl(period=16),
-    # With feedback and a new mask after 16 steps, very sparse networks ended with layers that have no weight left,
-    # likely since many of those that grew unseen came back at once (docs/results.md, DPF).
-    "feedback": MaskControl(period=1, feedback=True),
-    "growth": MaskControl(period=100, grows=True),
-    "soft": MaskControl(period=1, feedback=True, soft=True),
-}
-"""Of plain networks."""
 
 
 def penalty(

@@ -143,7 +143,8 @@ def identity(model: nn.Module, configs: Sequence[Config], stage: Stage, seeds: S
         "seed": list(seeds),
         "model": _hash_of_ranks(state(model)),
         "trainable": [n for n, p in model.named_parameters() if p.requires_grad],
-        "masks": [_hash_of_ranks(mask) for _, mask in weights.noted_masks(model)],
+        "masks": [_hash_of_ranks(mask) for _, mask in weights.noted_masks(model)]
+        + [_hash_of_ranks({n: p.detach() for n, p in weights.learned(model).items()})],
         "samplers": [
             [*s.settings, s.seed.tolist(), s.step.tolist()] for s in (site.sampler for site in attachment.sites(model))
         ],
@@ -189,6 +190,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
         "steps": [site.sampler.step.clone() for site in attachment.sites(model)],
         "mappings": {site.name: site.sampler.settings[:3] for site in attachment.sites(model)},
         "masks": [local(keep).clone() for _, keep in weights.masked(model)],
+        "learned": [local(p.detach()).clone() for p in weights.learned(model).values()],
     }
 
 
@@ -218,6 +220,9 @@ def load_model_state(model: nn.Module, content: dict[str, Any]) -> None:
         site.sampler.step.copy_(step)
     for (_, keep), saved in zip(weights.masked(model), content["masks"], strict=True):
         local(keep).copy_(saved)
+    # A checkpoint has none of it once the masks are fixed.
+    for p, saved in zip(weights.learned(model).values(), content["learned"], strict=False):
+        local(p.detach()).copy_(saved)
 
 
 def random_state(device: torch.device, data: Data) -> dict[str, Any]:

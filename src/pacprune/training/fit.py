@@ -18,6 +18,7 @@ from pacprune.masking import weights
 from pacprune.training.budget import Budget, check_budgets
 from pacprune.training.checks import check_labels, check_population, check_shards, loss_identity, trial_pass
 from pacprune.training.config import EXECUTIONS, Config
+from pacprune.training.controls import Stepper
 from pacprune.training.evaluate import mean_loss
 from pacprune.training.loop import Loop, groups
 from pacprune.training.population import Population, compile_always, members, per_member
@@ -101,12 +102,14 @@ def fit(
     cohort.mark_seen(data, *([] if validation is None else [validation]))
     # `try_out` saw the labels of tensors only; on an accelerator, looking at every batch would cost a stop.
     check_each = loss is F.cross_entropy and tensors(data) is None and cohort.device.type == "cpu"
+    stepper = cohort.stepper(budgets)
     definition = Stage(
         name=stage,
         objective=cohort.objective(loss, check_each=check_each),
-        groups=groups(cohort.trained, cohort.configs, rest=True),
+        groups=groups(cohort.trained, cohort.configs, rest=True) + stepper.groups(cohort.configs),
         set_modes=cohort.trained.train,
         budgets=budgets,
+        stepper=stepper,
         validate=None if validation is None else lambda: cohort.mean_losses(validation, loss),
         identity={
             "budget": None if budgets is None else [entry.record() for entry in budgets],
@@ -180,6 +183,11 @@ class Cohort:
         budgets = None if budget is None else per_member("budget", budget, len(self.models))
         check_budgets(self.trained, budgets or [])
         return budgets
+
+    def stepper(self, budgets: list[Budget] | None) -> Stepper:
+        """What keeps or moves the masks of what is trained."""
+        clean, members = self.configs[0].clip is not None, self.population is not None
+        return Stepper(self.trained, budgets, seeds=self.seeds, members=members, clean=clean)
 
     def mark_seen(self, *used: Data) -> None:
         """Notes on every member that it is trained on, or judged by, these data."""

@@ -75,7 +75,9 @@ class Loop:
                         for number, examples in self._remaining(read(self.epoch)):
                             self._take(number, examples)
                         self._end_epoch()
+                    self.stage.stepper.finish()
                 finally:
+                    self.stage.stepper.hide()
                     self.step.optimizer.zero_grad()
                     self.model.eval()
         return self.histories
@@ -126,6 +128,7 @@ class Loop:
         if self.step.sites and self.stage.budgets is not None:
             # The last step moved the gates; what is read from here on meets the budget.
             budget.enforce_(self.model, self.stage.budget_per_member(), (self.epoch + 1) / self.config.epochs)
+        self.stage.stepper.note()
         _add_sparsity(rows, self.model, self.stage)
         if self.stage.validate is not None:
             self._judge(rows)
@@ -142,11 +145,12 @@ class Loop:
     def _judge(self, rows: History) -> None:
         """Adds the validation losses, and keeps the model if it is the best so far."""
         assert self.stage.validate is not None
-        if self.step.sharded:  # all ranks have to help
-            losses = self.stage.validate()
-            losses = ranks.on_rank0(lambda: losses)
-        else:
-            losses = ranks.on_rank0(self.stage.validate)  # of rank 0 alone, so that all ranks stop at the same epoch
+        with self.stage.stepper.as_network():
+            if self.step.sharded:  # all ranks have to help
+                losses = self.stage.validate()
+                losses = ranks.on_rank0(lambda: losses)
+            else:
+                losses = ranks.on_rank0(self.stage.validate)  # of rank 0 alone: all ranks stop at the same epoch
         for row, loss in zip(rows, losses, strict=True):
             row["validation_loss"] = loss
         better = self.best is None or losses[0] < self.best["validation_loss"]
@@ -191,6 +195,7 @@ class Loop:
         self.histories = json.loads(saved["history"])
         for name in ("best", "stale", "done", "epoch", "batch", "count", "epoch_start"):
             setattr(self, name, saved[name])
+        self.stage.stepper.resume(self.epoch * self.per_epoch + self.batch, self.config.epochs * self.per_epoch)
         self.resume_state = saved["random"]
         start = self.resume_state if self.batch == 0 else self.epoch_start
         checkpoint.set_random_state(start, self.device, self.data)
@@ -266,11 +271,7 @@ def _add_sparsity(rows: History, model: nn.Module, stage: Stage) -> None:
 
 
 def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[Group]:
-    """Parameter groups: weights (and the rest, when it is trained), gates, log std; empty ones are left out.
-
-    Thresholded gates follow the weights' schedule, since they move the mask to the end. They have momentum SGD whatever
-    the weights have: Adam would give gates that hardly matter steps as large as those of all others.
-    """
+    """Parameter groups: weights (and the rest, when it is trained), gates, log std; empty ones are left out."""
     sites = attachment.sites(model)
     if sites:
         for config in configs:
@@ -279,18 +280,10 @@ def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[G
     gates = [site.gate for site in sites] if configs[0].gate_lr is not None else []
     log_stds = [site.log_std for site in sites if site.log_std is not None]
     momentum, no_decay = [config.momentum for config in configs], [0.0] * len(configs)
-    thresholded = bool(sites) and sites[0].sampler.thresholded
     std_rates = [config.lr if config.std_lr is None else config.std_lr for config in configs]
     candidates = [
         Group(plain, [config.lr for config in configs], momentum, [config.weight_decay for config in configs], True),
-        Group(
-            gates,
-            [float(config.gate_lr or 0.0) for config in configs],
-            momentum,
-            no_decay,
-            scheduled=thresholded,
-            optimizer="sgd" if thresholded else None,
-        ),
+        Group(gates, [float(config.gate_lr or 0.0) for config in configs], momentum, no_decay, False),
         Group(log_stds, std_rates, momentum, no_decay, True),
     ]
     return [group for group in candidates if group.params]

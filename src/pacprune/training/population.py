@@ -96,7 +96,9 @@ class Population:
                 for k, model in enumerate(self.models):
                     note = weights.notes(model.get_submodule(path))
                     note.mask = {**(note.mask or {}), name: keep[k].clone()}
-        for model in self.models:
+        trained = weights.learned(self.stacked)
+        for k, model in enumerate(self.models):
+            weights.notes(model).learned = {n: nn.Parameter(p.detach()[k].clone()) for n, p in trained.items()} or None
             model.eval()
 
     def _call(self, loss: Loss | None, x: Tensor, y: Tensor | None, separate: bool, fuse: bool = True) -> Tensor:
@@ -182,6 +184,11 @@ def _stack(models: list[nn.Module]) -> nn.Module:
                 key: torch.stack([(mask or {}).get(key, torch.ones_like(like)) for mask in masks])
                 for key, like in names.items()
             }
+    learned = [weights.learned(model) for model in models]
+    if learned[0]:
+        weights.notes(stacked).learned = {
+            name: nn.Parameter(torch.stack([tensors[name].detach() for tensors in learned])) for name in learned[0]
+        }
     return stacked
 
 

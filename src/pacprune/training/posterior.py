@@ -216,6 +216,7 @@ def fit_posterior(
         groups=groups(cohort.trained, cohort.configs, rest=False),
         set_modes=training.set_modes,
         budgets=budgets,
+        stepper=cohort.stepper(None),
         validate=None,
         identity={
             "prior": hashes,

@@ -4,7 +4,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from pacprune import philox
 from pacprune.data.batches import batches, crop_flip, portions, size, tensors
 from pacprune.distributed import across, is_sharded, local, ranks
-from pacprune.masking import attachment, masks, weights
+from pacprune.masking import attachment, weights
 from pacprune.training import budget, estimators
-from pacprune.training.budget import MASK_CONTROLS, Budget
+from pacprune.training.budget import Budget
 from pacprune.training.config import EXECUTIONS, MASKS, Config
+from pacprune.training.controls import NUMBERS, Stepper
 from pacprune.training.optim import Group, Optimizer
 from pacprune.types import Data
 
@@ -33,6 +34,8 @@ class Stage:
     set_modes: Callable[[], Any]
     """Called before every epoch: which modules are in training mode."""
     budgets: Sequence[Budget] | None
+    stepper: Stepper
+    """What keeps or moves the masks of a plain network; it does nothing for a dense or an attached one."""
     validate: Callable[[], list[float]] | None
     identity: dict[str, Any]
     members: bool = False
@@ -73,21 +76,18 @@ class Step:
     made of them, so that all ranks take the same step to the bit. `value` and `total` are then this rank's part.
 
     Everything that changes from step to step without being computed lies in `clock`: a row per group with the learning
-    rates, then the scores' noise, what fades of the gates' start, and the budget's density and sharpness; a column per
-    member. An epoch's clocks are made in advance, and what the model consists of (its attached weights, its masks) is
-    listed once.
+    rates, then the NUMBERS of a budget: the scores' noise, what fades of their start, density and sharpness. It has a
+    column per member. An epoch's clocks are made in advance, and the model's attached weights are listed once.
     """
 
     def __init__(
         self, model: nn.Module, configs: Sequence[Config], stage: Stage, seeds: Sequence[int], device: torch.device
     ) -> None:
         self.model, self.configs, self.stage, self.device, self.config = model, configs, stage, device, configs[0]
-        self.sites, self.masked = attachment.sites(model), weights.masked(model)
+        self.sites, self.stepper = attachment.sites(model), stage.stepper
         self.between = attachment.between_ranks(self.sites)
-        self.weights_total = weights.noted_total(model) if self.sites or self.masked else 0
-        """D, which sparsity is counted in."""
         shape = (len(configs),) if stage.members else ()
-        self.clock = torch.zeros(len(stage.groups) + 4, *shape, device=device)
+        self.clock = torch.zeros(len(stage.groups) + NUMBERS, *shape, device=device)
         self.value = torch.zeros(shape, dtype=torch.float64, device=device)
         self.total = torch.zeros_like(self.value)
         self.orders = orders(configs, seeds)
@@ -97,17 +97,10 @@ class Step:
         for row, group in zip(self.clock, stage.groups, strict=False):
             group.rate = row[0] if alike and stage.members else row  # one rate for all: one launch for all parameters
         self.optimizer = Optimizer(self.config.optimizer, stage.groups)
-        control = "none" if stage.budgets is None else stage.budgets[0].control
         self.holds = bool(self.sites) and stage.budgets is not None
         """Whether a budget holds the gates."""
-        self.control, self.mask_control = control, MASK_CONTROLS.get(control)
-        grows = self.mask_control is not None and self.mask_control.grows
-        self.growth = [torch.zeros_like(weight.detach()) for weight, _ in self.masked] if grows else []
-        """The last gradients of all weights with a mask, where pruned ones can grow by them."""
-        soft = self.mask_control is not None and self.mask_control.soft
-        self.thresholds = model.get_parameter(budget.THRESHOLDS) if soft else None
-        self.noisy = any(entry.noise for entry in stage.budgets or ())
-        fades = any(entry.fade for entry in stage.budgets or ())
+        self.control = stage.budgets[0].control if stage.budgets else "none"
+        fades = self.holds and any(entry.fade for entry in stage.budgets or ())
         # Taken before a checkpoint is read, whose gates have come further.
         self.start = [site.local_gate.detach().clone() for site in self.sites] if fades else []
         self.cold = 2
@@ -177,34 +170,28 @@ class Step:
         return rows
 
     def _budget_rows(self, shares: list[float]) -> list[list[list[float]]]:
-        """The noise, what fades of the gates' start, the density and the sharpness, of every member at every step."""
-        if not self.holds and self.thresholds is None:
-            return [[[1.0] * len(shares)] * len(self.configs)] * 4
-        budgets = self.stage.budgets or ()
-        held = [site.gate for site in self.sites] or [weight for weight, _ in self.masked]
-        attached = sum(tensor.numel() for tensor in held) // len(self.configs)
-        sizes = {"size": attached, "total": self.weights_total}
-        before = [max(0.0, share - 1 / self.steps) for share in shares]
-        return [
-            [[b.noise_at(share) for share in shares] for b in budgets],
-            [[b.faded(t) - b.faded(t0) for t0, t in zip(before, shares, strict=True)] for b in budgets],
-            [[masks.density(1 - b.density(share), **sizes) for share in shares] for b in budgets],
-            [[b.sharpness(share) for share in shares] for b in budgets],
-        ]
+        """NUMBERS rows, of every member at every step."""
+        if self.stage.budgets is None:
+            return [[[1.0] * len(shares)] * len(self.configs)] * NUMBERS
+        held = [site.gate for site in self.sites] or self.stepper.subject.values
+        size = sum(tensor.numel() for tensor in held) // len(self.configs)
+        total = weights.noted_total(self.model)
+        by_member = [entry.numbers(shares, self.steps, size, total) for entry in self.stage.budgets]
+        return [list(rows) for rows in zip(*by_member, strict=True)]
 
     def __call__(self, number: int, examples: Any) -> int:
         """Takes step `number` of the epoch; returns on how many examples."""
         self.clock.copy_(self.table[number])
         step = self.first + number
-        if self.mask_control is not None and self.mask_control.moves:
-            total = self.weights_total
-            budget.move_masks_(self.masked, self.stage.budget_per_member(), step, self.steps, total=total)
+        moving = not self.stepper.fixed
+        self.stepper.prepare(step, self.steps)
+        if moving and self.stepper.fixed and self.capture is not None:  # from now on steps are other ones
+            self.capture = _Capture()
         if isinstance(examples, Tensor):
             self._take_indexed(number, examples)
         else:
             self._take_loaded(number, *examples)
-        if self.growth:  # here, since a checkpoint holds no gradients
-            budget.exchange_weights_(self.masked, self.growth, self.stage.budget_per_member(), step + 1, self.steps)
+        self.stepper.conclude(step + 1, self.steps)  # here, since a checkpoint holds no gradients
         return self.count
 
     def _take_loaded(self, number: int, x: Tensor, y: Tensor) -> None:
@@ -263,36 +250,29 @@ class Step:
         self.optimizer.zero_grad()
         if self.holds:
             self._hold_budget()
-        feedback = self.mask_control is not None and self.mask_control.feedback
-        with self._pruned() if feedback else nullcontext(), self._rank_samples():
+        self.stepper.show(self.clock[-NUMBERS:])
+        with self._rank_samples():
             value = self._gradients(x, y, along)
         if self.exchange is not None:
             self.exchange.sum_()
         if self.holds and budget.GATE_CONTROLS[self.control].penalised:
             budget.penalty(self.sites, stage.budget_per_member(), self.clock[-2], between=self.between).sum().backward()
-        self._finish_gradients()
+        self.stepper.hide()
+        if config.clip is not None:
+            self._clip(config.clip)
         self.optimizer.step()
         if stage.after is not None:
             stage.after(self.optimizer)
-        if self.masked and not feedback:
-            weights.zero_pruned_(self.masked)
+        self.stepper.settle()
         self.value.copy_(value)
         self.total.add_(value * self.count)
-
-    def _pruned(self) -> AbstractContextManager[None]:
-        """With feedback, masked weights get the gradient that they have at zero, and keep what they learn from it."""
-        if self.thresholds is None:
-            return weights.zeroed(self.masked)
-        return budget.soft_thresholded(self.masked, self.thresholds, self.clock[-2], members=self.stage.members)
 
     def _hold_budget(self) -> None:
         """Brings the gates to the budget of this step."""
         self._fade()
         # The first two may have far to go; later ones follow the one before without waiting for the device.
         wait = self.device.type == "cpu" or self.cold > 0
-        noise = self.clock[-4] if self.noisy else None
-        numbers = {"noise": noise, "wait": wait, "between": self.between}
-        budget.hold_(self.sites, self.control, self.clock[-2], self.clock[-1], **numbers)
+        budget.hold_(self.sites, self.control, self.clock[-2], self.clock[-1], wait=wait, between=self.between)
         self.cold = max(0, self.cold - 1)
 
     @contextmanager
@@ -344,23 +324,6 @@ class Step:
             share = self.clock[-3].reshape(-1, *[1] * (start.ndim - 1)) if self.stage.members else self.clock[-3]
             site.local_gate.detach().addcmul_(start, share, value=-1)
 
-    def _finish_gradients(self) -> None:
-        """What a mask's control makes of the gradients, and clipping."""
-        if self.growth:
-            self._note_growth()
-        if self.thresholds is not None:
-            budget.soft_gradients_(self.masked, self.thresholds)
-        if self.config.clip is not None:
-            self._clip(self.config.clip)
-
-    @torch.no_grad()
-    def _note_growth(self) -> None:
-        """Copies the gradients, then takes those of pruned weights away, so that they gather no momentum."""
-        for noted, (weight, keep) in zip(self.growth, self.masked, strict=True):
-            if weight.grad is not None:
-                noted.copy_(weight.grad)
-                weight.grad.masked_fill_(~keep, 0)
-
     def _augmented(self, x: Tensor, word: Tensor) -> Tensor:
         if x.ndim != (5 if self.separate else 4):
             shape = tuple(x.shape[1:] if self.separate else x.shape)
@@ -370,13 +333,9 @@ class Step:
         return crop_flip(x, word)
 
     def _clip(self, most: float) -> None:
-        """Scales every member's gradients so that their norm is at most this.
-
-        A pruned weight that stays zero is not trained, and its gradient does not count.
-        """
-        if self.mask_control is None or not self.mask_control.feedback:
-            weights.zero_pruned_([(p.grad, keep) for p, keep in self.masked if p.grad is not None])
-        grads = [local(p.grad) for group in self.stage.groups for p in group.params if p.grad is not None]
+        """Scales every member's gradients so that their norm is at most this; that of what is not trained is zero."""
+        groups = [group for group in self.stage.groups if group.optimizer is None]  # others have a scale of their own
+        grads = [local(p.grad) for group in groups for p in group.params if p.grad is not None]
         members = 1 if self.stage.members else 0
         norm = torch.stack([g.reshape(*g.shape[:members], -1).float().norm(dim=-1) for g in grads]).norm(dim=0)
         if self.across is not None:

@@ -1,0 +1,651 @@
+"""What decides, while a plain network trains, which of its weights count.
+
+The loop of `fit`, and in a user's own loop `pp.Pruner`, tell a control of the moments of a step:
+
+    prepare   before it, on the host: new masks
+    show      the weights become those that the network computes with
+    hide      after the backward pass: they are as trained again, and their gradients are those of what is trained
+    settle    after the optimiser's step: pruned weights are zero again
+    conclude  after it, on the host
+
+and of the end, `finish`, which leaves the pruned network. Nothing between prepare and conclude waits for the device, so
+that a CUDA graph can replay it.
+
+A new control is one class, a function that says at which moments it acts, and one row of CONTROLS.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pacprune import kernels
+from pacprune.distributed import Across, across, first_index, is_sharded, like, local
+from pacprune.kernels import Law, SampleInputs
+from pacprune.masking import masks, patterns, weights
+from pacprune.training.optim import Group
+
+if TYPE_CHECKING:
+    from pacprune.training.budget import Budget
+    from pacprune.training.config import Config
+
+NUMBERS = 4
+"""How many numbers a step has for every member: noise, what fades of the scores' start, density and sharpness."""
+COUPLING = 4.0
+"""How strongly a score follows log|w|: an offset that was learned counts a quarter of it."""
+THRESHOLDS = "thresholds"
+"""What the logarithms of the layers' thresholds are noted as, in the order of `weights.masked`."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a control works on: one model, or the members of a population.
+
+    Args:
+        pairs: The weights, each with its mask; what is written into a mask holds from then on.
+        names: Their names.
+        learned: What the control trains beside the weights, by name, as `weights.learned` has it.
+        budgets: One for every member; of a fixed mask, none.
+        seeds: Of every member's noise.
+        total: D, which sparsity is counted in.
+        members: Whether the first dimension of every tensor is K models.
+        clean: Whether gradients of pruned weights are to be zero, since something else looks at them.
+    """
+
+    pairs: weights.Masked
+    names: Sequence[str]
+    learned: dict[str, nn.Parameter]
+    budgets: "Sequence[Budget]"
+    seeds: Sequence[int]
+    total: int
+    members: bool = False
+    clean: bool = False
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The weights, without gradients, over the same memory."""
+        return [weight.detach() for weight, _ in self.pairs]
+
+    @property
+    def keeps(self) -> list[Tensor]:
+        """The masks."""
+        return [keep for _, keep in self.pairs]
+
+    @property
+    def between(self) -> Across | None:
+        """How to reduce over the ranks that hold the rows; None for a plain model."""
+        return across(weight for weight, _ in self.pairs)
+
+    def member(self, tensors: Sequence[Tensor], k: int) -> list[Tensor]:
+        """Member k's part of tensors, over the same memory."""
+        return [tensor[k] for tensor in tensors] if self.members else list(tensors)
+
+    def over(self, number: Tensor, tensor: Tensor) -> Tensor:
+        """A number per member, in a shape that multiplies the members' tensors; one number as it is."""
+        return number.reshape(-1, *[1] * (tensor.ndim - 1)) if self.members else number
+
+
+def _nothing(*_: Any) -> None:
+    """A moment at which a control does not act."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """What is done at the moments of a step (see the module), and at the end.
+
+    Args:
+        prepare: (step, steps), before that step, on the host.
+        show: Makes the weights those of the network; takes the NUMBERS of the step, a row each, or None for the last
+            ones.
+        hide: Makes the weights those that are trained, and the gradients theirs.
+        settle: Puts zeros back after the optimiser's step.
+        conclude: (step, steps), after so many steps, on the host.
+        note: Brings the masks up to date, where steps do not.
+        finish: Leaves the pruned network: weights and masks, with exactly k kept.
+        groups: What is trained beside the weights, with its rates.
+    """
+
+    prepare: Callable[[int, int], None] = _nothing
+    show: Callable[[Tensor | None], None] = _nothing
+    hide: Callable[[], None] = _nothing
+    settle: Callable[[], None] = _nothing
+    conclude: Callable[[int, int], None] = _nothing
+    note: Callable[[], None] = _nothing
+    finish: Callable[[], None] = _nothing
+    groups: "Callable[[Sequence[Config]], list[Group]]" = lambda configs: []
+
+
+# --- Masks that stay, and masks of the largest weights.
+
+
+def fixed(subject: Subject) -> Control:
+    """A mask that stays: pruned weights are zero after every step, and without gradients where these are looked at."""
+    return Control(
+        hide=(lambda: clean_gradients_(subject.pairs)) if subject.clean else _nothing,
+        settle=lambda: weights.zero_pruned_(subject.pairs),
+    )
+
+
+def clean_gradients_(pairs: weights.Masked) -> None:
+    """Pruned weights get no gradient."""
+    weights.zero_pruned_([(weight.grad, keep) for weight, keep in pairs if weight.grad is not None])
+
+
+def magnitude(subject: Subject) -> Control:
+    """GMP (Zhu & Gupta 2017): every so many steps the largest weights are kept; the others are zero for good."""
+
+    def prepare(step: int, steps: int) -> None:
+        for k in _due(subject, step):
+            keep_largest_(subject, k, step / steps)
+            weights.zero_pruned_(_member_pairs(subject, k))
+
+    still = fixed(subject)
+    return Control(prepare=prepare, hide=still.hide, settle=still.settle, finish=lambda: _prune_finally_(subject))
+
+
+def feedback(subject: Subject) -> Control:
+    """DPF (Lin et al. 2020): pruned weights are zero in the network alone, and its gradient trains them on."""
+    rows = [local(value) for value in subject.values]
+    trained = [torch.empty_like(row) for row in rows]
+
+    def prepare(step: int, steps: int) -> None:
+        for k in _due(subject, step):
+            keep_largest_(subject, k, step / steps)
+
+    def show(numbers: Tensor | None) -> None:
+        _copy_(trained, rows)
+        weights.zero_pruned_(subject.pairs)
+
+    return Control(
+        prepare=prepare, show=show, hide=lambda: _copy_(rows, trained), finish=lambda: _prune_finally_(subject)
+    )
+
+
+def _due(subject: Subject, step: int) -> list[int]:
+    """The members that have a new mask before this step."""
+    return [k for k, budget in enumerate(subject.budgets) if step % budget.period == 0]
+
+
+def _member_pairs(subject: Subject, k: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(subject.member(subject.values, k), subject.member(subject.keeps, k), strict=True))
+
+
+def _prune_finally_(subject: Subject) -> None:
+    """The mask of the final sparsity, and zeros elsewhere."""
+    for k in range(len(subject.budgets)):
+        keep_largest_(subject, k, 1.0)
+    weights.zero_pruned_(subject.pairs)
+
+
+@torch.no_grad()
+def keep_largest_(subject: Subject, k: int, progress: float) -> None:
+    """Member k's masks keep the largest weights at the density of this moment; in place, and waits for the device."""
+    budget, pairs = subject.budgets[k], _member_pairs(subject, k)
+    scores = {str(i): weight.abs() for i, (weight, _) in enumerate(pairs)}
+    if budget.pattern is not None:
+        scores = patterns.protected_scores(scores, budget.pattern)
+    # Tensors by themselves only where they have to be: every one more is looked at.
+    joined = budget.min_per_layer == 0 and not any(is_sharded(weight) for weight, _ in pairs)
+    mask = masks.top_k(
+        {"": torch.cat([score.reshape(-1) for score in scores.values()])} if joined else scores,
+        sparsity=1 - budget.density(progress),
+        min_per_layer=budget.min_per_layer,
+        total=subject.total,
+    )
+    pieces = mask[""].split([keep.numel() for _, keep in pairs]) if joined else mask.values()
+    for (_, keep), piece in zip(pairs, pieces, strict=True):
+        keep.copy_(piece.reshape(keep.shape) if joined else piece)
+
+
+# --- RigL.
+
+
+def growth(subject: Subject) -> Control:
+    """RigL (Evci et al. 2020): every tensor's smallest weights make room for pruned ones with large gradients."""
+    gradients = [torch.zeros_like(value) for value in subject.values]
+
+    @torch.no_grad()
+    def hide() -> None:
+        """Copies the gradients, then takes those of pruned weights away, so that they gather no momentum."""
+        for copied, (weight, _) in zip(gradients, subject.pairs, strict=True):
+            if weight.grad is not None:
+                copied.copy_(weight.grad)
+        clean_gradients_(subject.pairs)
+
+    def conclude(step: int, steps: int) -> None:
+        for k, budget in enumerate(subject.budgets):
+            if step % budget.period == 0 and step < budget.ramp * steps:
+                exchange_(subject, gradients, k, budget.exchange_at(step / steps))
+
+    return Control(hide=hide, settle=fixed(subject).settle, conclude=conclude)
+
+
+@torch.no_grad()
+def exchange_(subject: Subject, gradients: Sequence[Tensor], k: int, share: float) -> None:
+    """This share of every tensor of member k loses its place to the weights with the largest gradients.
+
+    Of n kept weights the round((1 - share) n) largest stay. Of all others, also of those that just lost their place,
+    the ones with the largest |gradient| fill the tensor up to n. A weight that was zero begins there.
+    """
+    for (weight, keep), gradient in zip(_member_pairs(subject, k), subject.member(gradients, k), strict=True):
+        kept_count = int(keep.sum())
+        staying_count = round((1 - share) * kept_count)
+        size = torch.where(keep, weight.abs(), -1.0).reshape(-1)
+        mask = torch.zeros_like(size, dtype=torch.bool)
+        mask[size.topk(staying_count).indices] = True
+        growing = gradient.abs().reshape(-1).masked_fill(mask, -1.0)
+        mask[growing.topk(kept_count - staying_count).indices] = True
+        keep.copy_(mask.reshape(keep.shape))
+        weight.masked_fill_(~keep, 0)
+
+
+# --- STR.
+
+_LEAST_LEVEL = -30.0
+"""The logarithm of a threshold that every weight is above: below that of 1e-12, which zeros count as."""
+
+
+class SoftThreshold:
+    """STR (Kusupati et al. 2020): sign(w) max(0, |w| - exp(s)), with an s of every tensor that the loss trains.
+
+    Before every step one number is added to all s, so that the asked share of the weights is above its threshold.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.thresholds = subject, subject.learned[THRESHOLDS]
+        self.trained = [torch.empty_like(value) for value in subject.values]
+        shape = (len(subject.budgets),) if subject.members else ()
+        self.density = torch.ones(shape, device=self.thresholds.device)
+
+    def scores(self) -> list[Tensor]:
+        """log|w| - s: above 0 where a weight is kept."""
+        columns = self.thresholds.detach().unbind(-1)
+        return [
+            torch.log(value.abs() + 1e-12) - self.subject.over(column, value)
+            for value, column in zip(self.subject.values, columns, strict=True)
+        ]
+
+    @torch.no_grad()
+    def show(self, numbers: Tensor | None) -> None:
+        """Brings the thresholds to the density, and shrinks the weights; the masks become what is above."""
+        subject, scores = self.subject, self.scores()
+        if numbers is not None:
+            self.density.copy_(numbers[2])
+        tau = masks.threshold(scores, self.density, members=subject.members)
+        # Below all scores where everything is kept, but near enough for float32 to tell the layers apart.
+        tau = torch.maximum(tau, _LEAST_LEVEL - self.thresholds.amax(-1))
+        self.thresholds.add_(tau[:, None] if subject.members else tau)
+        _copy_(self.trained, subject.values)
+        for (weight, keep), score, limit in zip(subject.pairs, scores, self.thresholds.exp().unbind(-1), strict=True):
+            keep.copy_(score > subject.over(tau, score))
+            weight.copy_(weight.sign() * (weight.abs() - subject.over(limit, weight)).clamp_min(0) * keep)
+
+    @torch.no_grad()
+    def hide(self) -> None:
+        """The derivatives: 1 above the threshold, 0 below, and -sign(w) exp(s) in s."""
+        slopes = []
+        _copy_(self.subject.values, self.trained)
+        for (weight, keep), limit in zip(self.subject.pairs, self.thresholds.exp().unbind(-1), strict=True):
+            if weight.grad is None:
+                slopes.append(torch.zeros_like(limit))
+                continue
+            weight.grad.masked_fill_(~keep, 0)
+            slopes.append(-limit * (weight.grad * weight.sign()).flatten(limit.ndim).sum(-1))
+        self.thresholds.grad = torch.stack(slopes, dim=-1)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The k weights that are furthest above their thresholds, shrunk."""
+        subject, scores = self.subject, self.scores()
+        for k in range(len(subject.budgets)):
+            member_scores = subject.member(scores, k)
+            kept = keep_best_(subject, k, member_scores)
+            tau = masks.threshold(member_scores, kept / sum(score.numel() for score in member_scores))
+            for weight, score in zip(subject.member(subject.values, k), member_scores, strict=True):
+                # At least 0.001 of it: a mask with a minimum may name some that are below.
+                weight.mul_((1 - torch.exp(tau - score)).clamp_min(LEAST_OPENING))
+        weights.zero_pruned_(subject.pairs)
+
+    def groups(self, configs: "Sequence[Config]") -> list[Group]:
+        """Thresholds are trained like weights, and decay like these, as in the paper."""
+        rates, momentum = [config.lr for config in configs], [config.momentum for config in configs]
+        return [Group([self.thresholds], rates, momentum, [config.weight_decay for config in configs], True)]
+
+
+def soft(subject: Subject) -> Control:
+    """STR's thresholds."""
+    control = SoftThreshold(subject)
+    return Control(show=control.show, hide=control.hide, finish=control.finish, groups=control.groups)
+
+
+LEAST_OPENING = 1e-3
+"""What is left at least of a weight that is kept: a mask of exactly k may name some that are at the threshold."""
+
+
+@torch.no_grad()
+def keep_best_(subject: Subject, k: int, scores: Sequence[Tensor]) -> int:
+    """Member k's masks become those of its k best scores, for good; returns how many that are."""
+    budget, keeps = subject.budgets[k], subject.member(subject.keeps, k)
+    named = dict(zip(subject.names, scores, strict=True))
+    if budget.pattern is not None:
+        mask = patterns.top(named, budget.pattern)
+    else:
+        mask = masks.top_k(named, sparsity=budget.sparsity, min_per_layer=budget.min_per_layer, total=subject.total)
+    for name, keep in zip(subject.names, keeps, strict=True):
+        keep.copy_(mask[name])
+    return masks.kept(mask)
+
+
+# --- Feather's threshold on learned scores.
+
+
+_ROUNDING = 1e-4
+"""By how much the best N scores of a group have to be above the next one: what rounding may add to a score is less."""
+
+
+class Threshold:
+    """Scores r = 4 log|w| + a, of which exactly k lie above a threshold tau at every step.
+
+    The network computes with w (1 - exp(-3 (r - tau) / 4))^(1/3) where r is above tau, which is Feather's operator
+    (Glentis Georgoulakis et al. 2023) for offsets a of 0, and with 0 elsewhere. The gradient goes straight through to
+    w, below tau times theta. Offsets are trained where they are noted on the model (`weights.learned`).
+
+    With an N:M pattern, tau is at most the score that is number N + 1 of its group: the N best of a group stay, and
+    the others go by the common threshold. Likewise the best of a layer, where it keeps some at least.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        first, budget = subject.pairs[0][0], subject.budgets[0]
+        self.rows = [local(value) for value in subject.values]
+        self.trained = [torch.empty_like(row, memory_format=torch.contiguous_format) for row in self.rows]
+        self.offsets = [subject.learned[name] for name in subject.names] if subject.learned else []
+        fades = any(entry.fade for entry in subject.budgets)
+        self.start = [offset.detach().clone() for offset in self.offsets] if fades else []
+        device, shape = first.device, (len(subject.budgets),) if subject.members else ()
+        self.law = Law(coupling=COUPLING, mode=kernels.THRESHOLDED, beta=1.0, theta=budget.theta)
+        self.sharpness, self.noise = torch.ones(shape, device=device), torch.zeros(shape, device=device)
+        self.shifts = [torch.zeros(shape, device=device) for _ in subject.pairs]
+        self.seed = torch.tensor(subject.seeds, device=device).reshape(shape)
+        self.step = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.density = torch.ones(shape, dtype=torch.float64, device=device)
+        self.noisy = any(entry.noise for entry in subject.budgets)
+        self.pattern = None if budget.pattern is None else patterns.parse(budget.pattern)
+        self.floors = self._floors()
+        zero = torch.zeros(0 if self.offsets else max(row.numel() for row in self.rows), device=device)
+        self.gates = [local(offset.detach()) for offset in self.offsets]
+        self.gates = self.gates or [zero[: row.numel()].view(row.shape) for row in self.rows]
+        self.inputs = self._inputs()
+
+    def _inputs(self) -> list[SampleInputs]:
+        """What every tensor is drawn from; under a pattern, its gates hold the threshold, which every group has."""
+        sizes = [weight.numel() // len(self.subject.budgets) for weight, _ in self.subject.pairs]
+        gates = self.gates if self.pattern is None else [torch.zeros_like(gate) for gate in self.gates]
+        return [
+            SampleInputs(
+                mean=mean,
+                gate=gate,
+                std=None,
+                seed=self.seed,
+                step=self.step,
+                offset=sum(sizes[:i]) + first_index(weight),
+                shift=self.shifts[i],
+                sharpness=self.sharpness,
+                noise=self.noise if self.noisy else None,
+            )
+            for i, (mean, gate, (weight, _)) in enumerate(zip(self.trained, gates, self.subject.pairs, strict=True))
+        ]
+
+    def prepare(self, step: int, steps: int) -> None:
+        """The noise of a step follows from its number, also where a broken run goes on."""
+        if self.noisy:
+            self.step.fill_(step)
+
+    @torch.no_grad()
+    def show(self, numbers: Tensor | None) -> None:
+        """Finds the threshold of this step, and shrinks the weights."""
+        if numbers is not None:
+            self._take(numbers)
+        _copy_(self.trained, self.rows)
+        free = [inputs._replace(gate=gate) for inputs, gate in zip(self.inputs, self.gates, strict=True)]
+        thresholds = self._thresholds(kernels.next_scores(free, self.law))
+        self.step.add_(1)
+        if self.pattern is None:
+            _copy_(self.shifts, thresholds)
+        else:
+            for inputs, gate, tau in zip(self.inputs, self.gates, thresholds, strict=True):
+                torch.sub(gate, tau, out=inputs.gate)
+        _copy_(self.rows, kernels.draw(self.inputs, self.law))
+
+    def _take(self, numbers: Tensor) -> None:
+        """The numbers of a new step."""
+        noise, faded, density, sharpness = numbers
+        for offset, start in zip(self.offsets, self.start, strict=False):
+            local(offset.detach()).addcmul_(local(start), self.subject.over(faded, start), value=-1)
+        for number, value in ((self.noise, noise), (self.density, density), (self.sharpness, sharpness)):
+            number.copy_(value)
+
+    def _thresholds(self, scores: list[Tensor]) -> list[Tensor]:
+        """For every tensor the threshold that the asked share of all scores is above: one number, or one per weight.
+
+        What a group or a layer keeps at least is above it, too.
+        """
+        subject, options = self.subject, {"members": self.subject.members, "between": self.subject.between}
+        if self.pattern is not None:
+            edges = [self._group_edges(score) for score in scores]
+        elif self.floors is not None:
+            edges = [
+                subject.over(masks.threshold([score], share, members=subject.members, between=across([weight])), score)
+                for score, share, (weight, _) in zip(scores, self.floors, subject.pairs, strict=True)
+            ]
+        else:
+            return [masks.threshold(scores, self.density, **options)] * len(scores)
+        free = [torch.where(score > edge, torch.inf, score) for score, edge in zip(scores, edges, strict=True)]
+        tau = masks.threshold(free, self.density, **options)
+        thresholds = [torch.minimum(edge, subject.over(tau, edge)) for edge in edges]
+        return thresholds if self.pattern is not None else [t.reshape(tau.shape) for t in thresholds]
+
+    def _floors(self) -> list[Tensor] | None:
+        """For every tensor, the share of it that every member keeps at least."""
+        if not any(budget.min_per_layer for budget in self.subject.budgets):
+            return None
+        least = [budget.min_per_layer for budget in self.subject.budgets]
+        sizes = [weight.numel() // len(least) for weight, _ in self.subject.pairs]
+        return [self.density.new_tensor([min(1.0, m / n) for m in least]).reshape(self.density.shape) for n in sizes]
+
+    def _group_edges(self, score: Tensor) -> Tensor:
+        """For every weight, the score that is number N + 1 of its group."""
+        assert self.pattern is not None
+        n, m = self.pattern
+        groups = patterns.grouped(score, m, members=self.subject.members)
+        return groups.topk(n + 1, dim=-1).values[..., n:].expand_as(groups).reshape(score.shape) + _ROUNDING
+
+    @torch.no_grad()
+    def hide(self) -> None:
+        """Gradients in the weights and in the offsets, from those in what the network computed with."""
+        needs = True, bool(self.offsets), False
+        for i, ((weight, _), inputs) in enumerate(zip(self.subject.pairs, self.inputs, strict=True)):
+            if weight.grad is None:
+                continue
+            gradient = local(weight.grad)
+            to_weight, to_offset, _ = kernels.gradients(inputs, self.law, gradient, needs)
+            assert to_weight is not None
+            gradient.copy_(to_weight)
+            if to_offset is not None:
+                self.offsets[i].grad = like(to_offset, self.offsets[i])
+        _copy_(self.rows, self.trained)
+
+    def _over(self, tau: Tensor, score: Tensor) -> Tensor:
+        """A threshold in a shape that goes with the scores."""
+        return tau if self.pattern is not None else self.subject.over(tau, score)
+
+    def _scores(self) -> list[Tensor]:
+        """The scores without noise, of the weights as they are trained."""
+        return [kernels.raw(self.law, row, gate) for row, gate in zip(self.rows, self.gates, strict=True)]
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """The masks become what is above the threshold now."""
+        scores = self._scores()
+        for keep, score, tau in zip(self.subject.keeps, scores, self._thresholds(scores), strict=True):
+            local(keep).copy_(score > self._over(tau, score))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The k weights with the best scores, shrunk by how near they are to the threshold."""
+        subject, scores = self.subject, self._scores()
+        whole = [like(score, weight) for score, (weight, _) in zip(scores, subject.pairs, strict=True)]
+        counts = [keep_best_(subject, k, subject.member(whole, k)) for k in range(len(subject.budgets))]
+        size = sum(weight.numel() for weight, _ in subject.pairs) // len(counts)
+        self.density.copy_(self.density.new_tensor([count / size for count in counts]).reshape(self.density.shape))
+        for row, score, tau in zip(self.rows, scores, self._thresholds(scores), strict=True):
+            row.mul_(kernels.opening(self.law, score - self._over(tau, score)).clamp_min(LEAST_OPENING))
+        weights.zero_pruned_(subject.pairs)
+
+    def groups(self, configs: "Sequence[Config]") -> list[Group]:
+        """Offsets have momentum SGD on the weights' schedule, whatever the weights have, and do not decay.
+
+        Adam would give offsets that hardly matter steps as large as those of all others.
+        """
+        if not self.offsets or configs[0].gate_lr is None:
+            return []
+        rates = [float(config.gate_lr or 0.0) for config in configs]
+        momentum, no_decay = [config.momentum for config in configs], [0.0] * len(configs)
+        return [Group(self.offsets, rates, momentum, no_decay, scheduled=True, optimizer="sgd")]
+
+
+def threshold(subject: Subject) -> Control:
+    """Feather's threshold on learned scores."""
+    control = Threshold(subject)
+    moments = {name: getattr(control, name) for name in ("prepare", "show", "hide", "note", "finish", "groups")}
+    return Control(**moments)
+
+
+def _copy_(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copies all tensors, in one launch where the device has one for it."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(to), list(values))  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """One row of CONTROLS.
+
+    Args:
+        make: Makes the control.
+        period: Steps from one mask to the next, where the budget names none.
+        takes_pattern: Whether it can end in an N:M pattern.
+        takes_shards: Whether it can train a model that fully_shard has cut.
+    """
+
+    make: Callable[[Subject], Control]
+    period: int = 1
+    takes_pattern: bool = False
+    takes_shards: bool = True
+
+
+CONTROLS = {
+    "magnitude": Traits(magnitude, period=16, takes_pattern=True),
+    # With feedback and a new mask after 16 steps, very sparse networks ended with layers that have no weight left,
+    # likely since many of those that grew unseen came back at once (docs/results.md, DPF).
+    "feedback": Traits(feedback, takes_pattern=True),
+    "growth": Traits(growth, period=100, takes_shards=False),
+    "soft": Traits(soft, takes_shards=False),
+    "threshold": Traits(threshold, takes_pattern=True),
+}
+"""What `Budget.control` names for plain networks."""
+
+
+class Stepper:
+    """Carries the budgets of a plain network through its steps, and leaves it pruned.
+
+    A network without a noted mask is left alone.
+
+    Args:
+        model: Has a mask noted on it by `weights.apply_mask`, of ones to begin dense.
+        budgets: One for every member; None keeps the mask as it is.
+        seeds: Of every member's noise.
+        members: Whether the model is a population.
+        clean: Whether gradients of pruned weights are to be zero.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budgets: "Sequence[Budget] | None",
+        *,
+        seeds: Sequence[int] = (0,),
+        members: bool = False,
+        clean: bool = False,
+    ) -> None:
+        pairs = weights.masked(model)
+        budgets = budgets if pairs and budgets else ()
+        total = weights.noted_total(model) if pairs else 0
+        names, learned = weights.masked_names(model), weights.learned(model)
+        self.model, self.shown = model, False
+        self.subject = Subject(pairs, names, learned, budgets, seeds, total, members, clean)
+        self.until = budgets[0].until if budgets else 0.0
+        self.fixed = not budgets
+        """Whether the masks no longer change."""
+        self.control = CONTROLS[budgets[0].control].make(self.subject) if budgets else fixed(self.subject)
+
+    def groups(self, configs: "Sequence[Config]") -> list[Group]:
+        """What is trained beside the weights."""
+        return self.control.groups(configs)
+
+    def resume(self, step: int, steps: int) -> None:
+        """Goes on after so many steps, with weights and masks of then."""
+        if not self.fixed and step > 0 and step - 1 >= self.until * steps:
+            self._fix()
+
+    def prepare(self, step: int, steps: int) -> None:
+        """Before step number `step` of `steps`: new masks, or the last ones."""
+        if not self.fixed and step >= self.until * steps:
+            self.finish()
+        self.control.prepare(step, steps)
+
+    def show(self, numbers: Tensor | None) -> None:
+        """The weights become those that the network computes with; without numbers, by those of the last step."""
+        self.control.show(numbers)
+        self.shown = True
+
+    @contextmanager
+    def as_network(self) -> Iterator[None]:
+        """While this lasts, the weights are those that the network computes with at this moment."""
+        self.show(None)
+        try:
+            yield
+        finally:
+            self.hide()
+
+    def hide(self) -> None:
+        """The weights become those that are trained, and the gradients theirs; a second call does nothing."""
+        if self.shown:
+            self.control.hide()
+            self.shown = False
+
+    def settle(self) -> None:
+        """After the optimiser's step: pruned weights are zero."""
+        self.control.settle()
+
+    def conclude(self, step: int, steps: int) -> None:
+        """After `step` of `steps` steps: weights may be exchanged."""
+        self.control.conclude(step, steps)
+
+    def note(self) -> None:
+        """Brings the noted masks up to date."""
+        self.control.note()
+
+    def finish(self) -> None:
+        """Leaves the pruned network; from now on its masks are fixed."""
+        if not self.fixed:
+            self.hide()
+            self.control.finish()
+            self._fix()
+
+    def _fix(self) -> None:
+        self.control, self.fixed = fixed(self.subject), True
+        weights.notes(self.model).learned = None
