@@ -27,7 +27,7 @@ RAMP = 0.5
 
 def threshold_budget(sparsity: float, **options: object) -> Budget:
     """Feather's threshold, which rises with the sparsity."""
-    return Budget(sparsity, **{"control": "threshold", "schedule": "cubic", "ramp": RAMP, "sharpen": 4.0, **options})  # type: ignore[arg-type]
+    return Budget(sparsity, **{"control": "threshold", "schedule": "cubic", "ramp": RAMP, "sharpen": 4.0, **options})
 
 
 @pipeline
