@@ -380,7 +380,8 @@ def vit(
     """
     if size % patch:
         raise ValueError(
-            f"an image of {size}x{size} pixels cannot be cut into patches of {patch}x{patch}; choose a patch that divides {size}"
+            f"an image of {size}x{size} pixels cannot be cut into patches of {patch}x{patch}; "
+            f"choose a patch that divides {size}"
         )
     return _seeded(lambda: _ViT(channels, size // patch, classes, patch, width, depth, heads), seed)
 
