@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 
+import pacprune as pp
 from pacprune import data, models
 
 
@@ -137,3 +138,109 @@ def test_build_refuses_unknown_models_and_unfit_shapes():
             models.build(name, data.digits())
         with pytest.raises(ValueError, match=r"examples have shape \(5,\)"):
             models.build(name, random_split((5,)))
+
+
+# --- Networks that have no name on the command line
+
+SMALL = {
+    "vit": lambda seed: models.vit(1, 8, 3, patch=4, width=8, depth=1, heads=2, seed=seed),
+    "wide_resnet": lambda seed: models.wide_resnet(1, 3, depth=10, width=1, seed=seed),
+    "convnext": lambda seed: models.convnext(1, 3, widths=(4, 8), blocks=1, scale=0.5, seed=seed),
+    "lstm": lambda seed: models.lstm(8, 3, width=8, seed=seed),
+}
+
+
+def images(n=16):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(n, 1, 8, 8, generator=generator), torch.arange(n) % 3
+
+
+def test_wide_resnets_have_the_sizes_of_their_paper():
+    assert parameters(models.wide_resnet()) == 691_674
+    assert parameters(models.wide_resnet(depth=28, width=10)) == 36_479_194
+    narrow = models.wide_resnet(depth=16, width=1)
+    assert len([m for m in narrow.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]) == 16
+    with pytest.raises(ValueError, match="depth is 18, but wide_resnet has 6 n \\+ 4 layers"):
+        models.wide_resnet(depth=18)
+
+
+def test_a_wide_block_adds_to_what_came_in_or_to_its_activation():
+    model = models.wide_resnet(depth=16, width=2)
+    first, second = model[1], model[2]
+    for block in (first, second):
+        torch.nn.init.zeros_(block.conv2.weight)
+    x = torch.rand(2, 16, 6, 6)
+    assert torch.equal(first(x), first.shortcut(torch.relu(first.norm1(x))))
+    wider = torch.rand(2, 32, 6, 6)
+    assert torch.equal(second(wider), wider)
+    assert model[3].conv1.stride == (2, 2)
+
+
+def test_the_default_vit_and_lstm_have_the_documented_weights():
+    assert weights(models.vit()) == 802_048
+    assert weights(models.lstm()) == 4 * 128 * (28 + 128) + 10 * 128 == 81_152
+
+
+def test_a_vit_knows_where_a_patch_lies_by_its_places_alone():
+    model = SMALL["vit"](0).eval()
+    x, _ = images(2)
+    moved = x.roll(4, dims=-1)
+    assert not torch.allclose(model(x), model(moved))
+    torch.nn.init.zeros_(model.places)
+    torch.testing.assert_close(model(x), model(moved))
+
+
+def test_a_convnext_convolves_channels_one_by_one_and_can_do_without_a_scale():
+    model = SMALL["convnext"](0)
+    convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert [m.groups for m in convolutions if m.kernel_size == (7, 7)] == [4, 8]
+    norm, x = model[1], torch.randn(2, 4, 3, 3)
+    torch.testing.assert_close(norm(x).mean(1), torch.zeros(2, 3, 3), rtol=0, atol=1e-6)
+    plain = models.convnext(1, 3, widths=(4, 8), blocks=1)
+    assert parameters(model) - parameters(plain) == 4 + 8
+    assert models.convnext(1, 3)(torch.rand(1, 1, 32, 32)).shape == (1, 3)
+
+
+def test_an_lstm_reads_rows_from_top_to_bottom_and_tokens_one_by_one():
+    model = SMALL["lstm"](0)
+    x, _ = images(4)
+    torch.testing.assert_close(model(x), model(x[:, 0]))
+    assert not torch.allclose(model(x), model(x.flip(2)))
+    text = models.lstm(5, 5, width=8, tokens=True)
+    tokens = torch.randint(5, (2, 6), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(text(tokens)[:, :3], text(tokens[:, :3]))
+
+
+def test_sizes_that_do_not_fit_are_one_sentence():
+    with pytest.raises(ValueError, match="10x10 pixels cannot be cut into patches of 4x4; choose a patch that divides"):
+        models.vit(size=10)
+    with pytest.raises(ValueError, match="width 128 cannot be cut into 5 heads"):
+        models.vit(heads=5)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_network_follows_from_its_seed_alone(name):
+    before = torch.get_rng_state()
+    first, repeated, other = (SMALL[name](seed).state_dict() for seed in (0, 0, 1))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(first[key], repeated[key]) for key in first)
+    assert not all(torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_weight_can_be_pruned_and_counts(name):
+    model = SMALL[name](0)
+    assert sum(w.numel() for w in pp.prunable(model).values()) == weights(model)
+    assert {"places"} <= set(pp.prunable(model)) or name != "vit"
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("verb", [pp.pft, pp.feather])
+def test_a_population_ends_as_each_member_would_alone(name, verb):
+    config = pp.Config(epochs=2, lr=1e-3, optimizer="adamw", weight_decay=0.05, clip=1.0, batch_size=8)
+    many = pp.together(verb, [SMALL[name](k) for k in range(2)], images(), config, sparsity=[0.5, 0.6], seed=[0, 1])
+    for k, sparsity in enumerate((0.5, 0.6)):
+        alone = verb(SMALL[name](k), images(), config, sparsity=sparsity, seed=k)
+        assert alone.sparsity == pytest.approx(sparsity, abs=0.01)
+        for key, value in alone.model.state_dict().items():
+            torch.testing.assert_close(many[k].model.state_dict()[key], value, rtol=1e-3, atol=1e-4)

@@ -11,7 +11,22 @@ from torch import Tensor, nn
 
 from pacprune.types import check_name
 
-__all__ = ["GPT", "MLP", "MODELS", "NAMES", "build", "gpt", "lenet5", "mlp", "next_character", "resnet20"]
+__all__ = [
+    "GPT",
+    "MLP",
+    "MODELS",
+    "NAMES",
+    "build",
+    "convnext",
+    "gpt",
+    "lenet5",
+    "lstm",
+    "mlp",
+    "next_character",
+    "resnet20",
+    "vit",
+    "wide_resnet",
+]
 
 _SMALLEST_IMAGE = 12
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -185,6 +200,260 @@ class _Block(nn.Module):
         return F.relu(out + x)
 
 
+def wide_resnet(
+    channels: int = 3, classes: int = 10, *, depth: int = 16, width: int = 2, seed: int = 0
+) -> nn.Sequential:
+    """The wide ResNet WRN-depth-width, whose blocks normalise before they convolve: 691,674 parameters for WRN-16-2.
+
+    Zagoruyko and Komodakis, "Wide residual networks", 2016, without dropout; weights as in He et al. 2015.
+
+    Args:
+        channels: Channels of an image: 1 for grey, 3 for colour.
+        classes: Number of outputs, such as 10.
+        depth: Number of layers, 4 more than a multiple of 6, such as 16 or 28.
+        width: How many times wider than 16, 32 and 64 channels it is, such as 2.
+        seed: Chooses the first weights; one seed gives one network.
+
+    Returns:
+        The network, on the CPU.
+
+    Raises:
+        ValueError: If no number of blocks has this depth.
+
+    Example:
+        >>> net = pp.models.wide_resnet(depth=10, width=1)
+        >>> net(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+    blocks, rest = divmod(depth - 4, 6)
+    if rest or blocks < 1:
+        raise ValueError(f"depth is {depth}, but wide_resnet has 6 n + 4 layers; choose 10, 16, 22, 28 or more")
+
+    def make() -> nn.Sequential:
+        widths = [16, *(width * base for base in (16, 32, 64) for _ in range(blocks))]
+        halving = [stage > 0 and block == 0 for stage in range(3) for block in range(blocks)]
+        model = nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1, bias=False),
+            *[_WideBlock(a, b, half) for (a, b), half in zip(itertools.pairwise(widths), halving, strict=True)],
+            nn.BatchNorm2d(widths[-1]),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(widths[-1], classes),
+        )
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(module.weight)
+        return model
+
+    return _seeded(make, seed)
+
+
+class _WideBlock(nn.Module):
+    """BatchNorm, ReLU, 3x3 convolution, twice; where the channels change, a 1x1 convolution is the shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, halving: bool) -> None:
+        super().__init__()
+        stride = 2 if halving else 1
+        self.norm1, self.norm2 = nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.shortcut = None if inputs == outputs else nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = F.relu(self.norm1(x))
+        out = self.conv2(F.relu(self.norm2(self.conv1(active))))
+        return out + (x if self.shortcut is None else self.shortcut(active))
+
+
+def convnext(
+    channels: int = 3,
+    classes: int = 10,
+    *,
+    widths: Sequence[int] = (48, 96, 192),
+    blocks: int = 2,
+    scale: float | None = None,
+    seed: int = 0,
+) -> nn.Sequential:
+    """A ConvNeXt for small images: 7x7 convolutions by channel, and two-layer networks on the channels of each pixel.
+
+    Liu et al., "A ConvNet for the 2020s", 2022. Patches of 2x2 pixels come first, and between two stages the image is
+    halved: 32x32 pixels become 16x16, 8x8 and 4x4.
+
+    Args:
+        channels: Channels of an image: 1 for grey, 3 for colour.
+        classes: Number of outputs, such as 10.
+        widths: Channels of each stage, such as (48, 96, 192).
+        blocks: Blocks of each stage, such as 2.
+        scale: What a trained factor per channel at the end of every block begins with, such as 1e-6; None has none.
+        seed: Chooses the first weights; one seed gives one network.
+
+    Returns:
+        The network, on the CPU.
+
+    Example:
+        >>> net = pp.models.convnext(1, widths=(8, 16), blocks=1)
+        >>> net(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+
+    def make() -> nn.Sequential:
+        layers: list[nn.Module] = [nn.Conv2d(channels, widths[0], 2, stride=2), _ChannelNorm(widths[0])]
+        for stage, width in enumerate(widths):
+            if stage:
+                layers += [_ChannelNorm(widths[stage - 1]), nn.Conv2d(widths[stage - 1], width, 2, stride=2)]
+            layers += [_ConvNextBlock(width, scale) for _ in range(blocks)]
+        head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(widths[-1]), nn.Linear(widths[-1], classes)
+        return _small_start(nn.Sequential(*layers, *head))
+
+    return _seeded(make, seed)
+
+
+class _ChannelNorm(nn.LayerNorm):
+    """LayerNorm over the channels of each pixel of (n, channels, height, width)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.movedim(1, -1)).movedim(-1, 1)
+
+
+class _ConvNextBlock(nn.Module):
+    """A 7x7 convolution of every channel by itself, LayerNorm, and a network 4 times as wide; added to its input."""
+
+    def __init__(self, width: int, scale: float | None) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.hidden, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scale = None if scale is None else nn.Parameter(torch.full((width,), scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.out(F.gelu(self.hidden(self.norm(self.conv(x).movedim(1, -1)))))
+        return x + (out if self.scale is None else self.scale * out).movedim(-1, 1)
+
+
+def _small_start(model: _Model) -> _Model:
+    """Weights of normal law with deviation 0.02, cut at 2, and biases of 0, as transformers begin with."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return model
+
+
+def vit(
+    channels: int = 3,
+    size: int = 32,
+    classes: int = 10,
+    *,
+    patch: int = 4,
+    width: int = 128,
+    depth: int = 4,
+    heads: int = 4,
+    seed: int = 0,
+) -> nn.Module:
+    """A vision transformer for size x size images: 802,048 weights by default.
+
+    Dosovitskiy et al., "An image is worth 16x16 words", 2021, with the mean over patches in place of a class token, and
+    without biases in its blocks' Linear layers.
+
+    Args:
+        channels: Channels of an image: 1 for grey, 3 for colour.
+        size: Height and width of an image, a multiple of `patch`.
+        classes: Number of outputs, such as 10.
+        patch: Height and width of the patches that an image is cut into.
+        width: Numbers per patch, a multiple of `heads`.
+        depth: Number of blocks.
+        heads: Attention heads per block.
+        seed: Chooses the first weights; one seed gives one network.
+
+    Returns:
+        The network, on the CPU.
+
+    Raises:
+        ValueError: If patches do not cover the image, or heads the width.
+
+    Example:
+        >>> net = pp.models.vit(1, 8, patch=2, width=32, depth=2, heads=2)
+        >>> net(torch.zeros(3, 1, 8, 8)).shape
+        torch.Size([3, 10])
+    """
+    if size % patch:
+        raise ValueError(
+            f"an image of {size}x{size} pixels cannot be cut into patches of {patch}x{patch}; "
+            f"choose a patch that divides {size}"
+        )
+    return _seeded(lambda: _ViT(channels, size // patch, classes, patch, width, depth, heads), seed)
+
+
+class _ViT(nn.Module):
+    """The network of `vit`, for images of side x side patches."""
+
+    def __init__(self, channels: int, side: int, classes: int, patch: int, width: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, width, patch, stride=patch)
+        self.places = nn.Parameter(0.02 * torch.randn(side * side, width))
+        self.blocks = nn.Sequential(*[_Transformer(width, heads) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        _small_start(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores (n, classes) of images x (n, channels, height, width)."""
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+def lstm(
+    inputs: int = 28,
+    classes: int = 10,
+    *,
+    width: int = 128,
+    depth: int = 1,
+    tokens: bool = False,
+    seed: int = 0,
+) -> nn.Module:
+    """An LSTM that reads the rows of an image, one after another, or the tokens of a text.
+
+    Hochreiter and Schmidhuber, "Long short-term memory", 1997, as nn.LSTM computes it; 81,152 weights by default.
+
+    Args:
+        inputs: Numbers per row: the channels of an image times its width. With `tokens`, how many there are.
+        classes: Number of outputs, such as 10.
+        width: Numbers in the state of a layer.
+        depth: Number of layers.
+        tokens: Whether examples are sequences of whole numbers, which are embedded, with an answer after each; else
+            there is one answer, after the last row.
+        seed: Chooses the first weights; one seed gives one network.
+
+    Returns:
+        The network, on the CPU.
+
+    Example:
+        >>> pp.models.lstm()(torch.zeros(3, 1, 28, 28)).shape
+        torch.Size([3, 10])
+        >>> pp.models.lstm(65, 65, width=16, tokens=True)(torch.zeros(3, 20, dtype=torch.long)).shape
+        torch.Size([3, 20, 65])
+    """
+    return _seeded(lambda: _LSTM(inputs, classes, width, depth, tokens), seed)
+
+
+class _LSTM(nn.Module):
+    """The network of `lstm`."""
+
+    def __init__(self, inputs: int, classes: int, width: int, depth: int, tokens: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(inputs, width) if tokens else None
+        self.lstm = nn.LSTM(width if tokens else inputs, width, depth, batch_first=True)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores (n, classes) of images or sequences of rows, (n, length, classes) of tokens (n, length)."""
+        if self.embedding is not None:
+            return self.head(self.lstm(self.embedding(x))[0])
+        rows = x.transpose(1, 2).flatten(2) if x.ndim == 4 else x
+        return self.head(self.lstm(rows)[0][:, -1])
+
+
 def gpt(
     vocabulary: int = 65,
     *,
@@ -237,12 +506,8 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int, width: int, depth: int, heads: int, context: int, dropout: float) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(
-                f"width {width} cannot be cut into {heads} heads of one size; choose a multiple of {heads}"
-            )
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*[_Decoder(width, heads, dropout) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[_Transformer(width, heads, dropout, causal=True) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         self.dropout = dropout
@@ -260,12 +525,16 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-class _Decoder(nn.Module):
-    """Causal attention and a two-layer network, each on what its LayerNorm gives and added to its input."""
+class _Transformer(nn.Module):
+    """Attention and a two-layer network, each on what its LayerNorm gives and added to its input."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float = 0.0, *, causal: bool = False) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        if width % heads:
+            raise ValueError(
+                f"width {width} cannot be cut into {heads} heads of one size; choose a multiple of {heads}"
+            )
+        self.heads, self.dropout, self.causal = heads, dropout, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
@@ -275,7 +544,7 @@ class _Decoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parts = self.attention(self.norm1(x)).chunk(3, dim=-1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal).transpose(1, 2).flatten(2)
         x = x + F.dropout(self.attention_out(seen), self.dropout, self.training)
         return x + F.dropout(self.hidden_out(F.gelu(self.hidden(self.norm2(x)))), self.dropout, self.training)
 

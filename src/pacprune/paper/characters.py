@@ -17,10 +17,10 @@ from pacprune import models
 from pacprune.data import datasets
 from pacprune.methods.table import METHODS
 from pacprune.paper import comparison, painting
-from pacprune.paper.comparison import Contest, Task
+from pacprune.paper.comparison import Contest, Task, same_grid
 from pacprune.paper.frame import Figure, Job, Setting
 from pacprune.paper.statistics import means
-from pacprune.training.config import GATE_RATIO, Config
+from pacprune.training.config import Config
 from pacprune.training.evaluate import mean_loss
 from pacprune.types import Table
 
@@ -44,11 +44,6 @@ class Text(Contest):
     network: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _grid(*rates: float) -> dict[str, Any]:
-    """The same rates for all methods, the gates at their default."""
-    return {"rates": rates, "gated": tuple((lr, GATE_RATIO) for lr in rates)}
-
-
 _DENSE = Config(epochs=3, lr=1e-3, optimizer="adamw", weight_decay=0.1, schedule="cosine", warmup=0.05, batch_size=32)
 _REDUCED = Setting(
     data="tinyshakespeare",
@@ -57,7 +52,7 @@ _REDUCED = Setting(
     seeds=3,
     dense=_DENSE,
     pruning=replace(_DENSE, epochs=2),
-    options=Text(methods=("osp", "pft", "gmp"), stride=64, tuned_at=0.9, **_grid(3e-4, 1e-3, 3e-3)),
+    options=Text(methods=("osp", "pft", "gmp"), stride=64, tuned_at=0.9, **same_grid(3e-4, 1e-3, 3e-3)),
 )
 SETTINGS: dict[str, tuple[Setting[Text], ...]] = {
     "smoke": (
@@ -68,7 +63,7 @@ SETTINGS: dict[str, tuple[Setting[Text], ...]] = {
             network={"width": 32, "depth": 2, "heads": 2, "dropout": 0.0},
             dense=replace(_DENSE, epochs=2, lr=3e-3),
             seeds=2,
-            **_grid(1e-3, 3e-3),
+            **same_grid(1e-3, 3e-3),
         ),
     ),
     "reduced": (_REDUCED,),
@@ -96,13 +91,18 @@ def figures(setting: Setting[Text], job: Job) -> Iterator[Figure]:
 
 def rows(setting: Setting[Text], job: Job) -> Table:
     """One row per network, in COLUMNS, the dense ones first; what an interrupted run has finished is kept."""
+    tuning, report = tasks(setting, job)
+    points = comparison.tune(setting, lambda: tuning, job)
+    table = comparison.contest(setting, points, report, job)
+    return [{name: row[name] for name in COLUMNS} for row in table]
+
+
+def tasks(setting: Setting[Text], job: Job) -> tuple[Task, Task]:
+    """Training on the first part of the text, losses on the second; training on both, losses on the last."""
     text, vocabulary = encoded(setting, job)
     first, second = (round(len(text) * part) for part in PARTS)
     tuning = task(setting, "tuning", text[:first], text[first:second], vocabulary)
-    points = comparison.tune(setting, lambda: tuning, job)
-    report = task(setting, "characters", text[:second], text[second:], vocabulary)
-    table = comparison.contest(setting, points, report, job)
-    return [{name: row[name] for name in COLUMNS} for row in table]
+    return tuning, task(setting, "characters", text[:second], text[second:], vocabulary)
 
 
 def task(setting: Setting[Text], name: str, train: Tensor, validation: Tensor, vocabulary: int) -> Task:

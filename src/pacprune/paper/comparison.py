@@ -8,11 +8,11 @@ Networks of one method are a population.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from pacprune import data, models, philox
 from pacprune.data.splits import Split
@@ -35,6 +35,20 @@ Point = tuple[float, float]
 """(lr, gate_lr / lr). A ratio of GATE_RATIO stands for the default gate_lr, which is less for long mask stages."""
 
 
+class Contender(NamedTuple):
+    """What takes part in a contest under the name of a method.
+
+    Args:
+        method: The key of METHODS whose verb runs.
+        options: Names and values of the verb's arguments, beside those of its row.
+        config: Names and values of fields of the Config that are other than in the setting.
+    """
+
+    method: str
+    options: tuple[tuple[str, Any], ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contest:
     """The options of a setting that compares methods; its `pruning` takes the lr from the grid.
@@ -45,7 +59,9 @@ class Contest:
         rates: The lr that a method tries.
         gated: (lr, gate_lr / lr) that methods with tuned gates try, as many as there are rates.
         tuned_at: The sparsity at which learning rates are chosen.
-        mask_share: The share of the epochs after dense training that finds the mask, where a method has such a stage.
+        mask_share: The share of the epochs after dense training that finds the mask, where a method has such a stage;
+            None leaves every method its own.
+        contenders: What runs under the name of a method, where that is not its row of METHODS alone.
     """
 
     criteria: tuple[str, ...] = in_entries(("magnitude",))
@@ -53,7 +69,8 @@ class Contest:
     rates: tuple[float, ...] = in_entries((0.1,))
     gated: tuple[Point, ...] = in_entries(((0.1, GATE_RATIO),))
     tuned_at: float = in_entries(0.9)
-    mask_share: float = 0.5
+    mask_share: float | None = None
+    contenders: Mapping[str, Contender] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.rates) != len(self.gated):
@@ -65,12 +82,24 @@ class Contest:
         """All (method, criterion); a method that is not compared from all criteria ranks by magnitude."""
         pairs = []
         for name in self.methods or pruning_methods():
-            pairs += [(name, criterion) for criterion in (self.criteria if from_criteria(name) else ("magnitude",))]
+            pairs += [(name, criterion) for criterion in self._criteria(name)]
         return pairs
+
+    def _criteria(self, name: str) -> tuple[str, ...]:
+        return self.criteria if from_criteria(self.contender(name).method) else ("magnitude",)
+
+    def contender(self, name: str) -> Contender:
+        """What runs under the name of a method."""
+        return self.contenders.get(name, Contender(name))
 
     def points(self, method: str) -> tuple[Point, ...]:
         """The grid of a method; gates that are not tuned have the default ratio."""
         return self.gated if METHODS[method].tunes_gates else tuple((lr, GATE_RATIO) for lr in self.rates)
+
+
+def same_grid(*rates: float) -> dict[str, Any]:
+    """The same rates for all methods, the gates at their default."""
+    return {"rates": rates, "gated": tuple((lr, GATE_RATIO) for lr in rates)}
 
 
 def from_criteria(name: str) -> bool:
@@ -232,24 +261,33 @@ def prune(
 ) -> list[Pruned]:
     """Prunes copies of dense networks, all entries by one method, as a population."""
     (name,) = {entry.method for entry in entries}
-    method = METHODS[name]
+    contender = setting.options.contender(name)
+    method = METHODS[contender.method]
     options: dict[str, Any] = dict(method.options)
     if method.takes("criterion"):
         options["criterion"] = [entry.criterion for entry in entries]
-    if method.takes("mask_share"):
+    if method.takes("mask_share") and setting.options.mask_share is not None:
         options["mask_share"] = setting.options.mask_share
     if loss is not F.cross_entropy:
         options["loss"] = loss
+    options |= dict(contender.options)
+    if "pattern" in options:
+        options["prunable"] = in_fours
     return together(
         method.verb,
         [copy.deepcopy(dense[entry.seed]) for entry in entries],
         train,
-        [_config(setting.pruning, entry) for entry in entries],
+        [replace(_config(setting.pruning, entry), **dict(contender.config)) for entry in entries],
         sparsity=[entry.sparsity for entry in entries],
         seed=[entry.seed for entry in entries],
         progress=job.progress,
         **options,
     )
+
+
+def in_fours(model: nn.Module) -> dict[str, Tensor]:
+    """The weights whose rows can be cut into groups of 4, as N:M patterns want; the others stay dense."""
+    return {name: w for name, w in weights.prunable(model).items() if w[0].numel() % 4 == 0}
 
 
 def _config(pruning: Config, entry: Entry) -> Config:

@@ -39,7 +39,7 @@ def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     yield Figure(
         f"pft-at-init-{setting.name}",
         f"{setting.data}, {setting.model}: test error without dense training, {epochs} epochs in all; one-shot masks "
-        f"are those of initialisation, PFT has {round(epochs * setting.options.mask_share)} epochs to learn its own; "
+        "are those of initialisation, PFT learns its own meanwhile; "
         f"mean and 95 % interval over {setting.seeds} seeds (weights, data order and masks are random).",
         lambda: comparison.run(setting, job),
         pft_vs_osp.paint_criteria,

@@ -17,11 +17,13 @@ from pacprune.paper import (
     kl_weight,
     linear_model,
     mask_stability,
+    new_ground,
     pft_at_init,
     pft_vs_osp,
     posteriors,
     shared_weights,
     strong_tickets,
+    weak_magnitude,
     weight_noise,
 )
 from pacprune.paper.frame import SCALES, STRIDE, Drawing, Job, Recipe, reproduce
@@ -31,6 +33,8 @@ from pacprune.types import Progress, check_name
 RECIPES: dict[str, Recipe] = {
     "linear-model": Recipe(linear_model.SETTINGS, linear_model.figures),
     "pft-vs-osp": Recipe(pft_vs_osp.SETTINGS, pft_vs_osp.figures, several=True),
+    "new-ground": Recipe(new_ground.SETTINGS, new_ground.figures, several=True),
+    "weak-magnitude": Recipe(weak_magnitude.SETTINGS, weak_magnitude.figures, several=True),
     "pft-at-init": Recipe(pft_at_init.SETTINGS, pft_at_init.figures, several=True),
     "shared-weights": Recipe(shared_weights.SETTINGS, shared_weights.figures),
     "weight-noise": Recipe(weight_noise.SETTINGS, weight_noise.figures, several=True),
