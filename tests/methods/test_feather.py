@@ -26,7 +26,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def thresholded(model: nn.Module, config: pp.Config = CONFIG, **options: Any) -> pp.Pruned:
-    return pp.pft(model, (X, Y), config, **{"sparsity": 0.85, "recipe": "thresholded", **options})
+    return pp.pft(model, (X, Y), config, **{"sparsity": 0.85, **options})
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:
@@ -37,10 +37,10 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 def test_without_offsets_the_recipe_is_feather_to_the_bit(theta: float) -> None:
     feather = pp.feather(net(), (X, Y), CONFIG, sparsity=0.85, theta=theta)
     for gate_lr in (None, 0.0):
-        same = thresholded(net(), dataclasses.replace(CONFIG, gate_lr=gate_lr), theta=theta)
+        same = thresholded(net(), dataclasses.replace(CONFIG, gate_lr=gate_lr), theta=theta, limit=None)
         assert equal(same.model, feather.model)
         assert same.history == feather.history
-    assert not equal(thresholded(net(), theta=theta).model, feather.model)
+    assert not equal(thresholded(net(), theta=theta, limit=None).model, feather.model)
     assert not equal(pp.feather(net(), (X, Y), CONFIG, sparsity=0.85, theta=1.0).model, feather.model)
 
 

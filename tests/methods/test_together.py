@@ -106,7 +106,7 @@ def test_each_result_equals_that_of_a_single_call(
     for k in range(3):
         assert results[k].model is models[k]
         assert_same(results[k], expected[k])
-    stages = {"osp": ["tune"], "pft": ["masks", "tune"], "pft-paper": ["masks", "tune"], "pbp": ["prior", "posterior"]}
+    stages = {"osp": ["tune"], "pft": ["masks"], "pft-paper": ["masks", "tune"], "pbp": ["prior", "posterior"]}
     assert calls == [(stage, 3) for stage in ([] if dense is None else ["dense"]) + stages[name]]
 
 

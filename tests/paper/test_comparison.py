@@ -95,8 +95,14 @@ def test_finished_networks_are_not_trained_again(job: Job, monkeypatch: pytest.M
 def test_methods_with_a_mask_stage_have_the_share_that_the_setting_says(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    staged = {name for name, method in pruning_methods().items() if method.takes("mask_share")}
     third = SETTING.changed(
-        methods=(), mask_share=1 / 3, rates=(0.1,), gated=((0.1, 100.0),), criteria=("magnitude",), seeds=1
+        methods=(),
+        contenders={name: comparison.Contender(name, (("mask_share", 1 / 3),)) for name in staged},
+        rates=(0.1,),
+        gated=((0.1, 100.0),),
+        criteria=("magnitude",),
+        seeds=1,
     )
     stages: dict[str, dict[str, int]] = {}
     prune = comparison.prune
@@ -109,7 +115,6 @@ def test_methods_with_a_mask_stage_have_the_share_that_the_setting_says(
     monkeypatch.setattr(comparison, "prune", count_stages)
     comparison.run(third.changed(sparsities=(0.9,), pruning=replace(SETTING.pruning, epochs=3)), job)
     assert stages.keys() == pruning_methods().keys()
-    staged = {name for name, method in pruning_methods().items() if method.takes("mask_share")}
     for name in staged:  # an epoch of its own, or a third of one stage
         assert stages[name]["masks"] == (1 if "tune" in stages[name] else 3)
     assert third.terms != SETTING.terms

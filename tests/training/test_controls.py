@@ -222,7 +222,7 @@ def test_a_control_that_does_not_fit_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="have the controls feedback and magnitude, but all are held in one pass"):
         budget.check_budgets(plain(), [Budget(0.5, "magnitude"), Budget(0.5, "feedback")])
     with pytest.raises(
-        ValueError, match="differ in until, theta or pattern, but all members take their steps together"
+        ValueError, match="differ in until, theta, limit or pattern, but all members take their steps together"
     ):
         budget.check_budgets(plain(), [Budget(0.5, "magnitude", until=u) for u in (0.5, 1.0)])
 
@@ -372,6 +372,40 @@ def test_one_step_is_feathers_formula(theta: float) -> None:
         assert gradient is not None
         through = torch.where(w.abs() > tau, gradient, theta * gradient)
         torch.testing.assert_close(after[name], w - 0.1 * (through + 0.01 * w), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("members", [False, True])
+def test_what_closed_weights_of_an_output_gain_in_a_step_is_limited_by_its_weights(members: bool) -> None:
+    """The other gradients are as they were, and so are those of outputs that stay within the limit."""
+
+    def gradients(limit: float | None) -> list[Tensor]:
+        models = [plain(), plain()]
+        model, seeds = (Population(models).stacked, (0, 0)) if members else (models[0], (0,))
+        plan = Budget(0.5, control="threshold", limit=limit)
+        stepper = Stepper(model, [plan] * len(seeds), seeds=seeds, members=members)
+        row = numbers(plan, 1.0)
+        stepper.show(row[:, None].expand(-1, 2) if members else row)
+        for weight, _ in stepper.subject.pairs:
+            slope = torch.randn(weight.shape[-2:], generator=torch.Generator().manual_seed(weight.shape[-1]))
+            slope[::2] *= 1e-4
+            weight.grad = slope.expand_as(weight).clone()
+        shown.append([weight.detach().clone() for weight, _ in stepper.subject.pairs])
+        stepper.hide()
+        trained.append([weight.detach().clone() for weight, _ in stepper.subject.pairs])
+        return [weight.grad for weight, _ in stepper.subject.pairs if weight.grad is not None]
+
+    shown: list[list[Tensor]] = []
+    trained: list[list[Tensor]] = []
+    free, limited = gradients(None), gradients(0.01)
+    assert len(free) == len(limited) == len(shown[0])
+    for before, after, effective, weight in zip(free, limited, shown[0], trained[0], strict=True):
+        closed = effective == 0
+        assert torch.equal(after[~closed], before[~closed])
+        length, room = (closed * before).norm(dim=-1), 0.01 * weight.norm(dim=-1)
+        assert (length > room).any()
+        assert (length < room).any()
+        expected = before * torch.minimum(torch.ones(()), room / length)[..., None]
+        torch.testing.assert_close(after[closed], expected[closed])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -95,11 +95,21 @@ METHODS: dict[str, Method] = {
         "PFT",
         "#D55E00",
         "s",
-        steps="Dense training, weights and keep probabilities trained together, the top k of the latter, sparse "
-        "fine-tuning.",
-        flags=("criterion", "gate_lr", "recipe", "mask_share", "eps", "noise", "min_per_layer", "pattern"),
+        steps="Dense training, then all weights and their scores are trained while the network has only the weights "
+        "with the k best scores, shrunk towards a threshold. The mask moves to the end.",
+        flags=("criterion", "gate_lr", "recipe", "mask_share", "eps", "noise", "theta", "min_per_layer", "pattern"),
         rates=_rates(0.1, 0.1, 0.05, 0.2),
         examples=("--sparsity 0.95", "--data cifar10 --device cuda --out runs/cifar"),
+    ),
+    "pft-coupled": Method(
+        pft,
+        "Probabilistic fine-tuning by random masks",
+        "keep probabilities tied to the weights' sizes",
+        "PFT, random masks",
+        "#A0522D",
+        "8",
+        options={"recipe": "coupled"},
+        rates=_rates(0.1, 0.1, 0.05, 0.2),
         tunes_gates=True,
     ),
     "pft-paper": Method(
@@ -118,7 +128,7 @@ METHODS: dict[str, Method] = {
         "PFT without noise",
         "#8B4513",
         "d",
-        options={"noise": False},
+        options={"recipe": "coupled", "noise": 0.0},
         tunes_gates=True,
         names_runs=False,
     ),

@@ -280,6 +280,7 @@ def _centres(
             on_device(setting, job.device).pruning,
             sparsity=_sparsities(setting, cells),
             seed=[cell.seed for cell in cells],
+            recipe="coupled",
             progress=job.progress,
         )
         for path, result in zip(paths, pruned, strict=True):

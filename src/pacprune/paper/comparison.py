@@ -59,8 +59,6 @@ class Contest:
         rates: The lr that a method tries.
         gated: (lr, gate_lr / lr) that methods with tuned gates try, as many as there are rates.
         tuned_at: The sparsity at which learning rates are chosen.
-        mask_share: The share of the epochs after dense training that finds the mask, where a method has such a stage;
-            None leaves every method its own.
         contenders: What runs under the name of a method, where that is not its row of METHODS alone.
     """
 
@@ -69,7 +67,6 @@ class Contest:
     rates: tuple[float, ...] = in_entries((0.1,))
     gated: tuple[Point, ...] = in_entries(((0.1, GATE_RATIO),))
     tuned_at: float = in_entries(0.9)
-    mask_share: float | None = None
     contenders: Mapping[str, Contender] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -266,8 +263,6 @@ def prune(
     options: dict[str, Any] = dict(method.options)
     if method.takes("criterion"):
         options["criterion"] = [entry.criterion for entry in entries]
-    if method.takes("mask_share") and setting.options.mask_share is not None:
-        options["mask_share"] = setting.options.mask_share
     if loss is not F.cross_entropy:
         options["loss"] = loss
     options |= dict(contender.options)

@@ -359,7 +359,7 @@ def dropout_weights(p: Problem, keep_prob: Tensor) -> Tensor:
 def pft_keep_prob(p: Problem, k: int, *, steps: int) -> Tensor:
     """PFT without sampling: descent in keep_prob on the exact Gibbs risk, weights refitted to every keep_prob.
 
-    The mean keep_prob falls from 1 to k / D over the first 80 % of the steps, as in pft's default recipe.
+    The mean keep_prob falls from 1 to k / D over the first 80 % of the steps, as in pft's recipe "coupled".
     """
     lam, sparsity = torch.ones_like(p.alignment), 1 - k / WEIGHTS
     lr = 0.1 / steepest(p, linear.least_squares(p))

@@ -55,7 +55,7 @@ COLUMNS = (
     "total",
     *("measure", "value"),
 )
-COMPARED = tuple(name for name in pruning_methods() if name not in ("pft-paper", "pft-still"))
+COMPARED = tuple(name for name in pruning_methods() if not name.startswith("pft-"))
 """All methods; of PFT the default alone."""
 FORERUNNERS = ("osp", "feather")
 """What PFT contains: a single step of it, and itself without learned offsets."""

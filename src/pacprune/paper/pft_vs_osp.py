@@ -9,7 +9,7 @@ from typing import Any
 
 from pacprune.masking.criteria import CRITERIA
 from pacprune.paper import comparison, painting
-from pacprune.paper.comparison import Contest
+from pacprune.paper.comparison import Contender, Contest
 from pacprune.paper.frame import Figure, Job, Setting
 from pacprune.paper.painting import Style
 from pacprune.paper.statistics import groups, means
@@ -70,7 +70,7 @@ SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
             gated=((0.2, 100.0),),
             dense=replace(_COLOUR.dense, epochs=120),
             pruning=replace(_COLOUR.pruning, epochs=180),
-            mask_share=1 / 3,  # 60 + 120 epochs
+            contenders={"gmp": Contender("gmp", (("mask_share", 1 / 3),))},  # 60 + 120 epochs
         ),
     ),
 }

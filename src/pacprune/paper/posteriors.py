@@ -179,7 +179,7 @@ def _alpha_rows(setting: Setting[Steps], entries: list[Entry], base: Split, job:
         name=f"dense-{alpha:g}",
     )
     pruning, sparsity = in_steps(setting.pruning, steps, size), setting.sparsities[0]
-    pruned = together(pft, list(dense.values()), split.prior, pruning, sparsity=sparsity, **common)
+    pruned = together(pft, list(dense.values()), split.prior, pruning, sparsity=sparsity, recipe="coupled", **common)
     results: dict[Entry, dict[str, Any]] = {}
     for std in setting.options.stds:
         nets = _prior_networks(setting, pruned, std, split, common)

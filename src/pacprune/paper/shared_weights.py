@@ -17,7 +17,7 @@ from pacprune.types import Table
 
 _CRITERIA = {"magnitude": ("magnitude", "o"), "snip": ("SNIP", "s"), "random": ("random", "^")}
 """Their labels and markers."""
-_ONE_RATE: dict[str, Any] = {"methods": ("pft",), "rates": (0.1,), "gated": ((0.1, 100.0),)}
+_ONE_RATE: dict[str, Any] = {"methods": ("pft-coupled",), "rates": (0.1,), "gated": ((0.1, 100.0),)}
 _COLOUR = pft_vs_osp.SETTINGS["reduced"][-1].changed(sparsities=(0.6, 0.8, 0.9, 0.95, 0.98), **_ONE_RATE)
 
 SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
@@ -47,7 +47,7 @@ def rows(setting: Setting[Contest], job: Job) -> Table:
     task = comparison.report_task(setting, data.load(setting.data, seed=0, data_dir=job.data_dir), job)
     dense = dense_networks(setting, task.build, task.data, job)
     entries = [
-        Entry("pft", criterion, sparsity, seed, *setting.options.points("pft")[0])
+        Entry("pft-coupled", criterion, sparsity, seed, *setting.options.points("pft-coupled")[0])
         for criterion in _CRITERIA
         if criterion in setting.options.criteria
         for sparsity in setting.sparsities

@@ -15,9 +15,6 @@ from pacprune.paper import new_ground
 from pacprune.paper.comparison import Contender, same_grid
 from pacprune.paper.frame import Setting
 
-_SCORES = (("recipe", "thresholded"),)
-"""The recipe of PFT that is Feather with learned offsets."""
-
 
 def _untrained(setting: Setting[Any]) -> Setting[Any]:
     """Without dense epochs; those are added to the pruning."""
@@ -27,7 +24,7 @@ def _untrained(setting: Setting[Any]) -> Setting[Any]:
 
 def _random(setting: Setting[Any]) -> Setting[Any]:
     """From random scores, which fade. Feather takes no scores, so that it is PFT with offsets that learn nothing."""
-    feather = Contender("pft", _SCORES, (("gate_lr", 0.0),))
+    feather = Contender("pft", config=(("gate_lr", 0.0),))
     return setting.changed(criteria=("random",), contenders={"feather": feather})
 
 
@@ -37,7 +34,7 @@ def _frozen(setting: Setting[Any]) -> Setting[Any]:
         sparsities=(0.5, 0.7, 0.9),
         tuned_at=0.7,
         contenders={
-            "pft": Contender("pft", _SCORES, (("gate_lr", 1.0),)),
+            "pft": Contender("pft", config=(("gate_lr", 1.0),)),
             "feather": Contender("feather", config=(("epochs", 0),)),
         },
         **same_grid(0.0),

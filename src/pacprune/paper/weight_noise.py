@@ -37,7 +37,7 @@ def _at_90(setting: Setting[Contest]) -> Setting[Contest]:
     return setting.changed(
         sparsities=(0.9,),
         criteria=("magnitude",),
-        methods=("osp", "pft", "pft-still"),
+        methods=("osp", "pft", "pft-coupled", "pft-still"),
         rates=(0.1,),
         gated=((0.1, 100.0),),
     )

@@ -84,7 +84,9 @@ def compare(model: nn.Module, x: Tensor, y: Tensor, epochs: int, *, seed: int) -
             actual, again = (
                 gates(model, x, onehot, gate_training, sparsity=sparsity, seed=s)
                 if truth == "gates"
-                else pft(copy.deepcopy(model), (x, y), training(epochs), sparsity=sparsity, seed=s).mask
+                else pft(
+                    copy.deepcopy(model), (x, y), training(epochs), sparsity=sparsity, recipe="coupled", seed=s
+                ).mask
                 for s in (seed, seed + 500)
             )
             table += [

@@ -67,6 +67,9 @@ class Budget:
         noise: Of the control "threshold": the size of logistic noise on the scores. It falls to 0 in the first 80 % of
             the stage.
         theta: Of the control "threshold": the share of its gradient that a weight below the threshold gets.
+        limit: Of the control "threshold": the gradient of an output's weights below the threshold has at most this
+            share of the norm of all its weights. Else a channel that has lost its weights before a BatchNorm, which
+            makes gradients huge there, takes all others' places at once. None sets no limit.
         strength: Of the Lagrangian's quadratic term.
         patience: In so many steps the Lagrangian's multiplier learns what the quadratic term does at once.
         every: Steps from one mask of a plain network to the next; by default 16, with feedback 1, with growth 100.
@@ -97,6 +100,7 @@ class Budget:
     pattern: str | None = None
     noise: float = 0.0
     theta: float = 0.5
+    limit: float | None = None
     exchange: float = 0.3
 
     def __post_init__(self) -> None:
@@ -120,6 +124,8 @@ class Budget:
             )
         if not 0 <= self.theta <= 1:
             raise ValueError(f"theta is {self.theta}; it is the share of its gradient that a weight gets, in [0, 1]")
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"limit is {self.limit}; it is a positive share of the weights' norm, or None")
         if self.every is not None and self.every < 1:
             raise ValueError(f"every is {self.every}; it is the number of steps from mask to mask, at least 1")
         if not 0 <= self.exchange <= 1:
@@ -272,14 +278,14 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
         )
     if len({together(budget) for budget in budgets}) > 1:
         raise ValueError(
-            "the budgets of one population differ in until, theta or pattern, but all members take their steps "
+            "the budgets of one population differ in until, theta, limit or pattern, but all members take their steps "
             "together; train one population for each"
         )
 
 
 def together(budget: Budget) -> tuple[Any, ...]:
     """What the budgets of one population have in common, since all are held in one pass."""
-    return budget.control, budget.until, budget.theta, budget.pattern
+    return budget.control, budget.until, budget.theta, budget.limit, budget.pattern
 
 
 @torch.no_grad()

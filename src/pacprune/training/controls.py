@@ -346,12 +346,17 @@ _ROUNDING = 1e-4
 """By how much the best N scores of a group have to be above the next one: what rounding may add to a score is less."""
 
 
+_LEAST_NORM = 1e-3
+"""What the weights of an output count as at least: those that are all zero could never come back."""
+
+
 class Threshold:
     """Scores r = 4 log|w| + a, of which exactly k lie above a threshold tau at every step.
 
     The network computes with w (1 - exp(-3 (r - tau) / 4))^(1/3) where r is above tau, which is Feather's operator
     (Glentis Georgoulakis et al. 2023) for offsets a of 0, and with 0 elsewhere. The gradient goes straight through to
-    w, below tau times theta. Offsets are trained where they are noted on the model (`weights.learned`).
+    w, below tau times theta and within `Budget.limit`. Offsets are trained where they are noted on the model
+    (`weights.learned`).
 
     With an N:M pattern, tau is at most the score that is number N + 1 of its group: the N best of a group stay, and
     the others go by the common threshold. Likewise the best of a layer, where it keeps some at least.
@@ -373,6 +378,7 @@ class Threshold:
         self.step = torch.zeros(shape, dtype=torch.int64, device=device)
         self.density = torch.ones(shape, dtype=torch.float64, device=device)
         self.noisy = any(entry.noise for entry in subject.budgets)
+        self.limit = budget.limit
         self.pattern = None if budget.pattern is None else patterns.parse(budget.pattern)
         self.floors = self._floors()
         zero = torch.zeros(0 if self.offsets else max(row.numel() for row in self.rows), device=device)
@@ -473,10 +479,18 @@ class Threshold:
             gradient = local(weight.grad)
             to_weight, to_offset, _ = kernels.gradients(inputs, self.law, gradient, needs)
             assert to_weight is not None
-            gradient.copy_(to_weight)
+            gradient.copy_(to_weight if self.limit is None else self._limited(to_weight, i))
             if to_offset is not None:
                 self.offsets[i].grad = like(to_offset, self.offsets[i])
         _copy_(self.rows, self.trained)
+
+    def _limited(self, gradient: Tensor, i: int) -> Tensor:
+        """A gradient whose part below the threshold is not too long for the weights of its output."""
+        axes = tuple(range(2 if self.subject.members else 1, gradient.ndim)) or (-1,)
+        below = gradient.masked_fill(self.rows[i] != 0, 0)
+        room = self.limit * torch.linalg.vector_norm(self.trained[i], dim=axes, keepdim=True).clamp_min(_LEAST_NORM)
+        share = (room / torch.linalg.vector_norm(below, dim=axes, keepdim=True)).clamp_max(1)
+        return torch.addcmul(gradient, below, share - 1)
 
     def _over(self, tau: Tensor, score: Tensor) -> Tensor:
         """A threshold in a shape that goes with the scores."""
