@@ -29,7 +29,7 @@ PROCEDURES = {
     "osp": pp.osp,
     "pft": pp.pft,
     "pft-paper": lambda *arguments, **options: pp.pft(*arguments, recipe="paper", **options),
-    "pft-thresholded": lambda *arguments, **options: pp.pft(*arguments, recipe="thresholded", **options),
+    "pft-coupled": lambda *arguments, **options: pp.pft(*arguments, recipe="coupled", **options),
 }
 
 
@@ -101,7 +101,7 @@ def test_exactly_k_weights_are_kept_and_the_plain_model_takes_them(name: str, cr
     for key, weight in weights.prunable(model).items():
         assert torch.equal(weight != 0, result.mask[key])
     stages = [row["stage"] for row in result.history]
-    later = {"osp": ["tune"] * 4, "pft-thresholded": ["masks"] * 4}
+    later = {"osp": ["tune"] * 4, "pft": ["masks"] * 4}
     assert stages == ["dense"] * 4 + later.get(name, ["masks"] * 2 + ["tune"] * 2)
     plain = net()
     plain.load_state_dict(model.state_dict(), strict=True)
@@ -110,10 +110,14 @@ def test_exactly_k_weights_are_kept_and_the_plain_model_takes_them(name: str, cr
 
 def test_pft_and_osp_have_the_same_epochs_and_learning_rates() -> None:
     config = pp.Config(epochs=5, lr=0.1, schedule="cosine", batch_size=60, warmup=0.2)
-    osp_rows, pft_rows = (f(net(), (X, Y), config, sparsity=0.5).history for f in (pp.osp, pp.pft))
-    assert len(osp_rows) == len(pft_rows) == 5
-    assert [row["lr"] for row in osp_rows[2:]] == pytest.approx([row["lr"] for row in pft_rows[2:]])
-    assert [row["expected_sparsity"] for row in pft_rows if row["stage"] == "masks"][-1] == pytest.approx(0.5, abs=1e-6)
+    osp_rows, *pft_rows = (
+        PROCEDURES[name](net(), (X, Y), config, sparsity=0.5).history for name in ("osp", "pft", "pft-coupled")
+    )
+    for rows in pft_rows:
+        assert len(osp_rows) == len(rows) == 5
+        assert [row["lr"] for row in osp_rows[2:]] == pytest.approx([row["lr"] for row in rows[2:]])
+    coupled = [row["expected_sparsity"] for row in pft_rows[1] if row["stage"] == "masks"]
+    assert coupled[-1] == pytest.approx(0.5, abs=1e-6)
 
 
 def test_prunable_restricts_the_mask_but_not_the_denominator_of_the_sparsity() -> None:
@@ -140,7 +144,7 @@ def test_min_per_layer_and_scope_decide_how_many_weights_a_layer_keeps() -> None
 
 def test_pft_prunes_at_initialisation_even_a_net_without_a_width() -> None:
     result = pp.pft(pp.models.mlp(classes=3), (X, Y), pp.Config(epochs=10, lr=0.1), sparsity=0.9)
-    assert [row["stage"] for row in result.history] == ["masks"] * 5 + ["tune"] * 5
+    assert [row["stage"] for row in result.history] == ["masks"] * 10
     assert pp.error(result.model, (X, Y)) < 0.4
 
 

@@ -29,7 +29,7 @@ SETTING = Setting(
     pruning=pp.Config(epochs=2, schedule="cosine"),
     options=Contest(
         criteria=("magnitude", "random"),
-        methods=("osp", "pft", "gmp"),
+        methods=("osp", "pft", "pft-coupled", "gmp"),
         rates=(0.05, 0.1),
         gated=((0.1, 100.0), (0.1, 500.0)),
         tuned_at=0.95,
@@ -47,7 +47,7 @@ def test_one_row_per_network_with_exactly_k_weights(job: Job) -> None:
     rows = comparison.run(SETTING, job)
     assert all(tuple(row) == comparison.COLUMNS for row in rows)
     pruned = [row for row in rows if row["method"] != "dense"]
-    assert len(pruned) == (2 + 2 + 1) * 2 * 2  # two criteria for osp and pft, one for gmp; sparsities; seeds
+    assert len(pruned) == (2 + 2 + 1 + 1) * 2 * 2  # two criteria for osp and pft, one for others; sparsities; seeds
     assert len({(row["method"], row["criterion"], row["sparsity"], row["seed"]) for row in pruned}) == len(pruned)
     assert {row["kept"] for row in pruned if row["sparsity"] == 0.9} == {round(0.1 * pruned[0]["total"])}
     assert all(0 <= row["test_error"] <= 1 and row["epochs"] == 2 for row in pruned)
@@ -60,7 +60,8 @@ def test_every_method_has_the_same_grid_and_the_rates_come_from_validation(
     monkeypatch.setattr(comparison, "error", lambda nets, part: [judges.append(part) or 0.5] * len(nets))
     points = tune(SETTING, job)
     chosen = {method: {point for (name, _), point in points.items() if name == method} for method, _ in points}
-    assert chosen == {"osp": {(0.05, 100.0)}, "pft": {(0.1, 100.0)}, "gmp": {(0.05, 100.0)}}  # all equal: the smaller
+    smallest = {"osp": 0.05, "pft": 0.05, "pft-coupled": 0.1, "gmp": 0.05}
+    assert chosen == {method: {(lr, 100.0)} for method, lr in smallest.items()}  # all are equal
     trials = (job.out / "digits-mlp-tuning.jsonl").read_text().splitlines()
     assert len(trials) == len(SETTING.options.pairs()) * len(SETTING.options.rates)
     split = data.load("digits", seed=0)
@@ -71,7 +72,7 @@ def test_every_method_has_the_same_grid_and_the_rates_come_from_validation(
 
 def test_one_rate_needs_no_tuning(job: Job) -> None:
     setting = SETTING.changed(rates=(0.1,), gated=((0.1, 500.0),))
-    points = {(m, c): (0.1, 500.0 if m == "pft" else 100.0) for m, c in SETTING.options.pairs()}
+    points = {(m, c): (0.1, 500.0 if m == "pft-coupled" else 100.0) for m, c in SETTING.options.pairs()}
     assert tune(setting, job) == points
     assert not list(job.out.iterdir())
 

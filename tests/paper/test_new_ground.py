@@ -330,7 +330,7 @@ def test_from_random_scores_feather_is_pft_whose_offsets_learn_nothing(
     pruned(setting, "feather", job, 0.9)
     ((verb, _, _, (config,)), options) = calls[0]
     assert verb is METHODS["pft"].verb
-    assert (config.gate_lr, options["criterion"], options["recipe"]) == (0.0, ["random"], "thresholded")
+    assert (config.gate_lr, options["criterion"]) == (0.0, ["random"])
 
 
 def test_untrained_networks_have_the_epochs_of_both_stages() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pacprune as pp
 from pacprune.certification import drawn_networks
 from pacprune.masking import attachment, weights
-from pacprune.training.population import Population, per_member
+from pacprune.training.population import Population, per_member, plain_attention
 
 G = torch.Generator().manual_seed(1)
 X = torch.randn(96, 6, generator=G)
@@ -428,3 +428,34 @@ def test_a_lack_of_memory_is_not_answered_by_a_loop() -> None:
         drawn_networks.outputs(model, slab, X[:20].reshape(2, 10, 6), seed=0, steps=torch.arange(2))
     with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
         Population([Broken(failure), Broken(failure)]).outputs(X, separate=False)
+
+
+@pytest.mark.parametrize("form", ["plain", "causal", "chosen", "added", "grouped"])
+def test_plain_attention_is_torchs(form: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 5, 8, generator=generator, requires_grad=True) for _ in range(3))
+    options: dict[str, Any] = {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "chosen": {"attn_mask": torch.eye(5, dtype=torch.bool).logical_not()},
+        "added": {"attn_mask": torch.randn(5, 5, generator=generator), "scale": 0.3},
+        "grouped": {"enable_gqa": True},
+    }[form]
+    if form == "grouped":
+        key, value = key[:, :2], value[:, :2]
+    outputs = [f(query, key, value, **options) for f in (plain_attention, nn.functional.scaled_dot_product_attention)]
+    torch.testing.assert_close(*outputs)
+    slopes = [torch.autograd.grad(out.square().sum(), query, retain_graph=True)[0] for out in outputs]
+    torch.testing.assert_close(*slopes)
+
+
+def test_members_whose_masks_a_budget_moves_have_masks_of_the_same_tensors() -> None:
+    models = [pp.models.mlp(6, 3, hidden=[5], seed=k) for k in range(2)]
+    names = list(pp.prunable(models[0]))
+    for model, chosen in zip(models, (names, names[:1]), strict=True):
+        pp.apply_mask(model, {name: torch.ones_like(model.get_parameter(name), dtype=torch.bool) for name in chosen})
+    budget = pp.Budget(0.5, control="magnitude")
+    with pytest.raises(
+        ValueError, match="whose members have masks of different tensors; train one population for each"
+    ):
+        pp.fit(models, (X, Y), pp.Config(epochs=1), budget=budget)

@@ -148,6 +148,8 @@ class Stage:
             return False
         if self.budget is not None and stage.budget is not None and together_(self.budget) != together_(stage.budget):
             return False
+        if self.budget is not None and weights.masked_names(self.model) != weights.masked_names(stage.model):
+            return False  # a budget moves the masks of all tensors that any member has one of
         return in_step(self.config, stage.config) and alike(self.model, stage.model)
 
 

@@ -182,6 +182,11 @@ class Cohort:
         """A budget for every member, checked against what is trained."""
         budgets = None if budget is None else per_member("budget", budget, len(self.models))
         check_budgets(self.trained, budgets or [])
+        if budgets and len({tuple(weights.masked_names(model)) for model in self.models}) > 1:
+            raise ValueError(
+                "a budget moves the masks of one population, whose members have masks of different tensors; "
+                "train one population for each choice of tensors, as pp.together does"
+            )
         return budgets
 
     def stepper(self, budgets: list[Budget] | None) -> Stepper:

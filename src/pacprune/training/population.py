@@ -6,15 +6,16 @@ draw alone.
 """
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from pacprune import kernels
 from pacprune.data.batches import device_of
@@ -123,9 +124,7 @@ class Population:
         before = {} if self._tried else {n: t.clone() for n, t in self._rest.items() if not t.requires_grad}
         apply = self._compiled if self._compiled is not None and fuse else self._apply
         try:
-            # On a GPU the gradients of torch's fused attention are wrong under vmap: NaN in bfloat16.
-            plain_attention = sdpa_kernel(SDPBackend.MATH) if x.device.type == "cuda" else nullcontext()
-            with warnings.catch_warnings(), plain_attention:
+            with warnings.catch_warnings(), _PlainAttention():
                 warnings.filterwarnings("ignore", message="There is a performance drop")
                 out = apply(tensors, x, y, loss, separate)
             self._tried = True
@@ -148,6 +147,47 @@ class Population:
 
         data = 0 if separate else None
         return torch.vmap(member, in_dims=(0, data, None if y is None else data), randomness="different")(tensors, x, y)
+
+
+class _PlainAttention(TorchFunctionMode):
+    """While this lasts, attention is computed by matrix products.
+
+    Under vmap on a GPU, the gradients of torch's fused attention are wrong (NaN in bfloat16), and those of its plain
+    form meet two types under autocast.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.scaled_dot_product_attention:
+            function = plain_attention
+        return function(*args, **(kwargs or {}))
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(query key' / sqrt(width) + mask) value, with the softmax in float32; arguments as torch names them."""
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = (query * scale) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    shares = torch.softmax(scores.float(), -1).to(value.dtype)
+    return F.dropout(shares, dropout_p) @ value
 
 
 def compile_always(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
