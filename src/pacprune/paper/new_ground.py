@@ -84,6 +84,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "lenet5": lambda shape, classes, **sizes: models.lenet5(shape[0], shape[-1], classes, **sizes),
 }
 """(shape of an image, number of classes, seed=, sizes) -> network."""
+_CONVOLUTIONS = ("convnext", "resnet20", "wide-resnet")
 
 
 # --- The settings.
@@ -247,11 +248,13 @@ SETTINGS: dict[str, tuple[Setting[Any], ...]] = {
 def prepared(setting: Setting[Any], job: Job, methods: Sequence[str] = ()) -> Setting[Any]:
     """The setting by the means of the job's device; with `methods`, with these alone.
 
-    On a GPU a step is a CUDA graph: to compile as many networks as there are here would take longer than to train them.
+    On a GPU a step is a CUDA graph, and convolutions are compiled. The others would take longer to compile than to
+    train.
     """
     setting = on_device(setting, job.device)
     if job.device.type == "cuda":
-        dense, pruning = (replace(stage, execution="graph") for stage in (setting.dense, setting.pruning))
+        execution = "compiled" if setting.model in _CONVOLUTIONS else "graph"
+        dense, pruning = (replace(stage, execution=execution) for stage in (setting.dense, setting.pruning))
         setting = replace(setting, dense=dense, pruning=pruning)
     return setting.changed(methods=tuple(methods)) if methods else setting
 

@@ -39,7 +39,7 @@ _COLOUR = _GREY.changed(
     seeds=3,
     gated=((0.1, 100.0), (0.2, 100.0), (0.1, 500.0), (0.2, 500.0)),
     dense=Config(epochs=20, lr=0.1, schedule="cosine", warmup=0.05, augment=True, weight_decay=5e-4),
-    pruning=replace(_PRUNING, epochs=16, augment=True),
+    pruning=replace(_PRUNING, epochs=16, augment=True, weight_decay=5e-4),
 )
 
 SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
