@@ -107,7 +107,7 @@ METHODS: dict[str, Method] = {
         "keep probabilities tied to the weights' sizes",
         "PFT, random masks",
         "#A0522D",
-        "8",
+        "x",
         options={"recipe": "coupled"},
         rates=_rates(0.1, 0.1, 0.05, 0.2),
         tunes_gates=True,

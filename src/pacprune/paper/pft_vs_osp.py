@@ -111,13 +111,14 @@ def paint(canvas: Any, rows: Table) -> None:
 
 
 def paint_criteria(canvas: Any, rows: Table) -> None:
-    """Test error against sparsity, a line per method and criterion, of methods that are compared from all criteria."""
+    """Test error against sparsity, a line per method and criterion, of methods that were started from several."""
     sparse = [row | {"kind": f"{row['method']} {row['criterion']}"} for row in rows if row["criterion"]]
+    starts = {(row["method"], row["criterion"]) for row in sparse}
     styles = {
         f"{method} {criterion}": Style(f"{style.label}, {criterion}", colour, style.marker)
         for criterion, colour in painting.criterion_colours().items()
         for method, style in painting.method_styles().items()
-        if comparison.from_criteria(method)
+        if sum(name == method for name, _ in starts) > 1
     }
     _paint(canvas, rows, sparse, "kind", styles)
 

@@ -33,10 +33,7 @@ def _frozen(setting: Setting[Any]) -> Setting[Any]:
     return _untrained(setting).changed(
         sparsities=(0.5, 0.7, 0.9),
         tuned_at=0.7,
-        contenders={
-            "pft": Contender("pft", config=(("gate_lr", 1.0),)),
-            "feather": Contender("feather", config=(("epochs", 0),)),
-        },
+        contenders={"feather": Contender("feather", config=(("epochs", 0),))},
         **same_grid(0.0),
     )
 
