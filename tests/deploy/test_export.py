@@ -384,7 +384,7 @@ def test_changed_bytes_are_refused_or_change_nothing(tmp_path: Path, at_full_siz
         for _ in range(rng.choice([1, 1, 2, 8])):
             changed[int(len(content) * rng.random() ** rng.choice([1, 6]))] = rng.randrange(256)
         (tmp_path / "changed").write_bytes(changed)
-        refused = pytest.raises(ValueError, match="export it again|read plain files")
+        refused = pytest.raises(ValueError, match=r"export it again|read plain files")
         back = None
         with contextlib.suppress(pytest.fail.Exception), refused:  # no refusal is as good if nothing else has changed
             back = export.load(tmp_path / "changed")
