@@ -353,6 +353,7 @@ HOSTILE: dict[str, Callable[[list[Any], dict[str, Tensor]], Any]] = {
     "more ones than values": lambda layout, parts: parts["mask"].__setitem__(1, 4),
     "wide gaps": lambda layout, parts: parts["mask"].__setitem__(0, 40),
     "a part that is too long": lambda layout, parts: parts.update(mask=torch.cat([parts["mask"]] * 2)),
+    "a part too few": lambda layout, parts: parts.pop("mask"),
     "a part of nothing": lambda layout, parts: parts.update(other=torch.ones(5)),
     "an owner that is not there": lambda layout, parts: layout.append(["x", [], "", None, False, "y", None]),
     "lines that are too long": lambda layout, parts: layout[0].append(0),

@@ -321,16 +321,18 @@ class Packed(Mapping[str, Tensor]):
             raise ValueError(f"the layout of {self.path} cannot be read ({error}); export it again") from None
 
     def _check_sizes(self, ends: Mapping[str, int]) -> None:
-        """Before anything is allocated: the parts have the lengths of the layout, which is not of another world."""
+        """Before memory is asked for: the parts are as long as the layout says, and not much less than the tensors."""
         entries = [entry for entry, _ in self._slices.values()]
         size = sum(math.prod(entry.shape) * getattr(torch, entry.dtype).itemsize for entry in entries)
-        least = self.path.stat().st_size
-        if size > verify.MOST_GROWTH * least:
-            raise ValueError(f"{self.path} is damaged: its {least:,} bytes would become {size:,}; export it again")
-        for part in self._file.keys():  # noqa: SIM118, which is no dictionary
-            length, expected = self._file.get_slice(part).get_shape(), [ends.get(part, 0)]
-            if part != "layout" and length != expected:
-                raise ValueError(f"{self.path} is damaged: {part} is {length}, not {expected} long; export it again")
+        packed_size = self.path.stat().st_size
+        if size > verify.MOST_GROWTH * packed_size:
+            raise ValueError(
+                f"{self.path} is damaged: its {packed_size:,} bytes would become {size:,}; export it again"
+            )
+        parts = [part for part in self._file.keys() if part != "layout"]  # noqa: SIM118, it is no dictionary
+        shapes = {part: self._file.get_slice(part).get_shape() for part in parts}
+        if shapes != (expected := {part: [end] for part, end in ends.items()}):
+            raise ValueError(f"{self.path} is damaged: its parts are {shapes}, not {expected}; export it again")
 
     def __getitem__(self, name: str) -> Tensor:
         entry, slices = self._slices[self.tied[name]]
