@@ -925,6 +925,60 @@ def spoil_a_blob(rng: random.Random, files: Files) -> Files | None:
     return _saved(rng, files, PACKED, packed_up(*header_of(blobs, metadata)))
 
 
+def rice_code(places: list[int], r: int) -> bytes:
+    """A mask by the gaps before its ones, of which r low bits are written as they are; digit by digit."""
+    gaps = [place - before - 1 for before, place in zip([-1, *places], places, strict=False)]
+    low = "".join(f"{gap % 2**r:0{r}b}" for gap in gaps) if r else ""
+    high = "".join("0" * (gap >> r) + "1" for gap in gaps)
+    digits = [text + "0" * (-len(text) % 8) for text in (low, high)]
+    return (
+        bytes([r])
+        + len(places).to_bytes(5, "little")
+        + bytes(int(d[i : i + 8], 2) for d in digits for i in range(0, len(d), 8))
+    )
+
+
+def spoiled_code(rng: random.Random, code: bytes) -> bytes:
+    """Lengths, counts and bits that do not fit one another; one time in ten, the code as it is."""
+    at, count = rng.randrange(len(code)), int.from_bytes(code[1:6], "little")
+    codes = [code, code + b"\x00", code + b"\x80", code[:-1], code[: rng.randrange(7)], code[:6] + code[7:]]
+    codes += [bytes([r]) + code[1:] for r in (0, code[0] + 1, 40, 41, 255)]
+    codes += [
+        code[:1] + k.to_bytes(5, "little") + code[6:] for k in (0, count + 1, max(0, count - 1), 2**31, 2**40 - 1)
+    ]
+    codes += [code[:-1] + bytes([code[-1] | 1]), code[:6] + b"\xff" * len(code[6:]), code[:6] + b"\x00" * len(code[6:])]
+    codes += [code[:at] + rng.randbytes(1) + code[at + 1 :]] * 8
+    return code if rng.random() < 0.1 else rng.choice(codes)
+
+
+@mutation
+def say_a_mask_by_gaps(rng: random.Random, files: Files) -> Files | None:
+    """In another code than it was, or in one that is wrong."""
+    if PACKED not in files:
+        return None
+    _, blobs, metadata = _pick_file(rng, files)
+    index = json.loads(metadata["index"])
+    file, name = rng.choice([(f, n) for f, table in index.items() for n, entry in table.items() if len(entry) > 3])
+    dtype, shape, values, bits, *gaps = index[file][name]
+    stored_mask = np.frombuffer(blobs[bits or gaps[0]][2], np.uint8)
+    mask = np.unpackbits(stored_mask) if bits else arithmetic.mask_of_gaps(stored_mask, math.prod(shape))
+    code = rice_code(np.flatnonzero(mask).tolist(), rng.choice([0, 1, 2, 2, 3, 3, 4, 5, 40]))
+    code = spoiled_code(rng, code)
+    blobs["gaps"] = ("U8", [len(code)], code)
+    others: list[Any] = [
+        ["gaps"],
+        ["gaps", None],
+        ["gaps", "gaps"],
+        [values, "gaps"],
+        [None, values],
+        [None, "gaps", None],
+    ]
+    index[file][name] = [dtype, shape, values, *rng.choice([[None, "gaps"]] * 20 + others)]
+    used = {key for table in index.values() for entry in table.values() for key in entry[2:]}
+    blobs = {key: entry for key, entry in blobs.items() if key in used}
+    return _saved(rng, files, PACKED, packed_up(*header_of(blobs, metadata | {"index": json.dumps(index)})))
+
+
 @mutation
 def explode_when_unpacked(rng: random.Random, files: Files) -> Files | None:
     """A few bytes that would become many."""
@@ -933,9 +987,10 @@ def explode_when_unpacked(rng: random.Random, files: Files) -> Files | None:
     _, blobs, metadata = _pick_file(rng, files)
     index = json.loads(metadata["index"])
     many, weights = rng.choice([1, 10, 100, 1000]), 8 * rng.choice([100, 10_000, 300_000])
-    blobs |= {"zeros": ("U8", [weights // 8], b"\x00" * (weights // 8)), "one": ("F64", [1], b"\x00" * 8)}
+    length, mask = rng.choice([(weights // 8, ["zeros"]), (6, [None, "zeros"])])  # by bits, or by no gaps
+    blobs |= {"zeros": ("U8", [length], b"\x00" * length), "one": ("F64", [1], b"\x00" * 8)}
     for table in index.values():
-        table |= {f"rest/bomb{i}": ["float64", [weights], "one", "zeros"] for i in range(many)}
+        table |= {f"rest/bomb{i}": ["float64", [weights], "one", *mask] for i in range(many)}
     return _saved(rng, files, PACKED, packed_up(*header_of(blobs, metadata | {"index": json.dumps(index)})))
 
 

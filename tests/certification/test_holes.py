@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mutations
 import numpy as np
 import pytest
 import torch
@@ -158,6 +159,61 @@ def test_a_tensor_that_is_masked_twice_is_refused(tmp_path: Path) -> None:
 
     folder = held_out().save(tmp_path, packed=True)
     refuse_everywhere(reindexed(folder, twice), "packed.safetensors cannot be read")
+
+
+MASK = torch.arange(1024) % 97 == 5
+CODE = mutations.rice_code(MASK.nonzero().flatten().tolist(), 6)
+WRONG_CODES = {
+    "empty": b"",
+    "cut within its numbers": CODE[:5],
+    "cut": CODE[:-1],
+    "longer than it needs": CODE + b"\x00",
+    "a gap too many": CODE + b"\x80",
+    "another number of gaps": CODE[:1] + b"\x0c" + CODE[2:],
+    "no gaps": CODE[:1] + b"\x00" * 5 + CODE[6:],
+    "more gaps than bytes": CODE[:1] + b"\xff" * 5 + CODE[6:],
+    "gaps of another width": b"\x05" + CODE[1:],
+    "gaps beyond the end": b"\x08" + mutations.rice_code([5, 300, 1024], 8)[1:],
+    "gaps beyond any number": b"\x28" + mutations.rice_code([0] * 8 + [2**45], 40)[1:],
+    "gaps that are no numbers": b"\xff" + CODE[1:],
+    "bits behind the low ones": mutations.rice_code([9, 20, 700], 6)[:8]
+    + b"\x01"
+    + mutations.rice_code([9, 20, 700], 6)[9:],
+    "as long as its bits": mutations.rice_code(list(range(0, 1024, 2)), 1),
+}
+
+
+def by_gaps(code: bytes, *mask: str | None) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
+    """A change after which a weight has two values, and its mask is in this code."""
+
+    def change(index: dict[str, Any], blobs: dict[str, Tensor]) -> None:
+        name, entry = next((n, e) for n, e in index["model.safetensors"].items() if e[1] == [16, 64])
+        del blobs[entry[2]]
+        blobs |= {"two": torch.tensor([0.0, 0.5]), "gaps": torch.tensor(list(code), dtype=torch.uint8)}
+        blobs |= {"bits": torch.from_numpy(np.packbits(MASK.numpy()))} if "bits" in mask else {}
+        index["model.safetensors"][name] = [*entry[:2], "two", *mask]
+
+    return change
+
+
+@pytest.mark.parametrize("kind", WRONG_CODES)
+def test_a_mask_in_a_wrong_code_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = reindexed(held_out().save(tmp_path, packed=True), by_gaps(WRONG_CODES[kind], None, "gaps"))
+    refuse_everywhere(folder, "packed.safetensors cannot be read")
+
+
+@pytest.mark.parametrize("mask", [("bits", "gaps"), ("gaps",), ("gaps", "gaps"), ("gaps", None), (None, None, "gaps")])
+def test_a_mask_has_one_code_that_its_place_tells(tmp_path: Path, mask: tuple[str | None, ...]) -> None:
+    refuse_everywhere(
+        reindexed(held_out().save(tmp_path, packed=True), by_gaps(CODE, *mask)), "packed.safetensors cannot be read"
+    )
+
+
+def test_every_reader_finds_the_same_mask_in_a_code(tmp_path: Path) -> None:
+    folder = reindexed(held_out().save(tmp_path, packed=True), by_gaps(CODE, None, "gaps"))
+    (weight,) = (t for t in decode.load(folder).tensors["model.safetensors"].values() if t.shape == (16, 64))
+    assert torch.equal(weight, 0.5 * MASK.reshape(16, 64))
+    assert verdict_of(folder).startswith("INVALID: hashes.model: ")
 
 
 @pytest.mark.parametrize("dtype", ["S2000000000", "complex64", "O", "float8_e4m3fn", "<f4", ""])
@@ -1739,4 +1795,14 @@ def test_a_packed_file_that_grows_beyond_memory_is_refused(tmp_path: Path) -> No
     (folder / certificate.PACKED).write_bytes(save(blobs, {"index": json.dumps(index)}) + b"")
     verdict, most = quickly(rewritten(folder, lambda record: None))
     assert "bytes would become 167,772,160" in verdict
+    assert most < 50e6
+
+
+def test_gaps_that_stand_for_more_than_memory_are_refused(tmp_path: Path) -> None:
+    blobs = {"0": torch.tensor([0.0, 1.0]), "1": torch.zeros(6, dtype=torch.uint8)}
+    index = {"model.safetensors": {"w": ["float32", [2**20, 2**20], "0", None, "1"]}}
+    folder = held_out().save(tmp_path, packed=True)
+    (folder / certificate.PACKED).write_bytes(save(blobs, {"index": json.dumps(index)}) + b"")
+    verdict, most = quickly(rewritten(folder, lambda record: None))
+    assert "bytes would become 4,398,046,511,104" in verdict
     assert most < 50e6

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mutations
+import numpy as np
 import pytest
 from mutations import RECORD, Case, Files, Odd, arithmetic, record_of, stored
 
@@ -208,6 +210,34 @@ def test_it_agrees_with_verify_on_changed_folders(
     assert differ == []
     assert len(other_words) <= len(cases) // 100, other_words
     assert browser.complaints == []  # what is refused or cannot be read is no fault of the page
+
+
+@in_a_browser
+def test_it_decodes_masks_as_verify_does(browser: Browser, at_full_size: bool) -> None:
+    rng, cases = random.Random(0), []
+    for _ in range(10_000 if at_full_size else 1000):
+        size, r = rng.choice([0, 8, 56, 57, 400, 3000]), rng.randrange(8)
+        places = sorted(rng.sample(range(size), int(size * rng.choice([0, 0.01, 0.05, 0.2]))))
+        code = mutations.spoiled_code(rng, mutations.rice_code(places, r))
+        try:
+            places = np.flatnonzero(arithmetic.mask_of_gaps(np.frombuffer(code, np.uint8), size)).tolist()
+        except ValueError:
+            places = None
+        cases.append({"code": list(code), "size": size, "places": places})
+    browser.open(page.PAGE)
+    differs = """(({ code, size, places }) => {
+        let found = null;
+        try {
+            const mask = core.gapsOf(Uint8Array.from(code), size);
+            found = [...Array(size).keys()].filter(mask.at);
+        } catch (error) {
+            if (!(error instanceof core.Unreadable)) throw error;
+        }
+        return JSON.stringify(found) !== JSON.stringify(places);
+    })"""
+    assert browser.run(f"{json.dumps(cases)}.filter({differs})") == []
+    decoded = sum(case["places"] is not None for case in cases)
+    assert 0.1 * len(cases) < decoded < 0.9 * len(cases)
 
 
 @in_a_browser

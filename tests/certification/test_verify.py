@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mutations
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,7 @@ from pacprune import bounds
 from pacprune.bounds import montecarlo
 from pacprune.certification import certificate, certify
 from pacprune.certification.verify import verify
+from pacprune.files import mask_gaps
 
 arithmetic = importlib.import_module("pacprune.certification.verify")  # pacprune.verify is the name of a function, too
 FILES = ("distributions", "draws", "single_draw", "thresholded")
@@ -415,3 +417,25 @@ def test_the_file_needs_numpy_alone_and_runs_by_itself(valid: Path, folder: Path
         process = subprocess.run([sys.executable, "-I", lone, path], capture_output=True, text=True, check=False)
         assert process.returncode == code
         assert (process.stdout + process.stderr).splitlines()[-1].startswith(words)
+
+
+@pytest.mark.parametrize("density", [0.0, 1e-4, 0.01, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("size", [56, 1000, 100_000])
+def test_a_mask_is_coded_by_its_gaps_in_few_bits(size: int, density: float) -> None:
+    mask = np.zeros(size, bool)
+    kept = np.random.default_rng(0).choice(size, int(density * size), replace=False)
+    mask[kept] = True
+    code = mask_gaps(mask)
+    assert code == mutations.rice_code(np.flatnonzero(mask).tolist(), code[0])
+    choices = math.lgamma(size + 1) - math.lgamma(len(kept) + 1) - math.lgamma(size - len(kept) + 1)
+    assert len(code) <= 1.03 * choices / math.log(2) / 8 + 9  # six bytes of numbers, and up to two that are not full
+    if len(code) < size / 8:
+        assert np.array_equal(arithmetic.mask_of_gaps(np.frombuffer(code, np.uint8), size), mask)
+
+
+def test_what_is_almost_all_zero_is_packed_as_bits() -> None:
+    """By its gaps it would be so small that a verifier has to take it for a trap."""
+    tensors = {"model.safetensors": {"w": torch.zeros(3000, 3000)}}
+    content = certificate.pack(tensors)
+    assert len(content) > 3000 * 3000 / 8
+    assert not arithmetic.unpack(content, ("model",))["model"]["w"].any()

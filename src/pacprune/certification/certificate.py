@@ -14,10 +14,11 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from pacprune.bounds import Ledger
+from pacprune.certification import verify
 from pacprune.certification.bounds_table import BOUNDS
 from pacprune.certification.record import PacBayesRecord, Record
 from pacprune.certification.tries import Tries
-from pacprune.files import write_atomically
+from pacprune.files import mask_gaps, write_atomically
 
 RECORD, PACKED = "certificate.json", "packed.safetensors"
 
@@ -204,14 +205,25 @@ def pack(files: Mapping[str, Mapping[str, Tensor]]) -> bytes:
     """Several tensor files as one, without loss: equal content is stored once, and mostly constant tensors as masks.
 
     The header's "index" is {file: {name: [dtype, shape, values]}}; where most entries equal values[0] it is [dtype,
-    shape, values, bits]: the entries whose bit is set are values[1:], one each or one for all. Values may be stored in
-    a narrower integer type than their own. `verify.unpack` reads it.
+    shape, values, bits]: the entries whose bit is set are values[1:], one each or one for all. [dtype, shape, values,
+    null, gaps] has the mask in the code of `mask_gaps`, where that is smaller. Values may be stored in a narrower
+    integer type than their own. `verify.unpack` reads it.
     """
+    content = _packed(files, gaps=True)
+    size = sum(t.numel() * t.element_size() for tensors in files.values() for t in tensors.values())
+    # What is almost nothing but zeros looks like a file that was made to fill its reader's memory.
+    return content if size <= verify.MOST_GROWTH * len(content) else _packed(files, gaps=False)
+
+
+def _packed(files: Mapping[str, Mapping[str, Tensor]], *, gaps: bool) -> bytes:
+    """With masks as bits, or by their gaps where that is smaller."""
     blobs: dict[str, Tensor] = {}
     keys: dict[bytes, str] = {}
 
-    def stored(flat: Tensor) -> str:
+    def stored(flat: Tensor | None) -> str | None:
         """The key of a blob with this content."""
+        if flat is None:
+            return None
         content = f"{flat.dtype};".encode() + flat.view(torch.uint8).numpy().tobytes()
         key = keys.setdefault(hashlib.sha256(content).digest(), str(len(keys)))
         blobs.setdefault(key, flat)
@@ -219,7 +231,11 @@ def pack(files: Mapping[str, Mapping[str, Tensor]]) -> bytes:
 
     index = {
         file: {
-            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *map(stored, _pieces(tensor))]
+            name: [
+                str(tensor.dtype).removeprefix("torch."),
+                list(tensor.shape),
+                *map(stored, _pieces(tensor, gaps=gaps)),
+            ]
             for name, tensor in tensors.items()
         }
         for file, tensors in files.items()
@@ -227,8 +243,8 @@ def pack(files: Mapping[str, Mapping[str, Tensor]]) -> bytes:
     return save_tensors(blobs, metadata={"index": json.dumps(index)})
 
 
-def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The values of a tensor; where most are one value: that and the others, and the bits that say which are others."""
+def _pieces(tensor: Tensor, *, gaps: bool) -> tuple[Tensor | None, ...]:
+    """The values of a tensor; where most are one value: that and the others, and bits or gaps that say which are."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if not (flat.is_floating_point() or flat.dtype == torch.bool) and (flat >= 0).all() and (flat < 256).all():
         flat = flat.to(torch.uint8)
@@ -240,7 +256,11 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
         exceptions = exceptions[:1]
     if len(exceptions) * flat.element_size() + len(flat) / 8 >= 0.9 * len(flat) * flat.element_size():
         return (flat,)
-    return torch.cat([flat[~differs][:1], exceptions]), torch.from_numpy(np.packbits(differs.numpy()))
+    values, mask = torch.cat([flat[~differs][:1], exceptions]), differs.numpy()
+    bits = torch.from_numpy(np.packbits(mask))
+    if gaps and len(coded := mask_gaps(mask)) < len(bits):
+        return values, None, torch.frombuffer(bytearray(coded), dtype=torch.uint8)
+    return values, bits
 
 
 def percent(delta: float) -> str:

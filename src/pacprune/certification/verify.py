@@ -35,7 +35,7 @@ PACKED_DTYPES = {
     "uint8": "u1",
     "bool": "?",
 }
-MOST_RECORD, MOST_FILE, MOST_HEADER, MOST_UNPACKED, MOST_GROWTH = 2**22, 2**30, 2**23, 2**27, 150
+MOST_RECORD, MOST_FILE, MOST_HEADER, MOST_UNPACKED, MOST_GROWTH = 2**22, 2**30, 2**23, 2**27, 10_000
 """Bytes of certificate.json, of a file beside it, of its header, and of what is packed; how many times it may grow."""
 MOST_DEPTH = 16
 """Tables and lists of JSON inside one another: less than what any Python can read."""
@@ -749,7 +749,10 @@ def _check_tensors(record: dict[str, Any], tensors: dict[str, Tensors]) -> None:
 
 
 def unpack(content: bytes, files: tuple[str, ...]) -> dict[str, Tensors]:
-    """Files packed as one, by the header's index: [dtype, shape, values], or with bits, values[0] where none is set."""
+    """Files packed as one, by the header's index: [dtype, shape, values], or values[0] but where a mask says otherwise.
+
+    The mask is bits, [dtype, shape, values, bits], or gaps, [dtype, shape, values, null, gaps].
+    """
     blobs, header = read_tensors(content), _parsed(content[8 : 8 + int.from_bytes(content[:8], "little")])
     if set(header["__metadata__"]) != {"index"}:
         raise ValueError("its metadata is not an index alone")
@@ -769,24 +772,69 @@ def unpack(content: bytes, files: tuple[str, ...]) -> dict[str, Tensors]:
     }
 
 
-def _unpacked(blobs: Tensors, dtype: str, shape: list[int], values: str, bits: str | None = None) -> Array:
+def _unpacked(
+    blobs: Tensors, dtype: str, shape: list[int], values: str, bits: str | None = None, gaps: str | None = None
+) -> Array:
     """One packed tensor; every size has to fit before anything is made of it."""
     flat, size = blobs[values], _size(shape)
     exact = flat.dtype == np.dtype(PACKED_DTYPES[dtype])
     if not exact and not (dtype in ("int64", "int32") and flat.dtype == np.uint8):
         raise ValueError(f"{dtype} is stored as {flat.dtype}")
     flat = flat.astype(PACKED_DTYPES[dtype])
-    if bits is not None:
-        mask = blobs[bits]
-        if mask.dtype != np.uint8 or mask.size != (size + 7) // 8 or mask.ndim != 1:
-            raise ValueError(f"a mask of {mask.size} bytes does not fit {size} entries")
-        differs = np.unpackbits(mask)
-        if differs[size:].any() or flat.ndim != 1 or flat.size not in (2, 1 + int(differs.sum())):
+    if bits is not None or gaps is not None:
+        differs = _mask(blobs, bits, gaps, size)
+        if flat.ndim != 1 or flat.size not in (2, 1 + int(differs.sum())):
             raise ValueError(f"{flat.size} values do not fit a mask of {int(differs.sum())}")
-        flat = flat[np.minimum(np.cumsum(differs[:size], dtype=np.int64), flat.size - 1) * differs[:size]]
+        flat = flat[np.minimum(np.cumsum(differs, dtype=np.int64), flat.size - 1) * differs]
     if flat.size != size:
         raise ValueError(f"{flat.size} values do not fit the shape {shape}")
     return flat.reshape(shape)
+
+
+def _mask(blobs: Tensors, bits: str | None, gaps: str | None, size: int) -> Array:
+    """Which of so many entries differ, by bits or by gaps."""
+    if bits is not None and gaps is not None:
+        raise ValueError("a mask is given twice")
+    stored = blobs[gaps if bits is None else bits]  # type: ignore[index]
+    if stored.dtype != np.uint8 or stored.ndim != 1:
+        raise ValueError(f"a mask is stored as {stored.dtype}{stored.shape}")
+    if bits is None:
+        return mask_of_gaps(stored, size)
+    if stored.size != (size + 7) // 8:
+        raise ValueError(f"a mask of {stored.size} bytes does not fit {size} entries")
+    mask = np.unpackbits(stored).astype(bool)
+    if mask[size:].any():
+        raise ValueError("a bit is set behind the last entry")
+    return mask[:size]
+
+
+def mask_of_gaps(code: Array, size: int) -> Array:
+    """The mask of so many entries whose gaps, the zeros before each one, are in Rice's code.
+
+    The first byte is the number r of low bits, the next five are the number of ones (the lowest byte first). Then
+    follow the low r bits of every gap, highest bit first; then of every gap as many zeros as its other bits say, and a
+    one. Both end in the last byte that they need. No code is as long as the mask's bits.
+    """
+    r, count = int(code[0]) if code.size else 0, int.from_bytes(code[1:6].tobytes(), "little")
+    middle = 6 + (count * r + 7) // 8
+    if not middle <= code.size < (size + 7) // 8 or r > 40 or count > 8 * (code.size - middle):
+        raise ValueError(f"{code.size} bytes hold no {count} gaps with {r} low bits in {size} entries")
+    low, ends = np.unpackbits(code[6:middle]), np.flatnonzero(np.unpackbits(code[middle:]))
+    whole = middle + (int(ends[-1]) // 8 + 1 if ends.size else 0) == code.size
+    if ends.size != count or not whole or low[count * r :].any():
+        raise ValueError(f"{count} gaps do not fill {code.size} bytes")
+    gaps = np.diff(ends, prepend=-1) - 1
+    if count and int(gaps.max()) > size >> r:
+        raise ValueError(f"a gap is wider than {size} entries")
+    gaps <<= r
+    for column in range(r):
+        gaps += low[column : count * r : r].astype(np.int64) << (r - 1 - column)
+    places = np.cumsum(gaps + 1) - 1
+    if count and int(places.max()) >= size:
+        raise ValueError(f"gaps lead beyond {size} entries")
+    mask = np.zeros(size, bool)
+    mask[places] = True
+    return mask
 
 
 def _size(shape: Any) -> int:

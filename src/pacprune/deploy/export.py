@@ -1,7 +1,7 @@
 """Files for deployment: packed and plain safetensors, ONNX, torch programs; masks of torch.nn.utils.prune.
 
-A packed file holds, for all tensors of two or more dimensions together, one bit per weight (`mask`) and the weights
-that are not zero (`kept`); everything else is stored as it is (`rest`). `layout` says which tensor lies where.
+A packed file holds, for all tensors of two or more dimensions together, which weights are not zero (`mask`) and these
+weights (`kept`); everything else is stored as it is (`rest`). `layout` says which tensor lies where.
 """
 
 import importlib
@@ -23,8 +23,9 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from pacprune.certification import verify
 from pacprune.deploy import slim
-from pacprune.files import digest, write_atomically
+from pacprune.files import digest, mask_gaps, write_atomically
 from pacprune.masking import patterns, weights
 from pacprune.types import check_name
 
@@ -42,14 +43,22 @@ __all__ = [
     "write",
 ]
 
-FORMAT, VERSION = "pacprune packed", "1"
+FORMAT, VERSION, VERSIONS = "pacprune packed", "2", ("1", "2")
+"""What is written, and which versions are read: the first had bits for all masks, and kept the sign of -0.0."""
+MOST_LAYOUT = 2**26
+"""Bytes of the layout, before it is read."""
 ONNX_LIMIT = 2**31
 """Bytes of a protobuf message: an ONNX file that holds its weights is smaller."""
+_UNSIGNED_ZERO = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+"""Types without -0.0, in which the sign alone means something else."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Entry(NamedTuple):
-    """One line of the layout; `kept` is None for a tensor that is stored as it is, `tied` names the first owner."""
+    """One line of the layout; `kept` is None for a tensor that is stored as it is, `tied` names the first owner.
+
+    `negative` says that the signs of zeros are in `minus` (version 1), `gaps` how many bytes of `mask` have it by gaps.
+    """
 
     name: str
     shape: tuple[int, ...] = ()
@@ -57,6 +66,7 @@ class _Entry(NamedTuple):
     kept: int | None = None
     negative: bool = False
     tied: str | None = None
+    gaps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,7 @@ def _pattern_detail(pattern: str | None) -> str:
 
 
 FORMATS = {
-    "safetensors": Format("packed.safetensors", _write_packed, "packed: one bit per weight, and the kept values"),
+    "safetensors": Format("packed.safetensors", _write_packed, "packed: which weights are kept, and their values"),
     "onnx": Format("model.onnx", _write_onnx, "for ONNX Runtime"),
     "dense": Format("dense.safetensors", _write_dense, "the plain state dict, zeros included"),
     "slim": Format("slim.pt2", _write_slim, "a torch program without its dead channels"),
@@ -147,9 +157,10 @@ FORMATS = {
 
 
 def save(path: str | Path, model: nn.Module | Mapping[str, Tensor], *, pattern: str | None = None) -> None:
-    """Writes a plain model or state dict packed: k values, D/8 bytes of mask, the rest, and a few hundred bytes.
+    """Writes a plain model or state dict packed: k values, which weights they are, the rest, and a short header.
 
-    A tied tensor is stored once. A weight of -0.0 counts as pruned; where there are any, one more bit per zero says so.
+    The mask of a tensor has one bit per weight, or the gaps between kept weights if that is smaller: in all some
+    log2 binom(D, k) bits. A tied tensor is stored once. A weight of -0.0 counts as pruned, and comes back as 0.0.
 
     Args:
         path: The file to write; one that exists is replaced.
@@ -163,34 +174,45 @@ def save(path: str | Path, model: nn.Module | Mapping[str, Tensor], *, pattern: 
         torch.Size([16, 64])
     """
     state = _state(model)
-    matrices = {name: t for name, t in state.items() if t.ndim >= 2 and t.is_floating_point()}
     if pattern is not None:
-        _check_pattern(matrices, pattern)
+        _check_pattern({name: t for name, t in state.items() if _is_matrix(t)}, pattern)
+    content = _packed(state, pattern, gaps=True)
+    # What is almost nothing but zeros looks like a file that was made to fill its reader's memory.
+    if sum(t.numel() * t.element_size() for t in state.values()) > verify.MOST_GROWTH * len(content):
+        content = _packed(state, pattern, gaps=False)
+    write_atomically(Path(path), content)
+
+
+def _packed(state: Mapping[str, Tensor], pattern: str | None, *, gaps: bool) -> bytes:
+    """With masks as bits, or by their gaps where that is smaller."""
     parts: dict[str, list[Tensor]] = {}
     entries: list[_Entry] = []
     owners: dict[tuple[Any, ...], str] = {}
+    plain: dict[str, Tensor] = {}
     for name, tensor in state.items():
         owner = owners.setdefault(_place(tensor), name)
         if owner != name:
             entries.append(_Entry(name, tied=owner))
+            plain[name] = plain[owner]
             continue
-        entry, pieces = _pack_tensor(name, tensor.detach().cpu().contiguous())
+        plain[name] = _without_minus_zero(tensor.detach().cpu().contiguous())
+        entry, pieces = _pack_tensor(name, plain[name], gaps=gaps)
         entries.append(entry)
         for part, values in pieces.items():
             parts.setdefault(part, []).append(values)
     tensors = {part: torch.cat(values) for part, values in parts.items()}
     layout = json.dumps([list(entry) for entry in entries], separators=(",", ":"))
-    tensors["layout"] = torch.frombuffer(bytearray(zlib.compress(layout.encode(), 9)), dtype=torch.uint8)
-    first_owners = [matrices[name] for name in owners.values() if name in matrices]
-    metadata = {"format": FORMAT, "version": VERSION, **_counts(first_owners), "sha256": digest(state)}
+    tensors["layout"] = _as_tensor(zlib.compress(layout.encode(), 9))
+    matrices = [plain[name] for name in owners.values() if _is_matrix(plain[name])]
+    metadata = {"format": FORMAT, "version": VERSION, **_counts(matrices), "sha256": digest(plain)}
     metadata |= {} if pattern is None else {"pattern": pattern}
-    write_atomically(Path(path), to_bytes(tensors, metadata=metadata))
+    return to_bytes(tensors, metadata=metadata)
 
 
 def _counts(matrices: list[Tensor]) -> dict[str, str]:
     """How many weights there are, how many of them are kept, and the sparsity, as metadata."""
     total = sum(matrix.numel() for matrix in matrices)
-    kept = sum(int(_nonzero(_bits(matrix)).sum()) for matrix in matrices)
+    kept = sum(int(_nonzero(matrix).sum()) for matrix in matrices)
     return {"kept": str(kept), "total": str(total), "sparsity": f"{1 - kept / total if total else 0.0:.6f}"}
 
 
@@ -199,21 +221,24 @@ def _check_pattern(tensors: Mapping[str, Tensor], pattern: str) -> None:
         patterns.check(weight, *patterns.parse(pattern), name=name)
 
 
-def _pack_tensor(name: str, tensor: Tensor) -> tuple[_Entry, dict[str, Tensor]]:
+def _pack_tensor(name: str, tensor: Tensor, *, gaps: bool) -> tuple[_Entry, dict[str, Tensor]]:
     """The entry of a tensor and its pieces by part; packed only if that is smaller."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
-    if tensor.ndim >= 2 and tensor.is_floating_point():
-        bits = _bits(tensor)
-        keep = _nonzero(bits)
-        count = int(keep.sum())
-        if math.ceil(keep.numel() / 8) < (keep.numel() - count) * tensor.element_size():
-            minus = bits[~keep] != 0
-            pieces = {"mask": _pack(keep), f"kept.{dtype}": bits[keep].view(tensor.dtype)}
-            if bool(minus.any()):
-                pieces["minus"] = _pack(minus)
-            return _Entry(name, shape, dtype, count, "minus" in pieces), pieces
+    if _is_matrix(tensor):
+        keep = _nonzero(tensor)
+        count, length, mask = int(keep.sum()), None, np.packbits(keep.numpy()).tobytes()
+        if gaps and len(code := mask_gaps(keep.numpy())) < len(mask):
+            length, mask = len(code), code
+        if len(mask) < (len(keep) - count) * tensor.element_size():
+            kept = _bits(tensor)[keep].view(tensor.dtype)
+            return _Entry(name, shape, dtype, count, gaps=length), {"mask": _as_tensor(mask), f"kept.{dtype}": kept}
     return _Entry(name, shape, dtype), {f"rest.{dtype}": tensor.reshape(-1)}
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    """Whether the zeros of a tensor count as pruned."""
+    return tensor.ndim >= 2 and tensor.is_floating_point()
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -221,9 +246,21 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
 
 
-def _nonzero(bits: Tensor) -> Tensor:
-    """Whether any bit other than the sign is set."""
-    return (bits << 1) != 0
+def _nonzero(tensor: Tensor) -> Tensor:
+    """Whether any bit other than the sign is set; flat."""
+    return (_bits(tensor) if tensor.dtype in _UNSIGNED_ZERO else _bits(tensor) << 1) != 0
+
+
+def _without_minus_zero(tensor: Tensor) -> Tensor:
+    """A matrix with 0.0 for -0.0, which masks of torch.nn.utils.prune leave wherever a negative weight was."""
+    if not _is_matrix(tensor):
+        return tensor
+    bits, keep = _bits(tensor), _nonzero(tensor)
+    return bits.masked_fill(~keep, 0).view(tensor.dtype).reshape(tensor.shape)
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))
 
 
 class Packed(Mapping[str, Tensor]):
@@ -252,9 +289,9 @@ class Packed(Mapping[str, Tensor]):
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read as safetensors ({error}); export it again") from None
         format, version = self.metadata.get("format"), self.metadata.get("version")
-        if (format, version) != (FORMAT, VERSION):
+        if format != FORMAT or version not in VERSIONS:
             raise ValueError(
-                f"{path} has format {format!r} version {version!r}, not {FORMAT!r} version {VERSION}; "
+                f"{path} has format {format!r} version {version!r}, not {FORMAT!r} version {' or '.join(VERSIONS)}; "
                 "read plain files with safetensors.torch.load_file"
             )
         self._slices: dict[str, tuple[_Entry, dict[str, slice]]] = {}
@@ -271,21 +308,42 @@ class Packed(Mapping[str, Tensor]):
                 slices[part] = slice(start, start + length)
             self._slices[entry.name] = entry, slices
             self.tied[entry.name] = entry.name
+        self._check_sizes(ends)
 
     def _layout(self) -> list[_Entry]:
         try:
-            lines = json.loads(zlib.decompress(self._file.get_tensor("layout").numpy().tobytes()))
-            return [_Entry(name, tuple(shape), *rest) for name, shape, *rest in lines]
-        except (SafetensorError, zlib.error, ValueError, TypeError) as error:
+            reader = zlib.decompressobj()
+            text = reader.decompress(self._file.get_tensor("layout").numpy().tobytes(), MOST_LAYOUT)
+            if not reader.eof:
+                raise ValueError(f"it does not end within {MOST_LAYOUT:,} bytes")
+            return [_entry(*line) for line in json.loads(text)]
+        except (SafetensorError, zlib.error, ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"the layout of {self.path} cannot be read ({error}); export it again") from None
+
+    def _check_sizes(self, ends: Mapping[str, int]) -> None:
+        """Before memory is asked for: the parts are as long as the layout says, and not much less than the tensors."""
+        entries = [entry for entry, _ in self._slices.values()]
+        size = sum(math.prod(entry.shape) * getattr(torch, entry.dtype).itemsize for entry in entries)
+        packed_size = self.path.stat().st_size
+        if size > verify.MOST_GROWTH * packed_size:
+            raise ValueError(
+                f"{self.path} is damaged: its {packed_size:,} bytes would become {size:,}; export it again"
+            )
+        parts = [part for part in self._file.keys() if part != "layout"]  # noqa: SIM118, it is no dictionary
+        shapes = {part: self._file.get_slice(part).get_shape() for part in parts}
+        if shapes != (expected := {part: [end] for part, end in ends.items()}):
+            raise ValueError(f"{self.path} is damaged: its parts are {shapes}, not {expected}; export it again")
 
     def __getitem__(self, name: str) -> Tensor:
         entry, slices = self._slices[self.tied[name]]
         pieces = {part.partition(".")[0]: self._file.get_slice(part)[place] for part, place in slices.items()}
         if entry.kept is None:
             return pieces["rest"].reshape(entry.shape)
-        keep = _unpack(pieces["mask"], math.prod(entry.shape))
-        values = pieces["kept"]
+        size, values = math.prod(entry.shape), pieces["kept"]
+        if entry.gaps is None:
+            keep = _unpack(pieces["mask"], size)
+        else:
+            keep = torch.from_numpy(verify.mask_of_gaps(pieces["mask"].numpy(), size))
         bits = torch.zeros(len(keep), dtype=_BITS[values.element_size()])
         bits[keep] = values.view(bits.dtype)
         if entry.negative:
@@ -302,7 +360,7 @@ class Packed(Mapping[str, Tensor]):
 
 
 def load(path: str | Path) -> dict[str, Tensor]:
-    """The state dict of a packed file, bit for bit as it was, once its hash is checked.
+    """The state dict of a packed file, bit for bit as it was but for the sign of zeros, once its hash is checked.
 
     Args:
         path: A file that `save` wrote.
@@ -324,14 +382,25 @@ def load(path: str | Path) -> dict[str, Tensor]:
         for name, owner in packed.tied.items():
             state[name] = packed[name] if owner == name else state[owner]
         sha256 = digest(state)
-    except (SafetensorError, RuntimeError, IndexError) as error:
+    except (SafetensorError, RuntimeError, IndexError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}); export it again") from None
-    if sha256 != packed.metadata["sha256"]:
+    if sha256 != (noted := packed.metadata.get("sha256", "nothing")):
         raise ValueError(
             f"{path} is damaged: its tensors have SHA-256 {sha256[:12]}..., "
-            f"but {packed.metadata['sha256'][:12]}... was noted; export it again"
+            f"but {noted[:12]}... was noted; export it again"
         )
     return state
+
+
+def _entry(name: str, shape: list[int], dtype: str, *rest: Any) -> _Entry:
+    """A line of the layout, once it can be one."""
+    entry = _Entry(name, tuple(shape), dtype, *rest)
+    counts = [*entry.shape, entry.kept or 0, entry.gaps or 0]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"{name!r:.80} has the sizes {counts!r:.80}")
+    if entry.tied is None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"{name!r:.80} has the type {dtype!r:.80}")
+    return entry
 
 
 def _lengths(entry: _Entry) -> dict[str, int]:
@@ -339,12 +408,8 @@ def _lengths(entry: _Entry) -> dict[str, int]:
     size = math.prod(entry.shape)
     if entry.kept is None:
         return {f"rest.{entry.dtype}": size}
-    lengths = {"mask": math.ceil(size / 8), f"kept.{entry.dtype}": entry.kept}
+    lengths = {"mask": math.ceil(size / 8) if entry.gaps is None else entry.gaps, f"kept.{entry.dtype}": entry.kept}
     return lengths | ({"minus": math.ceil((size - entry.kept) / 8)} if entry.negative else {})
-
-
-def _pack(bits: Tensor) -> Tensor:
-    return torch.from_numpy(np.packbits(bits.numpy()))
 
 
 def _unpack(packed: Tensor, count: int) -> Tensor:

@@ -9,15 +9,19 @@ applies it to [n * height * width, K * channels]. That is the order in memory, s
 stays as they use it. The shape has two dimensions: of four, the compiler would take the second one for the channels.
 """
 
+import logging
+import math
+import operator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+_LOG = logging.getLogger(__name__)
 _ATEN = torch.ops.aten
-_SHAPES = {_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default}
-_VIEWS = {*_SHAPES, _ATEN.permute.default, _ATEN.transpose.int}
+_RESHAPE, _STRICT = _ATEN.reshape.default, {_ATEN.view.default, _ATEN._unsafe_view.default}
+_VIEWS = {_RESHAPE, _ATEN.permute.default, _ATEN.transpose.int}
 _CONVOLUTIONS = ("convolution", "convolution_backward", "convolution_gradient")
 _LAST, _SECOND = [0, 2, 3, 1], [0, 3, 1, 2]
 """Where the channels go, and back."""
@@ -44,18 +48,36 @@ class _View(NamedTuple):
 
 
 def elementwise_first(graph: Graph) -> None:
-    """Turns relu(permute(view(x))) into permute(view(relu(x))), and removes views that undo each other."""
-    if not any(getattr(node.target, "_opname", "") in _CONVOLUTIONS for node in graph.nodes):
+    """Turns relu(permute(view(x))) into permute(view(relu(x))), and removes views that undo each other.
+
+    A graph that this cannot be done to stays as it was.
+    """
+    names = {getattr(node.target, "_opname", "") for node in graph.nodes}
+    if names.isdisjoint(_CONVOLUTIONS) or "as_strided" in names:  # as_strided depends on the order in memory
         return
+    trial = Graph()
+    trial.graph_copy(graph, {})
+    try:
+        _rewrite(trial)
+    except Exception:  # what a network may hold is not for this pass to know: it is slower then, and right
+        _LOG.debug("elementwise operations stay behind their views", exc_info=True)
+        return
+    _rewrite(graph)
+    graph.eliminate_dead_code()
+
+
+def _rewrite(graph: Graph) -> None:
+    """elementwise_first, which leaves the graph half done if it fails."""
     views: dict[Node, _View] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
             continue
+        if node.target in _STRICT:  # what it views may now lie in another order
+            node.target = _RESHAPE
         if node.target in _VIEWS:
             _note_view(graph, node, views)
         elif node.target is _CONVERT or (node.target is not _COPY and torch.Tag.pointwise in _tags(node)):
             _move(graph, node, views)
-    graph.eliminate_dead_code()
 
 
 def compiler_pass() -> Any:
@@ -77,18 +99,18 @@ def _note_view(graph: Graph, node: Node, views: dict[Node, _View]) -> None:
     source, rest = node.args[0], node.args[1:]
     assert isinstance(source, Node)
     if source not in views:
-        if source.meta["val"].ndim != 4:
+        if not _is_image(source):
             return
         with graph.inserting_before(node):
             last = _call(graph, _ATEN.permute.default, (source, _LAST), {})
             shape = list(last.meta["val"].shape)
-            base = _call(graph, _ATEN.reshape.default, (last, [-1, shape[-1]]), {})
-        steps = [(_ATEN.view.default, (shape,)), (_ATEN.permute.default, (_SECOND,))]
+            base = _call(graph, _RESHAPE, (last, [math.prod(shape[:-1]), shape[-1]]), {})
+        steps = [(_RESHAPE, (shape,)), (_ATEN.permute.default, (_SECOND,))]
         views[source] = _View(base, steps, _fresh(last).permute(_SECOND))
     base, steps, places = views[source]
     try:
-        places = (_ATEN.view.default if node.target in _SHAPES else node.target)(places, *rest)  # type: ignore[operator]
-    except RuntimeError:  # this view needs a copy
+        places = (_ATEN.view.default if node.target is _RESHAPE else node.target)(places, *rest)  # type: ignore[operator]
+    except (RuntimeError, ValueError):  # this view needs a copy, say torch and its fake tensors
         return
     first = steps[:2]
     if _equal(places, _fresh(base).view(first[0][1][0]).permute(_SECOND)):
@@ -98,6 +120,14 @@ def _note_view(graph: Graph, node: Node, views: dict[Node, _View]) -> None:
         views[plain] = _View(base, first, places)
     else:
         views[node] = _View(base, [*steps, (node.target, rest)], places)
+
+
+def _is_image(node: Node) -> bool:
+    """Whether a convolution made it, it comes from another graph, or its channels are innermost in memory."""
+    image = node.meta["val"]
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    known = node.op == "placeholder" or getattr(source.target, "_opname", "") in _CONVOLUTIONS
+    return image.ndim == 4 and (known or image.is_contiguous(memory_format=torch.channels_last))
 
 
 def _move(graph: Graph, node: Node, views: dict[Node, _View]) -> None:
@@ -129,7 +159,7 @@ def _based(graph: Graph, arg: Any, node: Node, view: _View, views: dict[Node, _V
         arg = _call(graph, _ATEN.expand.default, (arg, list(node.meta["val"].shape)), {})
     order = sorted(range(view.places.ndim), key=lambda axis: -view.places.stride(axis))
     ordered = _call(graph, _ATEN.permute.default, (arg, order), {})
-    return _call(graph, _ATEN.reshape.default, (ordered, list(view.base.meta["val"].shape)), {})
+    return _call(graph, _RESHAPE, (ordered, list(view.base.meta["val"].shape)), {})
 
 
 def _apply_steps(graph: Graph, node: Node, steps: list[tuple[Any, tuple[Any, ...]]]) -> Node:
