@@ -1,5 +1,6 @@
 """Which weights can be pruned, how many are zero, and what pacprune has noted about a model."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -405,6 +406,24 @@ def learned(model: nn.Module) -> dict[str, nn.Parameter]:
     if note.learned is not None and any(p.device != device for p in note.learned.values()):  # the model was moved
         note.learned = {name: nn.Parameter(p.detach().to(device)) for name, p in note.learned.items()}
     return note.learned or {}
+
+
+def revived(model: nn.Module) -> str:
+    """How many pruned weights are no longer zero, in words; empty where all are."""
+    pairs = masked(model)
+    moved = sum(count((weight.detach() != 0) & ~keep) for weight, keep in pairs)
+    pruned = sum(count(~keep) for _, keep in pairs) if moved else 0
+    return f"{moved:,} of {pruned:,} pruned weights are no longer zero" if moved else ""
+
+
+def warn_of_revived(model: nn.Module) -> None:
+    """Says so where something has moved pruned weights away from zero."""
+    if sentence := revived(model):
+        warnings.warn(
+            f"{sentence}, since an optimiser moved them; call pp.apply_mask(model, mask) to prune them again and "
+            "pp.keep_zeros(model, optimizer) before training goes on, or pp.apply_mask(model, None) to keep them",
+            stacklevel=3,
+        )
 
 
 @torch.no_grad()
