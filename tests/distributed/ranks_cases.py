@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,30 @@ def unused(folder: Path) -> Outcome:
     model = net()
     model.register_parameter("idle", nn.Parameter(torch.ones(3)))
     return fitted(model, pp.Config(epochs=1, batch_size=20, weight_decay=0.1))
+
+
+def wrapped(folder: Path, **options: Any) -> Outcome:
+    """A user's loop on DistributedDataParallel, with micro-batches, clipping and a Pruner."""
+    model, (x, y) = net(), pair(240)
+    network = nn.parallel.DistributedDataParallel(model) if ranks.world() > 1 else model
+    pruner = pp.Pruner(network, sparsity=0.8, steps=24, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for index in torch.arange(240).view(12, 20).repeat(2, 1):
+        for part in index.split(10):
+            low, high = ranks.part(len(part))
+            last = part[-1] == index[-1]
+            with nullcontext() if last or ranks.world() == 1 else network.no_sync():
+                (nn.functional.cross_entropy(network(x[part[low:high]]), y[part[low:high]]) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+    result = pruner.finish()
+    return {"history": [], "state": dict(result.model.state_dict()), "mask": dict(result.mask)}
+
+
+def wrapped_gradual(folder: Path) -> Outcome:
+    return wrapped(folder, method="gmp")
 
 
 def norm(folder: Path) -> Outcome:

@@ -21,7 +21,7 @@ from pacprune.training.step import _order
 
 EQUAL = [
     *("dense", "gates", "sparse", "uneven", "joined_last", "lagrangian", "algorithm1", "feedback", "loader"),
-    *("population", "images", "unused", "pft", "posterior"),
+    *("population", "images", "unused", "pft", "posterior", "wrapped", "wrapped_gradual"),
 ]
 """Cases in which two ranks train what one process trains."""
 ALL = [*EQUAL, "norm", "pbp", "certificate", "draws", "refusals"]

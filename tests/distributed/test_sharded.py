@@ -18,7 +18,7 @@ import pacprune as pp
 
 EQUAL = [
     *("dense", "gates", "uneven", "clamped", "lagrangian", "gradual", "feedback", "patience", "own_loop"),
-    *("osp", "pft", "paper", "thresholded", "transformer"),
+    *("osp", "pft", "paper", "thresholded", "transformer", "pruner", "pruner_gradual", "zeros_kept"),
 ]
 """Cases in which sharded models become what whole ones do."""
 ALL = [*EQUAL, "draws", "bfloat16", "memory", "export", "ties", "checkpoints", "refusals", "broken"]

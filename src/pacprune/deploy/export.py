@@ -362,6 +362,7 @@ def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(model, nn.Module):
         return dict(model)
     weights.prunable(model)  # refuses stochastic masks and computed weights, which a state dict does not hold
+    weights.warn_of_revived(model)
     return dict(model.state_dict())
 
 
@@ -425,6 +426,7 @@ def save_onnx(path: str | Path, model: nn.Module, example: Tensor) -> None:
             f"the model has {slim.size(model):,} bytes, but one ONNX file holds less than {ONNX_LIMIT:,}; "
             "use --format safetensors"
         )
+    weights.warn_of_revived(model)
     with weights.modes_kept(model):
         program = slim.trace(model.eval(), slim.batch(example))
     log = logging.getLogger("torch.onnx")

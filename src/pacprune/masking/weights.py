@@ -108,6 +108,7 @@ def sparsity(model: nn.Module) -> float:
         >>> pp.sparsity(pp.apply_mask(model, mask))
         0.75
     """
+    warn_of_revived(model)
     return sum(count(w == 0) for w in prunable(model).values()) / total(model)
 
 
@@ -410,9 +411,13 @@ def learned(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def revived(model: nn.Module) -> str:
     """How many pruned weights are no longer zero, in words; empty where all are."""
-    pairs = masked(model)
-    moved = sum(count((weight.detach() != 0) & ~keep) for weight, keep in pairs)
-    pruned = sum(count(~keep) for _, keep in pairs) if moved else 0
+    across_model(model)
+    moved = pruned = 0
+    for module, mask in noted_masks(model):
+        for name, weight in module.named_parameters():
+            if name in mask and mask[name].shape == weight.shape:  # else something has cut the weight
+                away = ~mask[name].to(weight.device)
+                moved, pruned = moved + count((weight.detach() != 0) & away), pruned + count(away)
     return f"{moved:,} of {pruned:,} pruned weights are no longer zero" if moved else ""
 
 

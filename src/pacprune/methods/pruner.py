@@ -126,9 +126,9 @@ class Pruner:
         """The largest learning rate of the weights so far."""
         self._outcome: Pruned | None = None
         self._show()
-        moments = {"before": self._before_optimizer, "after": self._after_optimizer, "scale": self._scale}
         # Weakly, so that a pruner that nobody holds lets go of its model at once.
-        self._carrier = Carrier(self._stepper, **{name: weakly(moment) for name, moment in moments.items()})
+        before, after, scale = (weakly(m) for m in (self._before_optimizer, self._after_optimizer, self._scale))
+        self._carrier = Carrier(self._stepper, before=before, after=after, scale=scale)
 
     # --- What a user's loop calls.
 

@@ -99,7 +99,7 @@ class Carrier:
             )
         self._backward = True
         self.stepper.revert()
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine = torch.autograd.Variable._execution_engine
         # What reduces gradients over ranks has its own callback at the end; this one comes after it.
         engine.queue_callback(lambda: engine.queue_callback(self._backward_ends))
 

@@ -217,7 +217,7 @@ def growth(subject: Subject) -> Control:
     gradients = [torch.zeros_like(value) for value in subject.values]
 
     @torch.no_grad()
-    def convert(*_: Any) -> None:
+    def convert(which: Sequence[int], scale: float | None) -> None:
         """Copies the gradients, then takes those of pruned weights away, so that they gather no momentum."""
         for copied, (weight, _) in zip(gradients, subject.pairs, strict=True):
             if weight.grad is not None:
