@@ -248,15 +248,15 @@ def own_loop(folder: Path) -> Outcome:
     return {"history": [], "state": state(model)}
 
 
-def pruner(folder: Path, **options: Any) -> Outcome:
-    """A user's loop with micro-batches and a Pruner, which goes on from its state in the middle."""
+def pruner(folder: Path, parts: int = 1, **options: Any) -> Outcome:
+    """A user's loop with clipping and a Pruner, which goes on from its state in the middle."""
     model, (x, y) = net(), pair(240)
     carried = pp.Pruner(model, sparsity=0.8, steps=24, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number, index in enumerate(torch.arange(240).view(12, 20).repeat(2, 1)):
-        for part in index.split(10):
+        for part in index.chunk(parts):
             low, high = ranks.part(len(part))
-            (nn.functional.cross_entropy(model(x[part[low:high]]), y[part[low:high]]) / 2).backward()
+            (nn.functional.cross_entropy(model(x[part[low:high]]), y[part[low:high]]) / parts).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -271,6 +271,10 @@ def pruner(folder: Path, **options: Any) -> Outcome:
 
 def pruner_gradual(folder: Path) -> Outcome:
     return pruner(folder, method="gmp")
+
+
+def pruner_parts(folder: Path) -> Outcome:
+    return pruner(folder, parts=2)
 
 
 def zeros_kept(folder: Path) -> Outcome:

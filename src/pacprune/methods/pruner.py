@@ -469,9 +469,10 @@ def _has_skipped(optimizer: Optimizer) -> bool:
 
 def _in_scaler() -> bool:
     """Whether a GradScaler has called the optimiser's step."""
-    frame = sys._getframe()
+    frame = sys._getframe(1)
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return bool(frame.f_locals["self"].is_enabled())
+        # Other frames' variables are not read: a frame that has been asked for them keeps them alive.
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            return frame.f_locals["self"].is_enabled()
         frame = frame.f_back
     return False
