@@ -16,7 +16,7 @@ from pacprune.methods.pipeline import Pruned, Request, as_noted, check_request, 
 from pacprune.methods.table import METHODS, Method
 from pacprune.training.carrier import Carrier, clear_states_, weakly
 from pacprune.training.config import Config
-from pacprune.training.controls import NUMBERS, Stepper, refuse_carried
+from pacprune.training.controls import Stepper, refuse_carried
 from pacprune.training.optim import Optimizer as OffsetOptimizer
 from pacprune.types import Data, Diverged, check_name
 
@@ -317,7 +317,6 @@ class Pruner:
         numbers = torch.tensor([row[0] for row in rows], dtype=torch.float64)
         if not fading:
             numbers[1] = 0
-        assert len(numbers) == NUMBERS
         stepper.show(numbers.to(values[0].device, torch.float32))
 
     def _skip(self) -> None:
