@@ -238,6 +238,7 @@ def refusals(folder: Path) -> Outcome:
     note_refusal("settings", lambda: pp.fit(net(), pair(), config, seed=rank, checkpoint=folder / "no.pt"))
     note_refusal("checkpoint", lambda: pp.fit(net(), pair(), config, checkpoint=folder / f"{rank}.pt"))
     note_refusal("checkpoint again", lambda: pp.fit(net(), pair(), config, checkpoint=folder / f"{rank}.pt"))
+    note_refusal("pruner", lambda: pp.Pruner(net(seed=rank), sparsity=0.5, steps=1))
     if ranks.world() > 1:
         x, y = pair()
         sampled = DataLoader(TensorDataset(x, y), 20, sampler=DistributedSampler(TensorDataset(x, y)))

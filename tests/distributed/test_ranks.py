@@ -173,6 +173,7 @@ def test_ranks_that_cannot_train_together_are_refused_in_one_sentence(two: Path)
         "prior": "rank 1 differs from rank 0 in its prior",
         "settings": "rank 1 differs from rank 0 in its settings",
         "checkpoint again": "rank 1 differs from rank 0 in its checkpoint (none and epoch 1, step 0)",
+        "pruner": "rank 1 differs from rank 0 in its weights",
         "sampler": "the DataLoader has a DistributedSampler, which gives each of 2 ranks other batches",
     }
     assert rank0["messages"].keys() == expected.keys()

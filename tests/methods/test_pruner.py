@@ -541,8 +541,8 @@ def test_requests_that_cannot_be_met() -> None:
     attached = pp.attach(net(), pp.isotropic(net(), sparsity=0.5))
     refused("has a stochastic mask", lambda: pp.Pruner(attached, sparsity=0.8, steps=3))
     refused("has nothing to prune", lambda: pp.Pruner(nn.BatchNorm1d(3), sparsity=0.8, steps=3))
-    refused("steps is 0; it is the number of steps", lambda: pp.Pruner(model, sparsity=0.8, steps=0))
-    refused("steps is 2.5; it is the number", lambda: pp.Pruner(model, sparsity=0.8, steps=2.5))  # type: ignore[arg-type]
+    refused("steps is 0; it must be a whole number of at least 1", lambda: pp.Pruner(model, sparsity=0.8, steps=0))
+    refused("steps is 2.5; it must be", lambda: pp.Pruner(model, sparsity=0.8, steps=2.5))  # type: ignore[arg-type]
     refused("neither a sparsity nor a pattern", lambda: pp.Pruner(model, steps=3))
     refused("method 'best' is unknown; use one of osp", lambda: pp.Pruner(model, sparsity=0.8, steps=3, method="best"))
     refused("imp trains in a loop of its own: pp.imp", lambda: pp.Pruner(model, sparsity=0.8, steps=3, method="imp"))
@@ -606,6 +606,7 @@ def test_a_model_that_changes_under_the_pruner() -> None:
     refused("a Pruner moves the mask of this Sequential", lambda: pp.Pruner(model, sparsity=0.5, steps=5))
     refused("a Pruner moves the mask", lambda: pp.fit(model, (X, Y), pp.Config(epochs=1)))
     refused("a Pruner moves the mask", lambda: pp.osp(model, (X, Y), pp.Config(epochs=1), sparsity=0.5))
+    refused("a Pruner moves the mask", lambda: pp.keep_zeros(model, optimizer))
     pp.fit(copy.deepcopy(model), (X, Y), pp.Config(epochs=1))
     loss_of(model, X, Y).backward()
     kept = model[2].weight

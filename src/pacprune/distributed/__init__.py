@@ -64,9 +64,9 @@ def across_model(model: nn.Module) -> Across | None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The plain model inside of what DistributedDataParallel and torch.compile put around it."""
+    """The plain model inside of what DistributedDataParallel, DataParallel and torch.compile put around it."""
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
         elif "_orig_mod" in model._modules:  # torch.compile's, whose class is not imported for plain models
             model = model.get_submodule("_orig_mod")

@@ -15,7 +15,7 @@ from pacprune.masking.criteria import CRITERIA, Criterion, score
 from pacprune.methods.pipeline import Pruned, Request, as_noted, check_request, reachable_sparsity
 from pacprune.methods.table import METHODS, Method
 from pacprune.training.carrier import Carrier, clear_states_, weakly
-from pacprune.training.config import Config
+from pacprune.training.config import Config, whole
 from pacprune.training.controls import Stepper, refuse_carried
 from pacprune.training.optim import Optimizer as OffsetOptimizer
 from pacprune.types import Data, Diverged, check_name
@@ -92,7 +92,7 @@ class Pruner:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model = model = unwrapped(model)
-        self.steps, self.method, self.pattern, self.scaler = _counted(steps), method, pattern, scaler
+        self.steps, self.method, self.pattern, self.scaler = whole("steps", steps, least=1), method, pattern, scaler
         row = _carried_method(method)
         _check_options(method, row, criterion=criterion, mask_share=mask_share, gate_lr=gate_lr, data=data)
         refuse_carried(model)
@@ -411,12 +411,6 @@ class Pruner:
             f"finish comes after {self.taken} of {self.steps} steps, when the schedule has reached sparsity {now:.4g} "
             f"of {self.wanted:g}; take all steps, or give steps= as many as the loop takes"
         )
-
-
-def _counted(steps: int) -> int:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps is {steps!r}; it is the number of steps that the optimiser takes, at least 1")
-    return steps
 
 
 def _carried_method(name: str) -> Method:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from pacprune.distributed import across_model, is_sharded, local
 from pacprune.masking import masks, weights
-from pacprune.training.controls import CARRIED, Stepper
+from pacprune.training.controls import CARRIED, Stepper, refuse_carried
 
 
 class Carrier:
@@ -208,6 +208,7 @@ def keep_zeros(model: nn.Module, optimizer: Optimizer) -> Carrier:
         0.9
     """
     across_model(model)
+    refuse_carried(model)
     _note_zeros(model)
     stepper = Stepper(model, None, clean=True)
     stepper.show(None)
