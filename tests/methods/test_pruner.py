@@ -258,7 +258,7 @@ def test_a_scaler_changes_nothing(fused: bool) -> None:
 def test_a_step_that_the_scaler_skips_moves_nothing_but_the_schedule(fused: bool) -> None:
     model = net()
     pruner = scaled_loop(model, torch.amp.GradScaler("cpu", init_scale=2.0**10), fused=fused, bad=7)
-    assert pruner.taken == STEPS
+    assert pruner.steps_done == STEPS
     assert zeros(pruner.finish().model) == TOTAL - KEPT
     assert pp.error(model, (X, Y)) < 0.5
 
@@ -269,7 +269,7 @@ def test_a_scaler_that_the_pruner_does_not_know_is_noticed() -> None:
     scaler.scale(loss_of(model, X, Y)).backward()
     with pytest.raises(ValueError, match=r"a GradScaler scales .* pp\.Pruner\(\.\.\., scaler=scaler\)"):
         scaler.step(optimizer)
-    assert pruner.taken == 0
+    assert pruner.steps_done == 0
 
 
 def test_autocast() -> None:
@@ -399,7 +399,7 @@ def test_an_optimiser_of_something_else_is_left_alone() -> None:
     optimizer.step()
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert pruner.taken == 0
+    assert pruner.steps_done == 0
 
 
 # --- The network at every moment.
@@ -615,7 +615,7 @@ def test_a_model_that_changes_under_the_pruner() -> None:
     model[2].weight = kept
     pp.apply_mask(model, {"0.weight": torch.ones_like(model[0].weight, dtype=torch.bool)})
     refused("the model has another mask than that of its pruner", optimizer.step)
-    assert pruner.taken == 0
+    assert pruner.steps_done == 0
 
 
 def test_weights_that_move_to_other_memory() -> None:
@@ -623,7 +623,7 @@ def test_weights_that_move_to_other_memory() -> None:
     pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5), sgd(model)
     model.double()
     refused("0.weight has moved to other memory", optimizer.step)
-    assert pruner.taken == 0
+    assert pruner.steps_done == 0
 
 
 def test_weights_that_no_optimiser_has() -> None:
@@ -639,7 +639,7 @@ def test_a_loss_that_is_not_finite() -> None:
     pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5), sgd(model)
     (loss_of(model, X, Y) * torch.nan).backward()
     refused("0.weight has NaN or infinite weights after step 1 of 5; use a smaller learning rate", optimizer.step)
-    assert pruner.taken == 0
+    assert pruner.steps_done == 0
 
 
 def test_a_pruner_that_nobody_holds_lets_go() -> None:

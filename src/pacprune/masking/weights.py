@@ -412,13 +412,14 @@ def learned(model: nn.Module) -> dict[str, nn.Parameter]:
 def revived(model: nn.Module) -> str:
     """How many pruned weights are no longer zero, in words; empty where all are."""
     across_model(model)
-    moved = pruned = 0
+    revived_count = pruned_count = 0
     for module, mask in noted_masks(model):
         for name, weight in module.named_parameters():
             if name in mask and mask[name].shape == weight.shape:  # else something has cut the weight
                 away = ~mask[name].to(weight.device)
-                moved, pruned = moved + count((weight.detach() != 0) & away), pruned + count(away)
-    return f"{moved:,} of {pruned:,} pruned weights are no longer zero" if moved else ""
+                revived_count += count((weight.detach() != 0) & away)
+                pruned_count += count(away)
+    return f"{revived_count:,} of {pruned_count:,} pruned weights are no longer zero" if revived_count else ""
 
 
 def warn_of_revived(model: nn.Module) -> None:

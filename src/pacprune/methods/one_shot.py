@@ -34,8 +34,8 @@ def _prune_(
     model: nn.Module, scores: Mapping[str, Tensor], sparsity: float, *, pattern: str | None, **options: Any
 ) -> dict[str, Tensor]:
     """Keeps the best scores, in place; returns the mask."""
-    wanted = None if pattern else sparsity  # which follows from a pattern
-    mask = masks.top_k(scores, sparsity=wanted, pattern=pattern, total=weights.total(model), **options)
+    sizes = {"sparsity": None if pattern else sparsity, "total": weights.total(model)}  # which a pattern implies
+    mask = masks.top_k(scores, pattern=pattern, **sizes, **options)
     weights.apply_mask(model, mask)
     return mask
 

@@ -98,9 +98,9 @@ class Pruner:
         refuse_carried(model)
         sparsity = check_request(model, sparsity, criterion, pattern)
         _check_ranks(model)
-        self.wanted = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
+        self.final_sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
         request = Request(
-            sparsity=self.wanted,
+            sparsity=self.final_sparsity,
             steps=self.steps,
             criterion=criterion,
             scores=lambda: score(criterion, model, data, seed=seed, prunable=prunable),
@@ -116,11 +116,11 @@ class Pruner:
         budgets = None if start.budget is None else [start.budget]
         self._stepper = Stepper(model, budgets, seeds=[seed], clean=True)
         self._places = _places(model, self._stepper.subject.names)
-        self._noted = weights.notes(model).mask
+        self._noted_mask = weights.notes(model).mask
         self._offsets = self._offset_optimizer()
-        self.taken = 0
-        """How many steps have been taken."""
-        self._stepped: list[Optimizer] = []
+        self.steps_done = 0
+        """How many steps the optimiser has taken."""
+        self._movers: list[Optimizer] = []
         """The optimisers that have taken the present step."""
         self._peak = 0.0
         """The largest learning rate of the weights so far."""
@@ -146,11 +146,11 @@ class Pruner:
                 ...
             ValueError: no optimiser has moved the pruner's weights since ...
         """
-        if not self._stepped:
+        if not self._movers:
             self._skip()
-        elif self.taken == 1:
+        elif self.steps_done == 1:
             self._check_trained()
-        self._stepped.clear()
+        self._movers.clear()
         self._stepper.converted.clear()
 
     def finish(self) -> Pruned:
@@ -183,8 +183,8 @@ class Pruner:
         return weights.sparsity(self.model)
 
     def __repr__(self) -> str:
-        facts = [type(self.model).__name__, self.method, f"step {self.taken:,} of {self.steps:,}"]
-        return f"Pruner({', '.join(facts)}, sparsity {self.sparsity:.4f} of {self.wanted:g})"
+        facts = [type(self.model).__name__, self.method, f"step {self.steps_done:,} of {self.steps:,}"]
+        return f"Pruner({', '.join(facts)}, sparsity {self.sparsity:.4f} of {self.final_sparsity:g})"
 
     def state_dict(self) -> dict[str, Any]:
         """What a broken run needs to go on, beside the state dicts of model, optimiser and scheduler.
@@ -196,7 +196,7 @@ class Pruner:
 
         Example:
             >>> pruner = pp.Pruner(model, sparsity=0.9, steps=20)
-            >>> pruner.state_dict()["taken"]
+            >>> pruner.state_dict()["steps_done"]
             0
         """
         subject = self._stepper.subject
@@ -204,7 +204,7 @@ class Pruner:
             trained = [local(value).clone() for value in subject.values]
         return {
             "settings": self._settings(),
-            "taken": self.taken,
+            "steps_done": self.steps_done,
             "peak": self._peak,
             "weights": trained,
             "masks": [local(keep).clone() for keep in subject.keeps],
@@ -230,8 +230,8 @@ class Pruner:
             >>> pruner = pp.Pruner(twin, sparsity=0.9, steps=20)
             >>> pruner.load_state_dict(state)
         """
-        if self.taken:
-            raise ValueError(f"this pruner has taken {self.taken} steps; load the state into a new one")
+        if self.steps_done:
+            raise ValueError(f"this pruner has taken {self.steps_done} steps; load the state into a new one")
         mine = self._settings()
         for name, value in content["settings"].items():
             if mine[name] != value:
@@ -249,25 +249,25 @@ class Pruner:
             for tensor, saved in zip(tensors, content[name], strict=name in ("weights", "masks")):
                 local(tensor.detach()).copy_(saved)
         self._offsets.load_state_dict(content["momenta"])
-        self.taken, self._peak = content["taken"], content["peak"]
-        stepper.resume(self.taken + 1, self.steps)
+        self.steps_done, self._peak = content["steps_done"], content["peak"]
+        stepper.resume(self.steps_done + 1, self.steps)
         self._show(fading=False)
 
     # --- What torch's hooks call.
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
         """Refuses a step that cannot be right."""
-        if any(optimizer is stepped for stepped in self._stepped):
+        if any(optimizer is mover for mover in self._movers):
             raise ValueError(
-                f"the {type(optimizer).__name__} takes a second step after step {self.taken} of the pruner; call "
+                f"the {type(optimizer).__name__} takes a second step after step {self.steps_done} of the pruner; call "
                 "pruner.step() once after every optimizer.step()"
             )
-        if not self._stepped and self.taken == self.steps:
+        if not self._movers and self.steps_done == self.steps:
             raise ValueError(
                 f"the pruner was made for {self.steps} steps, and this is one more; call pruner.finish() first, or "
                 "give steps= as many as the loop takes"
             )
-        if self.scaler is None and self.taken == 0 and _in_scaler():
+        if self.scaler is None and self.steps_done == 0 and _in_scaler():
             raise ValueError(
                 "a GradScaler scales the gradients of this loop; give it to the pruner: pp.Pruner(..., scaler=scaler)"
             )
@@ -275,8 +275,8 @@ class Pruner:
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
         """Goes on to the next step when the first optimiser has moved weights; others may follow."""
-        first = not self._stepped
-        self._stepped.append(optimizer)
+        first = not self._movers
+        self._movers.append(optimizer)
         if first and not _has_skipped(optimizer):
             self._move_offsets(optimizer)
         self._offsets.zero_grad()
@@ -297,9 +297,9 @@ class Pruner:
 
     def _advance(self) -> None:
         """From one step to the next; after the last one the network is pruned for good."""
-        self.taken += 1
-        self._stepper.conclude(self.taken, self.steps)
-        if self.taken == self.steps:
+        self.steps_done += 1
+        self._stepper.conclude(self.steps_done, self.steps)
+        if self.steps_done == self.steps:
             self._stepper.finish()
         self._show()
 
@@ -307,13 +307,13 @@ class Pruner:
         """Shows the network of this step; what fades of the scores' start has done so in a run that goes on."""
         stepper = self._stepper
         if fading:
-            stepper.prepare(self.taken, self.steps)
+            stepper.prepare(self.steps_done, self.steps)
         if stepper.fixed or self.budget is None:
             stepper.show(None)
             return
         values = stepper.subject.values
         size, total = sum(value.numel() for value in values), weights.noted_total(self.model)
-        rows = self.budget.numbers([self.taken / self.steps], self.steps, size, total)
+        rows = self.budget.numbers([self.steps_done / self.steps], self.steps, size, total)
         numbers = torch.tensor([row[0] for row in rows], dtype=torch.float64)
         if not fading:
             numbers[1] = 0
@@ -323,10 +323,10 @@ class Pruner:
         """A step that the scaler has skipped."""
         if self._outcome is not None or self.scaler is None or not self.scaler.is_enabled():
             raise ValueError(
-                f"no optimiser has moved the pruner's weights since its step {self.taken}; call pruner.step() once "
+                f"no optimiser has moved the pruner's weights since its step {self.steps_done}; call pruner.step() once "
                 "after every step of an optimiser that has this model's parameters"
             )
-        if self.taken == self.steps:
+        if self.steps_done == self.steps:
             raise ValueError(f"the pruner was made for {self.steps} steps, and this is one more; call pruner.finish()")
         self._stepper.uncover()
         self._offsets.zero_grad()
@@ -362,7 +362,7 @@ class Pruner:
     def _settings(self) -> dict[str, Any]:
         names = self._stepper.subject.names
         shapes = [f"{name} {tuple(weight.shape)}" for name, weight in zip(names, self._carrier.weights, strict=True)]
-        return {"method": self.method, "steps": self.steps, "sparsity": self.wanted, "weights": shapes}
+        return {"method": self.method, "steps": self.steps, "sparsity": self.final_sparsity, "weights": shapes}
 
     def _check_model(self) -> None:
         """Refuses to go on where something else has replaced weights or masks."""
@@ -372,7 +372,7 @@ class Pruner:
                     f"{name} is another parameter than when the pruner was made; change the model before that, and "
                     "make a new pruner"
                 )
-        if weights.notes(self.model).mask is not self._noted:
+        if weights.notes(self.model).mask is not self._noted_mask:
             raise ValueError(
                 "the model has another mask than that of its pruner; call pp.apply_mask or pp.attach after "
                 "pruner.finish()"
@@ -380,9 +380,9 @@ class Pruner:
 
     def _check_trained(self) -> None:
         """Refuses weights that want gradients, but that no optimiser has."""
-        moved = {id(p) for optimizer in self._stepped for group in optimizer.param_groups for p in group["params"]}
+        trained_ids = {id(p) for optimizer in self._movers for group in optimizer.param_groups for p in group["params"]}
         for name, weight in zip(self._stepper.subject.names, self._carrier.weights, strict=True):
-            if weight.requires_grad and id(weight) not in moved:
+            if weight.requires_grad and id(weight) not in trained_ids:
                 raise ValueError(
                     f"{name} is to be pruned, but no optimiser that took a step has it; give it to one, or leave it "
                     "out by prunable="
@@ -391,25 +391,25 @@ class Pruner:
     def _check_finite(self) -> None:
         """Says so when weights are no longer finite; on a GPU the host looks now and then."""
         values = [local(value) for value in self._stepper.subject.values]
-        if values[0].device.type != "cpu" and self.taken % _LOOK:
+        if values[0].device.type != "cpu" and self.steps_done % _LOOK:
             return
         bad = [not bool(torch.isfinite(value.sum())) for value in values]
         if any(bad):
             name = self._stepper.subject.names[bad.index(True)]
             raise Diverged(
-                f"{name} has NaN or infinite weights after step {self.taken + 1} of {self.steps}; use a smaller "
+                f"{name} has NaN or infinite weights after step {self.steps_done + 1} of {self.steps}; use a smaller "
                 "learning rate, or check the data and the loss for NaN"
             )
 
     def _check_end(self) -> None:
         """Refuses to finish before the sparsity is reached, and where nothing was trained."""
-        budget, share = self.budget, self.taken / self.steps
+        budget, share = self.budget, self.steps_done / self.steps
         if budget is None or self._stepper.fixed or share >= budget.ramp:
             return
         now = 1 - budget.density(share)
         raise ValueError(
-            f"finish comes after {self.taken} of {self.steps} steps, when the schedule has reached sparsity {now:.4g} "
-            f"of {self.wanted:g}; take all steps, or give steps= as many as the loop takes"
+            f"finish comes after {self.steps_done} of {self.steps} steps, when the schedule has reached sparsity {now:.4g} "
+            f"of {self.final_sparsity:g}; take all steps, or give steps= as many as the loop takes"
         )
 
 
@@ -456,8 +456,8 @@ def _places(model: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any]
 
 def _has_skipped(optimizer: Optimizer) -> bool:
     """Whether a fused optimiser did nothing, since a GradScaler found infinite gradients."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 def _in_scaler() -> bool:

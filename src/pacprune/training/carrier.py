@@ -114,8 +114,8 @@ class Carrier:
         self._check_memory()
         self._before(optimizer)
         self._backward = False  # a pass that broke off had no end
-        named = kwargs.get("closure")
-        closure = args[1] if named is None and len(args) > 1 else named
+        by_keyword = kwargs.get("closure")
+        closure = args[1] if by_keyword is None and len(args) > 1 else by_keyword
         if closure is None:
             self._hide()
             return None
@@ -127,7 +127,7 @@ class Carrier:
             self._hide()
             return value
 
-        if named is not None:
+        if by_keyword is not None:
             return args, {**kwargs, "closure": on_the_network}
         return (args[0], on_the_network, *args[2:]), kwargs
 
