@@ -34,8 +34,8 @@ def _prune_(
     model: nn.Module, scores: Mapping[str, Tensor], sparsity: float, *, pattern: str | None, **options: Any
 ) -> dict[str, Tensor]:
     """Keeps the best scores, in place; returns the mask."""
-    sizes = {"sparsity": None if pattern else sparsity, "total": weights.total(model)}  # which a pattern implies
-    mask = masks.top_k(scores, pattern=pattern, **sizes, **options)
+    wish = {"pattern": pattern} if pattern else {"sparsity": sparsity}
+    mask = masks.top_k(scores, total=weights.total(model), **wish, **options)
     weights.apply_mask(model, mask)
     return mask
 

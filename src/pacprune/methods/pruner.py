@@ -323,8 +323,8 @@ class Pruner:
         """A step that the scaler has skipped."""
         if self._outcome is not None or self.scaler is None or not self.scaler.is_enabled():
             raise ValueError(
-                f"no optimiser has moved the pruner's weights since its step {self.steps_done}; call pruner.step() once "
-                "after every step of an optimiser that has this model's parameters"
+                f"no optimiser has moved the pruner's weights since its step {self.steps_done}; call pruner.step() "
+                "once after every step of an optimiser that has this model's parameters"
             )
         if self.steps_done == self.steps:
             raise ValueError(f"the pruner was made for {self.steps} steps, and this is one more; call pruner.finish()")
@@ -408,8 +408,8 @@ class Pruner:
             return
         now = 1 - budget.density(share)
         raise ValueError(
-            f"finish comes after {self.steps_done} of {self.steps} steps, when the schedule has reached sparsity {now:.4g} "
-            f"of {self.final_sparsity:g}; take all steps, or give steps= as many as the loop takes"
+            f"finish comes after {self.steps_done} of {self.steps} steps, when the schedule has reached sparsity "
+            f"{now:.4g} of {self.final_sparsity:g}; take all steps, or give steps= as many as the loop takes"
         )
 
 
