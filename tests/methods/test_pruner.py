@@ -446,6 +446,23 @@ def test_a_final_mask_stays_and_dead_weights_have_no_state() -> None:
         assert not (state["exp_avg_sq"] * ~keep).any()
 
 
+def test_every_optimiser_forgets_dead_weights() -> None:
+    model = net()
+    optimizers = [sgd(model[:2]), sgd(model[2:])]
+    loss_of(model, X, Y).backward()
+    for optimizer in optimizers:
+        optimizer.step()  # which gathers momentum for all weights
+    pruner = pp.Pruner(model, sparsity=0.8, steps=2, method="osp")
+    loss_of(model, X, Y).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    pruner.step()
+    for weight in pp.prunable(model).values():
+        state = next(optimizer.state[weight] for optimizer in optimizers if weight in optimizer.state)
+        assert not state["momentum_buffer"][weight == 0].any()
+        assert state["momentum_buffer"].any()
+
+
 def test_a_pruner_says_where_it_stands() -> None:
     model = net()
     pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS, method="gmp")
