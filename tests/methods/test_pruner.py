@@ -286,6 +286,31 @@ def test_autocast() -> None:
     assert pp.error(model, (X, Y)) < 0.6
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", CARRIED)
+@pytest.mark.parametrize("fused", [False, True])
+def test_half_precision_on_a_gpu(method: str, fused: bool) -> None:
+    model, scaler = net().cuda(), torch.amp.GradScaler("cuda")
+    pruner, optimizer = (
+        pp.Pruner(model, sparsity=0.8, steps=STEPS, method=method, scaler=scaler),
+        sgd(model, fused=fused),
+    )
+    for ((x, y),) in batches():
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_of(model, x.cuda(), y.cuda())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        pruner.step()
+    result = pruner.finish()
+    assert sum(int(keep.sum()) for keep in result.mask.values()) == KEPT
+    assert zeros(result.model) >= TOTAL - KEPT
+    assert pp.error(model, (X, Y)) < 0.6
+
+
 class Checkpointed(nn.Module):
     def __init__(self, body: nn.Sequential, reentrant: bool) -> None:
         super().__init__()
