@@ -31,11 +31,13 @@ from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
 from pacprune.methods.pipeline import Certified, Pruned, together
 from pacprune.methods.probmask import probmask
+from pacprune.methods.pruner import Pruner
 from pacprune.methods.rigl import rigl
 from pacprune.methods.str_ import str_
 from pacprune.theory import linear
 from pacprune.theory import linearised as wide
 from pacprune.training.budget import Budget
+from pacprune.training.carrier import keep_zeros
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error, reestimate_batchnorm
 from pacprune.training.fit import fit
@@ -48,6 +50,7 @@ __all__ = [
     "Commitment",
     "Config",
     "Pruned",
+    "Pruner",
     "SpikeSlab",
     "acdc",
     "apply_mask",
@@ -70,6 +73,7 @@ __all__ = [
     "harden",
     "imp",
     "isotropic",
+    "keep_zeros",
     "kl",
     "l0",
     "linear",

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,30 @@ def unused(folder: Path) -> Outcome:
     return fitted(model, pp.Config(epochs=1, batch_size=20, weight_decay=0.1))
 
 
+def wrapped(folder: Path, **options: Any) -> Outcome:
+    """A user's loop on DistributedDataParallel, with micro-batches, clipping and a Pruner."""
+    model, (x, y) = net(), pair(240)
+    network = nn.parallel.DistributedDataParallel(model) if ranks.world() > 1 else model
+    pruner = pp.Pruner(network, sparsity=0.8, steps=24, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for index in torch.arange(240).view(12, 20).repeat(2, 1):
+        for part in index.split(10):
+            low, high = ranks.part(len(part))
+            last = part[-1] == index[-1]
+            with nullcontext() if last or ranks.world() == 1 else network.no_sync():
+                (nn.functional.cross_entropy(network(x[part[low:high]]), y[part[low:high]]) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+    result = pruner.finish()
+    return {"history": [], "state": dict(result.model.state_dict()), "mask": dict(result.mask)}
+
+
+def wrapped_gradual(folder: Path) -> Outcome:
+    return wrapped(folder, method="gmp")
+
+
 def norm(folder: Path) -> Outcome:
     """BatchNorm: the ranks' statistics differ from one process's, so only the ranks are compared."""
     return fitted(net(norm=True), pp.Config(epochs=3, batch_size=20, patience=2), validation=pair(60, seed=2))
@@ -213,6 +238,7 @@ def refusals(folder: Path) -> Outcome:
     note_refusal("settings", lambda: pp.fit(net(), pair(), config, seed=rank, checkpoint=folder / "no.pt"))
     note_refusal("checkpoint", lambda: pp.fit(net(), pair(), config, checkpoint=folder / f"{rank}.pt"))
     note_refusal("checkpoint again", lambda: pp.fit(net(), pair(), config, checkpoint=folder / f"{rank}.pt"))
+    note_refusal("pruner", lambda: pp.Pruner(net(seed=rank), sparsity=0.5, steps=1))
     if ranks.world() > 1:
         x, y = pair()
         sampled = DataLoader(TensorDataset(x, y), 20, sampler=DistributedSampler(TensorDataset(x, y)))

@@ -248,6 +248,48 @@ def own_loop(folder: Path) -> Outcome:
     return {"history": [], "state": state(model)}
 
 
+def pruner(folder: Path, parts: int = 1, **options: Any) -> Outcome:
+    """A user's loop with clipping and a Pruner, which goes on from its state in the middle."""
+    model, (x, y) = net(), pair(240)
+    carried = pp.Pruner(model, sparsity=0.8, steps=24, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number, index in enumerate(torch.arange(240).view(12, 20).repeat(2, 1)):
+        for part in index.chunk(parts):
+            low, high = ranks.part(len(part))
+            (nn.functional.cross_entropy(model(x[part[low:high]]), y[part[low:high]]) / parts).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        carried.step()
+        if number == 9:
+            content = carried.state_dict()
+            del carried
+            carried = pp.Pruner(model, sparsity=0.8, steps=24, **options)
+            carried.load_state_dict(content)
+    return outcome_of(carried.finish())
+
+
+def pruner_gradual(folder: Path) -> Outcome:
+    return pruner(folder, method="gmp")
+
+
+def pruner_parts(folder: Path) -> Outcome:
+    return pruner(folder, parts=2)
+
+
+def zeros_kept(folder: Path) -> Outcome:
+    """A user's loop on a masked model."""
+    model, (x, y) = masked(), pair(20)
+    low, high = ranks.part(len(x))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    pp.keep_zeros(model, optimizer)
+    for _ in range(3):
+        nn.functional.cross_entropy(model(x[low:high]), y[low:high]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"history": [], "state": state(model), "sparsity": pp.sparsity(model)}
+
+
 def memory(folder: Path) -> Outcome:
     """The local size of every parameter, and the bytes of the largest tensor that is still alive."""
     torch.manual_seed(0)

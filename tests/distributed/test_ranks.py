@@ -21,7 +21,7 @@ from pacprune.training.step import _order
 
 EQUAL = [
     *("dense", "gates", "sparse", "uneven", "joined_last", "lagrangian", "algorithm1", "feedback", "loader"),
-    *("population", "images", "unused", "pft", "posterior"),
+    *("population", "images", "unused", "pft", "posterior", "wrapped", "wrapped_gradual"),
 ]
 """Cases in which two ranks train what one process trains."""
 ALL = [*EQUAL, "norm", "pbp", "certificate", "draws", "refusals"]
@@ -173,6 +173,7 @@ def test_ranks_that_cannot_train_together_are_refused_in_one_sentence(two: Path)
         "prior": "rank 1 differs from rank 0 in its prior",
         "settings": "rank 1 differs from rank 0 in its settings",
         "checkpoint again": "rank 1 differs from rank 0 in its checkpoint (none and epoch 1, step 0)",
+        "pruner": "rank 1 differs from rank 0 in its weights",
         "sampler": "the DataLoader has a DistributedSampler, which gives each of 2 ranks other batches",
     }
     assert rank0["messages"].keys() == expected.keys()

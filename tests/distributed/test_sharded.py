@@ -18,10 +18,10 @@ import pacprune as pp
 
 EQUAL = [
     *("dense", "gates", "uneven", "clamped", "lagrangian", "gradual", "feedback", "patience", "own_loop"),
-    *("osp", "pft", "paper", "thresholded", "transformer"),
+    *("osp", "pft", "paper", "thresholded", "transformer", "pruner", "pruner_gradual", "zeros_kept"),
 ]
 """Cases in which sharded models become what whole ones do."""
-ALL = [*EQUAL, "draws", "bfloat16", "memory", "export", "ties", "checkpoints", "refusals", "broken"]
+ALL = [*EQUAL, "pruner_parts", "draws", "bfloat16", "memory", "export", "ties", "checkpoints", "refusals", "broken"]
 
 
 def command(folder: Path, *cases: str) -> list[str]:
@@ -73,6 +73,14 @@ def assert_alike(single: dict[str, Any], *sharded: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", EQUAL)
 def test_a_sharded_model_becomes_what_the_whole_one_does(two: Path, tmp_path: Path, case: str) -> None:
     assert_alike(getattr(sharded_cases, case)(tmp_path), *results(two, case))
+
+
+def test_micro_batches_add_up_before_gradients_are_converted(two: Path, tmp_path: Path) -> None:
+    single, (first, second) = sharded_cases.pruner_parts(tmp_path), results(two, "pruner_parts")
+    assert equal(first["state"], second["state"])
+    assert equal(single["mask"], first["mask"])
+    # Just above the threshold, a weight of the network moves by far more than the one that is trained.
+    assert test_ranks.close(single["state"], first["state"], most=1e-3)
 
 
 def test_three_ranks_train_tensors_with_fewer_rows_than_ranks(tmp_path: Path) -> None:

@@ -176,6 +176,8 @@ def save(path: str | Path, model: nn.Module | Mapping[str, Tensor], *, pattern: 
     state = _state(model)
     if pattern is not None:
         _check_pattern({name: t for name, t in state.items() if _is_matrix(t)}, pattern)
+    if isinstance(model, nn.Module):
+        weights.warn_of_revived(model)
     content = _packed(state, pattern, gaps=True)
     # What is almost nothing but zeros looks like a file that was made to fill its reader's memory.
     if sum(t.numel() * t.element_size() for t in state.values()) > verify.MOST_GROWTH * len(content):
@@ -444,6 +446,7 @@ def save_dense(path: str | Path, model: nn.Module) -> None:
         >>> pp.export.save_dense("dense.safetensors", model)
     """
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in _state(model).items()}
+    weights.warn_of_revived(model)
     write_atomically(Path(path), to_bytes(state))
 
 
@@ -490,6 +493,7 @@ def save_onnx(path: str | Path, model: nn.Module, example: Tensor) -> None:
             f"the model has {slim.size(model):,} bytes, but one ONNX file holds less than {ONNX_LIMIT:,}; "
             "use --format safetensors"
         )
+    weights.warn_of_revived(model)
     with weights.modes_kept(model):
         program = slim.trace(model.eval(), slim.batch(example))
     log = logging.getLogger("torch.onnx")

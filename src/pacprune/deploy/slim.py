@@ -89,6 +89,7 @@ def slim(model: nn.Module, example: Tensor) -> Slim:
         (4, (1184, 888))
     """
     weights.prunable(model)
+    weights.warn_of_revived(model)
     example = batch(example)
     with weights.modes_kept(model):
         graph = trace(model.eval(), example).module()

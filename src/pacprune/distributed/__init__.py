@@ -32,6 +32,7 @@ __all__ = [
     "local",
     "refuse_sharded",
     "span",
+    "unwrapped",
 ]
 
 _WHOLE = (Tensor, nn.Parameter)
@@ -60,6 +61,17 @@ def across_model(model: nn.Module) -> Across | None:
     if wrapped or any(is_sharded(p) for p in model.parameters()):
         return sharded.reshard(model, wrapped)
     return None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The plain model inside of what DistributedDataParallel, DataParallel and torch.compile put around it."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif "_orig_mod" in model._modules:  # torch.compile's, whose class is not imported for plain models
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -279,7 +279,7 @@ CRITERIA: dict[str, Criterion] = {
 def score(
     criterion: str | Criterion,
     model: nn.Module,
-    data: Data,
+    data: Data | None,
     *,
     loss: Loss = F.cross_entropy,
     seed: int = 0,
@@ -294,7 +294,7 @@ def score(
     Args:
         criterion: A key of `CRITERIA`, such as "magnitude", or a function f(model, data) -> scores.
         model: A plain model.
-        data: Labelled examples, such as `split.train`.
+        data: Labelled examples, such as `split.train`; None where the criterion reads none.
         loss: (outputs, labels) -> the mean loss of a batch.
         seed: What "random" follows from.
         prunable: Which weights are scored; by default all tensors of two or more dimensions.
@@ -320,7 +320,7 @@ def score(
     if declaration(function) is not None:
         return dict(scores)
     _check_scores(getattr(function, "__name__", repr(function)), scores, prunable(model))
-    weights.mark_seen(model, use_of(data))
+    weights.mark_seen(model, trace.foreign() if data is None else use_of(data))
     return {name: scores[name].detach() for name in prunable(model)}
 
 
@@ -334,7 +334,9 @@ def check(criterion: str | Criterion, model: nn.Module) -> None:
         refuse_sharded(model.parameters(), "criterion", criterion)
 
 
-def _called(function: Criterion, model: nn.Module, data: Data, options: Mapping[str, object]) -> Mapping[str, Tensor]:
+def _called(
+    function: Criterion, model: nn.Module, data: Data | None, options: Mapping[str, object]
+) -> Mapping[str, Tensor]:
     """The function of (model, data), with those options that it names."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -1,5 +1,6 @@
 """Which weights can be pruned, how many are zero, and what pacprune has noted about a model."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,6 +108,7 @@ def sparsity(model: nn.Module) -> float:
         >>> pp.sparsity(pp.apply_mask(model, mask))
         0.75
     """
+    warn_of_revived(model)
     return sum(count(w == 0) for w in prunable(model).values()) / total(model)
 
 
@@ -405,6 +407,30 @@ def learned(model: nn.Module) -> dict[str, nn.Parameter]:
     if note.learned is not None and any(p.device != device for p in note.learned.values()):  # the model was moved
         note.learned = {name: nn.Parameter(p.detach().to(device)) for name, p in note.learned.items()}
     return note.learned or {}
+
+
+def revived(model: nn.Module) -> str:
+    """How many pruned weights are no longer zero, in words; empty where all are."""
+    across_model(model)
+    revived_count = pruned_count = 0
+    for module, mask in noted_masks(model):
+        for name, weight in module.named_parameters():
+            if name in mask and mask[name].shape == weight.shape:  # else something has cut the weight
+                away = ~mask[name].to(weight.device)
+                revived_count += count((weight.detach() != 0) & away)
+                pruned_count += count(away)
+    return f"{revived_count:,} of {pruned_count:,} pruned weights are no longer zero" if revived_count else ""
+
+
+def warn_of_revived(model: nn.Module) -> None:
+    """Says so where something has moved pruned weights away from zero."""
+    if sentence := revived(model):
+        warnings.warn(
+            f"{sentence}, since something else, such as an optimiser, moved them; call pp.apply_mask(model, mask) to "
+            "prune them again and pp.keep_zeros(model, optimizer) before training goes on, or pp.apply_mask(model, "
+            "None) to keep them",
+            stacklevel=3,
+        )
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ from pacprune.masking import weights
 from pacprune.methods.pipeline import (
     Pipeline,
     Pruned,
+    Request,
+    Start,
     begin_dense,
     check_request,
     pipeline,
@@ -28,6 +30,12 @@ RAMP = 0.5
 def threshold_budget(sparsity: float, **options: object) -> Budget:
     """Feather's threshold, which rises with the sparsity."""
     return Budget(sparsity, **{"control": "threshold", "schedule": "cubic", "ramp": RAMP, "sharpen": 4.0, **options})
+
+
+def begin(model: nn.Module, request: Request) -> Start:
+    """Begins dense, under a threshold that rises."""
+    begin_dense(model, request.prunable)
+    return Start(threshold_budget(request.sparsity, min_per_layer=request.min_per_layer, pattern=request.pattern))
 
 
 @pipeline

@@ -9,6 +9,8 @@ from pacprune.masking import weights
 from pacprune.methods.pipeline import (
     Pipeline,
     Pruned,
+    Request,
+    Start,
     begin_dense,
     check_request,
     check_share,
@@ -25,6 +27,25 @@ RAMP = 0.8
 """The share of the steps with moving masks in which the sparsity rises."""
 
 
+MASK_SHARE = 0.5
+"""The share of the steps with moving masks, unless one is given."""
+
+
+def gradual_budget(sparsity: float, *, feedback: bool, mask_share: float, **options: object) -> Budget:
+    """The largest weights of every moment, with masks that move in the first `mask_share` of the steps."""
+    control, ramp = "feedback" if feedback else "magnitude", RAMP * check_share(mask_share)
+    return Budget(sparsity, **{"control": control, "schedule": "cubic", "ramp": ramp, "until": mask_share, **options})
+
+
+def begin(model: nn.Module, request: Request, *, feedback: bool = False) -> Start:
+    """Begins dense; the smallest weights go step by step."""
+    share = MASK_SHARE if request.mask_share is None else request.mask_share
+    shape = {"min_per_layer": request.min_per_layer, "pattern": request.pattern}
+    budget = gradual_budget(request.sparsity, feedback=feedback, mask_share=share, **shape)
+    begin_dense(model, request.prunable)
+    return Start(budget)
+
+
 @pipeline
 def gmp(
     model: nn.Module,
@@ -34,7 +55,7 @@ def gmp(
     sparsity: float | None = None,
     pattern: str | None = None,
     feedback: bool = False,
-    mask_share: float = 0.5,
+    mask_share: float = MASK_SHARE,
     every: int | None = None,
     dense: Config | None = None,
     min_per_layer: int = 0,
@@ -81,16 +102,8 @@ def gmp(
     """
     sparsity = check_request(model, sparsity, pattern=pattern)
     sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
-    budget = Budget(
-        sparsity,
-        control="feedback" if feedback else "magnitude",
-        schedule="cubic",
-        ramp=RAMP * check_share(mask_share),
-        until=mask_share,
-        every=every,
-        min_per_layer=min_per_layer,
-        pattern=pattern,
-    )
+    shape = {"min_per_layer": min_per_layer, "pattern": pattern}
+    budget = gradual_budget(sparsity, feedback=feedback, mask_share=mask_share, every=every, **shape)
     stage = stage_maker(model, data, loss, seed, folder, progress)
     history = (yield stage("dense", dense)) if dense else []
     begin_dense(model, prunable)

@@ -1,15 +1,43 @@
 """One-shot pruning: rank the weights once, keep the best, fine-tune."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from pacprune.masking import masks, weights
 from pacprune.masking.criteria import Criterion, score
-from pacprune.methods.pipeline import Pipeline, Pruned, check_reachable, check_request, fine_tune, pipeline, stage_maker
+from pacprune.methods.pipeline import (
+    Pipeline,
+    Pruned,
+    Request,
+    Start,
+    check_reachable,
+    check_request,
+    fine_tune,
+    pipeline,
+    stage_maker,
+)
 from pacprune.training.config import Config
 from pacprune.types import Data, Loss, Progress
+
+
+def begin(model: nn.Module, request: Request) -> Start:
+    """Prunes at once; the mask stays."""
+    _prune_(model, request.scores(), request.sparsity, pattern=request.pattern, min_per_layer=request.min_per_layer)
+    return Start()
+
+
+def _prune_(
+    model: nn.Module, scores: Mapping[str, Tensor], sparsity: float, *, pattern: str | None, **options: Any
+) -> dict[str, Tensor]:
+    """Keeps the best scores, in place; returns the mask."""
+    wish = {"pattern": pattern} if pattern else {"sparsity": sparsity}
+    mask = masks.top_k(scores, total=weights.total(model), **wish, **options)
+    weights.apply_mask(model, mask)
+    return mask
 
 
 @pipeline
@@ -64,13 +92,5 @@ def osp(
     check_reachable(model, sparsity, prunable, min_per_layer, pattern=pattern, scope=scope)
     history = (yield stage("dense", dense)) if dense else []
     scores = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
-    mask = masks.top_k(
-        scores,
-        sparsity=sparsity,
-        pattern=pattern,
-        scope=scope,
-        min_per_layer=min_per_layer,
-        total=weights.total(model),
-    )
-    weights.apply_mask(model, mask)
+    mask = _prune_(model, scores, sparsity, pattern=pattern, scope=scope, min_per_layer=min_per_layer)
     return Pruned(model, mask, history + (yield from fine_tune(model, data, config, stage)), pattern)

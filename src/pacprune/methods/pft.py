@@ -1,7 +1,7 @@
 """Probabilistic fine-tuning: weights, and what decides which of them are kept, are trained together."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,9 @@ from pacprune.methods.feather import RAMP, threshold_budget
 from pacprune.methods.pipeline import (
     Pipeline,
     Pruned,
+    Request,
     Stage,
+    Start,
     begin_dense,
     check_request,
     check_share,
@@ -59,12 +61,12 @@ class _Task:
     model: nn.Module
     data: Data
     config: Config
+    criterion: str | Criterion
     scores: dict[str, Tensor]
     sparsity: float
     pattern: str | None
     mask_share: float | None
     eps: float
-    fade: bool
     noise: float | None
     theta: float
     limit: float | None
@@ -83,36 +85,64 @@ class _Task:
         return config.epochs * per_epoch(self.data, config.batch_size)
 
 
-def _thresholded(task: _Task) -> Pipeline[Pruned]:
-    """Feather's threshold on scores with learned offsets, which begin at 0 or with what a criterion says."""
-    model, config, share = task.model, task.config, check_share(1.0 if task.mask_share is None else task.mask_share)
+def begin(
+    model: nn.Module, request: Request, *, noise: float = 0.0, theta: float = 0.5, limit: float | None = LIMIT
+) -> Start:
+    """Begins dense, under a threshold on scores with offsets: of 0, or what a criterion says.
+
+    This is the recipe "thresholded".
+    """
+    share = check_share(1.0 if request.mask_share is None else request.mask_share)
+    fade = fades(request.criterion)
     budget = threshold_budget(
-        task.sparsity,
+        request.sparsity,
         ramp=min(RAMP, 0.8 * share),
         until=share,
-        fade=task.fade,
-        noise=task.noise or 0.0,
-        theta=task.theta,
-        limit=task.limit,
+        fade=fade,
+        noise=noise,
+        theta=theta,
+        limit=limit,
+        min_per_layer=request.min_per_layer,
+        pattern=request.pattern,
+    )
+    paced = OFFSET_LR * min(1.0, GATE_STEPS / max(1, share * request.steps))
+    gate_lr = paced if request.gate_lr == "auto" else None if request.gate_lr is None else float(request.gate_lr)
+    begin_dense(model, request.prunable)
+    if gate_lr is not None or fade:
+        plain = request.prunable(model)
+        weights.notes(model).learned = _offsets(plain, request.scores() if fade else None)
+    return Start(budget, gate_lr)
+
+
+def fades(criterion: str | Criterion) -> bool:
+    """Whether what a criterion says is taken away again: magnitude is what the weights say for themselves."""
+    return criterion not in ("magnitude", magnitude)
+
+
+def _thresholded(task: _Task) -> Pipeline[Pruned]:
+    """Feather's threshold on scores with learned offsets, which begin at 0 or with what a criterion says."""
+    request = Request(
+        sparsity=task.sparsity,
+        steps=task.steps(task.config),
+        criterion=task.criterion,
+        scores=lambda: task.scores,
+        mask_share=task.mask_share,
+        gate_lr=task.config.gate_lr if "gate_lr" in task.config.changes() else "auto",
         min_per_layer=task.min_per_layer,
         pattern=task.pattern,
+        prunable=task.prunable,
     )
-    if "gate_lr" not in config.changes():
-        steps = share * task.steps(config)
-        config = replace(config, gate_lr=OFFSET_LR * min(1.0, GATE_STEPS / max(1, steps)))
-    begin_dense(model, task.prunable)
-    if config.gate_lr is not None or task.fade:
-        weights.notes(model).learned = _offsets(task)
-    history = yield task.stage("masks", config, budget)
-    return pruned(model, task.data, config, history, task.pattern)
+    start = begin(task.model, request, noise=task.noise or 0.0, theta=task.theta, limit=task.limit)
+    config = replace(task.config, gate_lr=start.gate_lr)
+    history = yield task.stage("masks", config, start.budget)
+    return pruned(task.model, task.data, config, history, task.pattern)
 
 
-def _offsets(task: _Task) -> dict[str, nn.Parameter]:
+def _offsets(plain: Mapping[str, Tensor], scores: Mapping[str, Tensor] | None) -> dict[str, nn.Parameter]:
     """What is added to 4 log|w|: nothing, or what makes a criterion's score of it."""
-    plain = task.prunable(task.model)
-    if not task.fade:
+    if scores is None:
         return {name: nn.Parameter(torch.zeros_like(weight, dtype=torch.float32)) for name, weight in plain.items()}
-    logs = log_scores(task.scores)
+    logs = log_scores(scores)
     sizes = {name: torch.log(weight.detach().abs().float() + 1e-8) for name, weight in plain.items()}
     return {name: nn.Parameter(COUPLING * (logs[name] - size)) for name, size in sizes.items()}
 
@@ -126,7 +156,7 @@ def _coupled(task: _Task) -> Pipeline[Pruned]:
     # keep_prob alone would not tell the smallest scores apart.
     set_logits_(task.model, {name: COUPLING * s for name, s in log_scores(task.scores).items()})
     control, schedule = ("none", "fixed") if task.pattern else ("shift", "cubic")
-    budget = Budget(task.sparsity, control=control, schedule=schedule, sharpen=4.0, fade=task.fade)
+    budget = Budget(task.sparsity, control=control, schedule=schedule, sharpen=4.0, fade=fades(task.criterion))
     history = yield task.stage("masks", mask_config.paced(task.steps(mask_config)), budget)
     return (yield from _harden_and_tune(task, tune_config, history))
 
@@ -157,19 +187,16 @@ class Recipe:
         train: Trains them, and leaves the pruned network.
         takes_pattern: Whether it can learn an N:M pattern.
         takes_samples: Whether Algorithm 1 can estimate its gradients, and so its masks are random.
-        fades: Whether what a criterion said at the start is taken away again. Magnitude stays, since it is what the
-            weights say for themselves.
     """
 
     train: Callable[[_Task], Pipeline[Pruned]]
     takes_pattern: bool = False
     takes_samples: bool = True
-    fades: bool = False
 
 
 RECIPES = {
-    "thresholded": Recipe(_thresholded, takes_pattern=True, takes_samples=False, fades=True),
-    "coupled": Recipe(_coupled, takes_pattern=True, fades=True),
+    "thresholded": Recipe(_thresholded, takes_pattern=True, takes_samples=False),
+    "coupled": Recipe(_coupled, takes_pattern=True),
     "paper": Recipe(_paper),
 }
 """What `pft` takes as its `recipe`."""
@@ -269,12 +296,12 @@ def pft(
         model=model,
         data=data,
         config=config,
+        criterion=criterion,
         scores=scores,
         sparsity=sparsity,
         pattern=pattern,
         mask_share=mask_share,
         eps=eps,
-        fade=RECIPES[recipe].fades and criterion not in ("magnitude", magnitude),
         noise=noise,
         theta=theta,
         limit=limit,

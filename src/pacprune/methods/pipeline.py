@@ -262,6 +262,46 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
 # --- Steps that methods share.
 
 
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a method is asked for where it moves the mask of a plain network step by step, in whatever loop.
+
+    Args:
+        sparsity: Fraction to prune, that a mask of these weights can have.
+        steps: How many steps the optimiser takes.
+        criterion: What ranks the weights.
+        scores: Its scores, which are computed when they are asked for.
+        mask_share: Share of the steps in which the mask moves; None: what the method has by default.
+        gate_lr: Of what is learned beside the weights; "auto": what the method has by default. None learns nothing.
+        min_per_layer: Weights that every layer keeps at least.
+        pattern: The N:M pattern of the mask, or None.
+        prunable: Which weights may be pruned.
+    """
+
+    sparsity: float
+    steps: int
+    criterion: str | Criterion
+    scores: Callable[[], Mapping[str, Tensor]]
+    mask_share: float | None
+    gate_lr: float | str | None
+    min_per_layer: int
+    pattern: str | None
+    prunable: weights.Prunable
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a method has begun: what it needs is noted on the model, and a `Stepper` takes it from there.
+
+    Args:
+        budget: What the stepper holds; None keeps the mask as it is.
+        gate_lr: The learning rate of what is learned beside the weights; None: nothing is.
+    """
+
+    budget: Budget | None = None
+    gate_lr: float | None = None
+
+
 def check_request(
     model: nn.Module,
     sparsity: float | None,
@@ -336,6 +376,11 @@ def pruned(model: nn.Module, data: Data, config: Config, history: History, patte
     """The network as training under a budget has left it, and its mask."""
     if not config.epochs:  # else BatchNorm has seen the pruned network
         reestimate_batchnorm(model, data)
+    return as_noted(model, history, pattern)
+
+
+def as_noted(model: nn.Module, history: History, pattern: str | None) -> Pruned:
+    """The network with the mask that is noted on it."""
     mask = {name: keep.clone() for name, keep in (weights.notes(model).mask or {}).items()}
     trace.note(mask, weights.seen(model))
     return Pruned(model, mask, history, pattern)

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pacprune.methods import feather as feather_
+from pacprune.methods import gradual, one_shot
+from pacprune.methods import pft as pft_
 from pacprune.methods.acdc import acdc
 from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
@@ -17,6 +20,7 @@ from pacprune.methods.l0 import l0
 from pacprune.methods.one_shot import osp
 from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
+from pacprune.methods.pipeline import Start
 from pacprune.methods.probmask import probmask
 from pacprune.methods.rigl import rigl
 from pacprune.methods.str_ import str_
@@ -44,6 +48,8 @@ class Method:
         tunes_gates: Whether a comparison tunes gate_lr / lr as well.
         certifies: Whether the verb takes a split and leaves a certificate.
         names_runs: Whether a run of the command with the same verb that was given its `options` is called by its name.
+        begin: (model, request, **options) -> Start: how it begins in a loop that it does not own (`pp.Pruner`). None:
+            it can not.
     """
 
     verb: Callable[..., Any]
@@ -61,6 +67,7 @@ class Method:
     tunes_gates: bool = False
     certifies: bool = False
     names_runs: bool = True
+    begin: Callable[..., Start] | None = None
 
     def takes(self, parameter: str) -> bool:
         """Whether the verb has such a parameter, say a criterion or a mask_share."""
@@ -87,6 +94,7 @@ METHODS: dict[str, Method] = {
         flags=("criterion", "scope", "min_per_layer", "pattern"),
         rates=_rates(0.2, 0.2, 0.1, 0.2),
         examples=("--sparsity 0.95", "--data mnist --criterion snip --device cuda"),
+        begin=one_shot.begin,
     ),
     "pft": Method(
         pft,
@@ -100,6 +108,7 @@ METHODS: dict[str, Method] = {
         flags=("criterion", "gate_lr", "recipe", "mask_share", "eps", "noise", "theta", "min_per_layer", "pattern"),
         rates=_rates(0.1, 0.1, 0.05, 0.2),
         examples=("--sparsity 0.95", "--data cifar10 --device cuda --out runs/cifar"),
+        begin=pft_.begin,
     ),
     "pft-coupled": Method(
         pft,
@@ -144,6 +153,7 @@ METHODS: dict[str, Method] = {
         defaults={"every": 16},
         rates=_rates(0.1, 0.2, 0.1, 0.2),
         examples=("--sparsity 0.95", "--data fashion-mnist --device cuda"),
+        begin=gradual.begin,
     ),
     "dpf": Method(
         gmp,
@@ -159,6 +169,7 @@ METHODS: dict[str, Method] = {
         defaults={"every": 1},
         rates=_rates(0.1, 0.1, 0.02, 0.05),
         examples=("--sparsity 0.9",),
+        begin=gradual.begin,
     ),
     "feather": Method(
         feather,
@@ -171,6 +182,7 @@ METHODS: dict[str, Method] = {
         "towards it. The mask moves to the end.",
         flags=("theta", "min_per_layer"),
         examples=("--sparsity 0.95",),
+        begin=feather_.begin,
     ),
     "acdc": Method(
         acdc,

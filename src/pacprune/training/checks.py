@@ -13,6 +13,7 @@ from pacprune.data.batches import batches, device_of, isolated_rng, tensors
 from pacprune.distributed import across_model, count, ranks, refuse_sharded
 from pacprune.masking import weights
 from pacprune.training.config import MASKS, Config
+from pacprune.training.controls import refuse_carried
 from pacprune.types import Data, Diverged, Loss
 
 SHARED = (
@@ -41,6 +42,8 @@ def trial_pass(model: nn.Module, data: Data, loss: Loss) -> str:
     """
     pair, device = tensors(data), device_of(model)
     across_model(model)
+    refuse_carried(model)
+    weights.warn_of_revived(model)
     for name, p in model.named_parameters():
         if count(~torch.isfinite(p)):
             raise Diverged(f"{name} holds NaN or infinite values before training; start from other weights")

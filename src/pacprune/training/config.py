@@ -138,7 +138,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
-            object.__setattr__(self, name, _whole(name, getattr(self, name), least))
+            object.__setattr__(self, name, whole(name, getattr(self, name), least))
         follows_lr = self.gate_lr == "auto" or isinstance(self.gate_lr, _Auto)
         for name in _NUMBERS:
             if not (follows_lr and name == "gate_lr"):
@@ -213,7 +213,7 @@ class Config:
         return content
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def whole(name: str, value: Any, least: int) -> int:
     """A whole number as int, of whatever type it is."""
     if isinstance(value, (int, float, np.integer)) and least <= value < math.inf and value == int(value):
         return int(value)

@@ -4,7 +4,8 @@ The loop of `fit`, and in a user's own loop `pp.Pruner`, tell a control of the m
 
     prepare   before it, on the host: new masks
     show      the weights become those that the network computes with
-    hide      after the backward pass: they are as trained again, and their gradients are those of what is trained
+    convert   after the backward pass: the gradients are those of what is trained
+    hide      the weights are as trained again
     settle    after the optimiser's step: pruned weights are zero again
     conclude  after it, on the host
 
@@ -14,6 +15,7 @@ that a CUDA graph can replay it.
 A new control is one class, a function that says at which moments it acts, and one row of CONTROLS.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,22 +102,29 @@ class Control:
         prepare: (step, steps), before that step, on the host.
         show: Makes the weights those of the network; takes the NUMBERS of the step, a row each, or None for the last
             ones.
-        hide: Makes the weights those that are trained, and the gradients theirs.
+        convert: (which weights, by number; the factor of a scaled loss or None), makes the gradients those of what is
+            trained.
+        revert: (which weights) takes `convert` back, so that another backward pass can add to the gradients.
+        hide: Makes the weights those that are trained.
         settle: Puts zeros back after the optimiser's step.
         conclude: (step, steps), after so many steps, on the host.
         note: Brings the masks up to date, where steps do not.
         finish: Leaves the pruned network: weights and masks, with exactly k kept.
         groups: What is trained beside the weights, with its rates.
+        memory: Tensors that a run needs to go on, beside weights, masks and what is learned.
     """
 
     prepare: Callable[[int, int], None] = _nothing
     show: Callable[[Tensor | None], None] = _nothing
+    convert: Callable[[Sequence[int], float | None], None] = _nothing
+    revert: Callable[[Sequence[int]], None] = _nothing
     hide: Callable[[], None] = _nothing
     settle: Callable[[], None] = _nothing
     conclude: Callable[[int, int], None] = _nothing
     note: Callable[[], None] = _nothing
     finish: Callable[[], None] = _nothing
     groups: "Callable[[Sequence[Config]], list[Group]]" = lambda configs: []
+    memory: Sequence[Tensor] = ()
 
 
 # --- Masks that stay, and masks of the largest weights.
@@ -124,7 +133,7 @@ class Control:
 def fixed(subject: Subject) -> Control:
     """A mask that stays: pruned weights are zero after every step, and without gradients where these are looked at."""
     return Control(
-        hide=(lambda: clean_gradients_(subject.pairs)) if subject.clean else _nothing,
+        convert=(lambda *_: clean_gradients_(subject.pairs)) if subject.clean else _nothing,
         settle=lambda: weights.zero_pruned_(subject.pairs),
     )
 
@@ -143,7 +152,7 @@ def magnitude(subject: Subject) -> Control:
             weights.zero_pruned_(_member_pairs(subject, k))
 
     still = fixed(subject)
-    return Control(prepare=prepare, hide=still.hide, settle=still.settle, finish=lambda: _prune_finally_(subject))
+    return Control(prepare=prepare, convert=still.convert, settle=still.settle, finish=lambda: _prune_finally_(subject))
 
 
 def feedback(subject: Subject) -> Control:
@@ -208,7 +217,7 @@ def growth(subject: Subject) -> Control:
     gradients = [torch.zeros_like(value) for value in subject.values]
 
     @torch.no_grad()
-    def hide() -> None:
+    def convert(which: Sequence[int], scale: float | None) -> None:
         """Copies the gradients, then takes those of pruned weights away, so that they gather no momentum."""
         for copied, (weight, _) in zip(gradients, subject.pairs, strict=True):
             if weight.grad is not None:
@@ -220,7 +229,7 @@ def growth(subject: Subject) -> Control:
             if step % budget.period == 0 and step < budget.ramp * steps:
                 exchange_(subject, gradients, k, budget.exchange_at(step / steps))
 
-    return Control(hide=hide, settle=fixed(subject).settle, conclude=conclude)
+    return Control(convert=convert, settle=fixed(subject).settle, conclude=conclude)
 
 
 @torch.no_grad()
@@ -284,17 +293,20 @@ class SoftThreshold:
             weight.copy_(weight.sign() * (weight.abs() - subject.over(limit, weight)).clamp_min(0) * keep)
 
     @torch.no_grad()
-    def hide(self) -> None:
+    def convert(self, *_: Any) -> None:
         """The derivatives: 1 above the threshold, 0 below, and -sign(w) exp(s) in s."""
-        slopes = []
-        _copy_(self.subject.values, self.trained)
-        for (weight, keep), limit in zip(self.subject.pairs, self.thresholds.exp().unbind(-1), strict=True):
+        slopes, limits = [], self.thresholds.exp().unbind(-1)
+        for (weight, keep), trained, limit in zip(self.subject.pairs, self.trained, limits, strict=True):
             if weight.grad is None:
                 slopes.append(torch.zeros_like(limit))
                 continue
             weight.grad.masked_fill_(~keep, 0)
-            slopes.append(-limit * (weight.grad * weight.sign()).flatten(limit.ndim).sum(-1))
+            slopes.append(-limit * (weight.grad * trained.sign()).flatten(limit.ndim).sum(-1))
         self.thresholds.grad = torch.stack(slopes, dim=-1)
+
+    def hide(self) -> None:
+        """The weights as they are trained."""
+        _copy_(self.subject.values, self.trained)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -318,7 +330,8 @@ class SoftThreshold:
 def soft(subject: Subject) -> Control:
     """STR's thresholds."""
     control = SoftThreshold(subject)
-    return Control(show=control.show, hide=control.hide, finish=control.finish, groups=control.groups)
+    moments = {name: getattr(control, name) for name in ("show", "convert", "hide", "finish", "groups")}
+    return Control(**moments)
 
 
 LEAST_OPENING = 1e-3
@@ -379,6 +392,8 @@ class Threshold:
         self.density = torch.ones(shape, dtype=torch.float64, device=device)
         self.noisy = any(entry.noise for entry in subject.budgets)
         self.limit = budget.limit
+        self.shares: dict[int, Tensor] = {}
+        """By tensor, what the limit has left of every output's gradient below the threshold."""
         self.pattern = None if budget.pattern is None else patterns.parse(budget.pattern)
         self.floors = self._floors()
         zero = torch.zeros(0 if self.offsets else max(row.numel() for row in self.rows), device=device)
@@ -470,27 +485,49 @@ class Threshold:
         return groups.topk(n + 1, dim=-1).values[..., n:].expand_as(groups).reshape(score.shape) + _ROUNDING
 
     @torch.no_grad()
-    def hide(self) -> None:
+    def convert(self, which: Sequence[int], scale: float | None) -> None:
         """Gradients in the weights and in the offsets, from those in what the network computed with."""
         needs = True, bool(self.offsets), False
-        for i, ((weight, _), inputs) in enumerate(zip(self.subject.pairs, self.inputs, strict=True)):
-            if weight.grad is None:
-                continue
-            gradient = local(weight.grad)
-            to_weight, to_offset, _ = kernels.gradients(inputs, self.law, gradient, needs)
+        for i in which:
+            gradient = self._gradient(i)
+            to_weight, to_offset, _ = kernels.gradients(self.inputs[i], self.law, gradient, needs)
             assert to_weight is not None
-            gradient.copy_(to_weight if self.limit is None else self._limited(to_weight, i))
+            gradient.copy_(to_weight if self.limit is None else self._limited(to_weight, i, scale))
             if to_offset is not None:
-                self.offsets[i].grad = like(to_offset, self.offsets[i])
-        _copy_(self.rows, self.trained)
+                self.offsets[i].grad = like(to_offset if scale is None else to_offset / scale, self.offsets[i])
 
-    def _limited(self, gradient: Tensor, i: int) -> Tensor:
+    def _gradient(self, i: int) -> Tensor:
+        gradient = self.subject.pairs[i][0].grad
+        assert gradient is not None
+        return local(gradient)
+
+    def _limited(self, gradient: Tensor, i: int, scale: float | None) -> Tensor:
         """A gradient whose part below the threshold is not too long for the weights of its output."""
         axes = tuple(range(2 if self.subject.members else 1, gradient.ndim)) or (-1,)
         below = gradient.masked_fill(self.rows[i] != 0, 0)
         room = self.limit * torch.linalg.vector_norm(self.trained[i], dim=axes, keepdim=True).clamp_min(_LEAST_NORM)
-        share = (room / torch.linalg.vector_norm(below, dim=axes, keepdim=True)).clamp_max(1)
-        return torch.addcmul(gradient, below, share - 1)
+        room = room if scale is None else room * scale
+        self.shares[i] = (room / torch.linalg.vector_norm(below, dim=axes, keepdim=True)).clamp_max(1)
+        return torch.addcmul(gradient, below, self.shares[i] - 1)
+
+    @torch.no_grad()
+    def revert(self, which: Sequence[int]) -> None:
+        """Divides by what `convert` has multiplied with; the offsets' gradients follow from the weights' anew."""
+        for i in which:
+            if self.offsets:
+                self.offsets[i].grad = None
+            if self.subject.pairs[i][0].grad is None:
+                continue
+            gradient = self._gradient(i)
+            through = kernels.gradients(self.inputs[i], self.law, torch.ones_like(gradient), (True, False, False))[0]
+            assert through is not None
+            if i in self.shares:
+                through = torch.where(self.rows[i] == 0, through * self.shares[i], through)
+            gradient.div_(torch.where(through == 0, 1.0, through))
+
+    def hide(self) -> None:
+        """The weights as they are trained."""
+        _copy_(self.rows, self.trained)
 
     def _over(self, tau: Tensor, score: Tensor) -> Tensor:
         """A threshold in a shape that goes with the scores."""
@@ -534,8 +571,8 @@ class Threshold:
 def threshold(subject: Subject) -> Control:
     """Feather's threshold on learned scores."""
     control = Threshold(subject)
-    moments = {name: getattr(control, name) for name in ("prepare", "show", "hide", "note", "finish", "groups")}
-    return Control(**moments)
+    names = ("prepare", "show", "convert", "revert", "hide", "note", "finish", "groups")
+    return Control(**{name: getattr(control, name) for name in names}, memory=control.start)
 
 
 def _copy_(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -573,6 +610,19 @@ CONTROLS = {
 """What `Budget.control` names for plain networks."""
 
 
+CARRIED: "weakref.WeakSet[Stepper]" = weakref.WeakSet()
+"""Steppers that go through loops which pacprune does not own."""
+
+
+def refuse_carried(model: nn.Module) -> None:
+    """Refuses to train or prune a network whose masks another loop moves at the same time."""
+    params = {id(p) for p in model.parameters()}
+    if any(not stepper.fixed and id(weight) in params for stepper in CARRIED for weight, _ in stepper.subject.pairs):
+        raise ValueError(
+            f"a Pruner moves the mask of this {type(model).__name__}; call its finish() first, or take a deepcopy"
+        )
+
+
 class Stepper:
     """Carries the budgets of a plain network through its steps, and leaves it pruned.
 
@@ -600,6 +650,8 @@ class Stepper:
         total = weights.noted_total(model) if pairs else 0
         names, learned = weights.masked_names(model), weights.learned(model)
         self.model, self.shown = model, False
+        self.converted: set[int] = set()
+        """The numbers of the weights whose gradients are those of what is trained."""
         self.subject = Subject(pairs, names, learned, budgets, seeds, total, members, clean)
         self.until = budgets[0].until if budgets else 0.0
         self.fixed = not budgets
@@ -627,6 +679,15 @@ class Stepper:
         self.shown = True
 
     @contextmanager
+    def as_trained(self) -> Iterator[None]:
+        """While this lasts, the weights of a shown network are those that are trained."""
+        self.uncover()
+        try:
+            yield
+        finally:
+            self.show(None)
+
+    @contextmanager
     def as_network(self) -> Iterator[None]:
         """While this lasts, the weights are those that the network computes with at this moment."""
         self.show(None)
@@ -637,6 +698,29 @@ class Stepper:
 
     def hide(self) -> None:
         """The weights become those that are trained, and the gradients theirs; a second call does nothing."""
+        if self.shown:
+            self.convert()
+            self.uncover()
+        self.converted.clear()
+
+    def convert(self, scale: float | None = None) -> None:
+        """The gradients become those of what is trained; what has been converted stays as it is.
+
+        Args:
+            scale: What the loss was multiplied with, where the gradients are still scaled.
+        """
+        gradients = (weight.grad for weight, _ in self.subject.pairs)
+        which = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in self.converted]
+        self.control.convert(which, scale)
+        self.converted.update(which)
+
+    def revert(self) -> None:
+        """Takes `convert` back, so that another backward pass can add to the gradients."""
+        self.control.revert(sorted(self.converted))
+        self.converted.clear()
+
+    def uncover(self) -> None:
+        """The weights become those that are trained; the gradients stay as they are."""
         if self.shown:
             self.control.hide()
             self.shown = False

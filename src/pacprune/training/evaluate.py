@@ -72,6 +72,8 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[fl
         True
     """
     look_at(data)
+    for member in [model] if isinstance(model, nn.Module) else model:
+        weights.warn_of_revived(member)
     if not isinstance(model, nn.Module):
         return _errors(Population(model), data)
     wrong, count, device = 0, 0, device_of(model)

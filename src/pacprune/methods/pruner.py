@@ -1,0 +1,474 @@
+"""`Pruner`: a method of pruning in a training loop that is the user's own."""
+
+import inspect
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pacprune.distributed import local, ranks, unwrapped
+from pacprune.masking import weights
+from pacprune.masking.criteria import CRITERIA, Criterion, score
+from pacprune.methods.pipeline import Pruned, Request, as_noted, check_request, reachable_sparsity
+from pacprune.methods.table import METHODS, Method
+from pacprune.training.carrier import Carrier, clear_states_, weakly
+from pacprune.training.config import Config, whole
+from pacprune.training.controls import Stepper, refuse_carried
+from pacprune.training.optim import Optimizer as OffsetOptimizer
+from pacprune.types import Data, Diverged, check_name
+
+_LOOK = 100
+"""On a GPU, every so many steps the host looks whether weights are finite: it has to wait for that."""
+
+
+class Pruner:
+    """Prunes a network while a training loop of your own trains it.
+
+    From here on the model's weights are those that the network computes with, with zeros where they are pruned at this
+    moment. Only while an optimiser takes its step they are those that are trained. Optimisers of torch.optim are
+    noticed by themselves, made before or after. What decides which weights are kept is learned by the pruner: it is not
+    among `model.parameters()`. At the end of a backward pass, gradients are those of what is trained, so that clipping
+    does what it does in `pp.fit`. After the last step the network is pruned for good, with exactly k weights.
+
+    A loop on the same batches with the same optimiser ends with the weights that `pp.pft`, or the method's own
+    function, ends with.
+
+    Args:
+        model: A plain network, on the device where it is trained; also one in DistributedDataParallel, in torch.compile
+            or cut by fully_shard.
+        sparsity: Fraction of the weights to prune, such as 0.9.
+        steps: How many steps the optimiser will take; each adds up all micro-batches since the last one.
+        method: pft (learn which weights to keep), feather, gmp, dpf or osp.
+        criterion: What ranks the weights of pft at the start, and those of osp. A name, such as "magnitude", or a
+            function f(model, data) -> scores.
+        data: What a criterion such as "snip" reads: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
+        mask_share: Share of the steps in which the mask moves; the rest fine-tunes. 1 unless given, and 0.5 for gmp and
+            dpf.
+        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
+        gate_lr: Learning rate of what pft learns beside the weights, by momentum SGD, while the optimiser has its
+            largest rate; it follows the optimiser's schedule. "auto" is 10, less in more than 3,200 steps. None learns
+            nothing.
+        min_per_layer: Weights that every layer keeps at least.
+        prunable: Which weights may be pruned: model -> {name: weight}.
+        seed: Seed of random scores.
+        scaler: The GradScaler of the loop, where it has one. A step that it skips counts as a step.
+
+    Raises:
+        ValueError: If method, criterion, sparsity or model do not fit together, if a loss was not finite, if `step` was
+            forgotten, or if there are more steps than `steps`.
+
+    Example:
+        >>> pruner = pp.Pruner(model, sparsity=0.9, steps=20)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        >>> for _ in range(20):
+        ...     torch.nn.functional.cross_entropy(model(x), y).backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     pruner.step()
+        >>> pruner
+        Pruner(Sequential, pft, step 20 of 20, sparsity 0.9003 of 0.9)
+        >>> pruner.finish()
+        Pruned(Sequential, sparsity 0.9003, 118 of 1,184 weights kept)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sparsity: float | None = None,
+        steps: int,
+        method: str = "pft",
+        criterion: str | Criterion = "magnitude",
+        data: Data | None = None,
+        mask_share: float | None = None,
+        pattern: str | None = None,
+        gate_lr: float | str | None = "auto",
+        min_per_layer: int = 0,
+        prunable: weights.Prunable = weights.prunable,
+        seed: int = 0,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.model = model = unwrapped(model)
+        self.steps, self.method, self.pattern, self.scaler = whole("steps", steps, least=1), method, pattern, scaler
+        row = _carried_method(method)
+        _check_options(method, row, criterion=criterion, mask_share=mask_share, gate_lr=gate_lr, data=data)
+        refuse_carried(model)
+        sparsity = check_request(model, sparsity, criterion, pattern)
+        _check_ranks(model)
+        self.final_sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
+        request = Request(
+            sparsity=self.final_sparsity,
+            steps=self.steps,
+            criterion=criterion,
+            scores=lambda: score(criterion, model, data, seed=seed, prunable=prunable),
+            mask_share=mask_share,
+            gate_lr=gate_lr,
+            min_per_layer=min_per_layer,
+            pattern=pattern,
+            prunable=prunable,
+        )
+        assert row.begin is not None
+        start = row.begin(model, request, **row.options)
+        self.budget, self._gate_lr = start.budget, start.gate_lr
+        budgets = None if start.budget is None else [start.budget]
+        self._stepper = Stepper(model, budgets, seeds=[seed], clean=True)
+        self._places = _places(model, self._stepper.subject.names)
+        self._noted_mask = weights.notes(model).mask
+        self._offsets = self._offset_optimizer()
+        self.steps_done = 0
+        """How many steps the optimiser has taken."""
+        self._movers: list[Optimizer] = []
+        """The optimisers that have taken the present step."""
+        self._cleared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """The optimisers that have forgotten the pruned weights of the final mask."""
+        self._peak = 0.0
+        """The largest learning rate of the weights so far."""
+        self._outcome: Pruned | None = None
+        self._show()
+        # Weakly, so that a pruner that nobody holds lets go of its model at once.
+        before, after, scale = (weakly(m) for m in (self._before_optimizer, self._after_optimizer, self._scale))
+        self._carrier = Carrier(self._stepper, before=before, after=after, scale=scale)
+
+    # --- What a user's loop calls.
+
+    def step(self) -> None:
+        """Ends a step of the loop: call it once for every step of the optimiser, after it.
+
+        Raises:
+            ValueError: If no optimiser has moved the weights since the last call, though no `scaler` may have skipped
+                that, if some weights belong to no optimiser, or if the model was changed by something else.
+
+        Example:
+            >>> pruner = pp.Pruner(model, sparsity=0.9, steps=20)
+            >>> pruner.step()
+            Traceback (most recent call last):
+                ...
+            ValueError: no optimiser has moved the pruner's weights since ...
+        """
+        if not self._movers:
+            self._skip()
+        elif self.steps_done == 1:
+            self._check_trained()
+        self._movers.clear()
+        self._stepper.converted.clear()
+
+    def finish(self) -> Pruned:
+        """Leaves the plain model with exactly k weights, and lets go of it.
+
+        Zeros no longer stay zero by themselves: call `pp.keep_zeros` to train on.
+
+        Returns:
+            The pruned network and its mask.
+
+        Raises:
+            ValueError: If it is too early: the sparsity has not been reached.
+
+        Example:
+            >>> pruner = pp.Pruner(model, sparsity=0.9, steps=20, method="osp")
+            >>> pruner.finish().sparsity
+            0.900...
+        """
+        if self._outcome is None:
+            self._check_end()
+            with weights.changing(self.model):
+                self._stepper.finish()
+            self._carrier.remove()
+            self._outcome = as_noted(self.model, [], self.pattern)
+        return self._outcome
+
+    @property
+    def sparsity(self) -> float:
+        """The fraction of zeros in the network as it is now."""
+        return weights.sparsity(self.model)
+
+    def __repr__(self) -> str:
+        facts = [type(self.model).__name__, self.method, f"step {self.steps_done:,} of {self.steps:,}"]
+        return f"Pruner({', '.join(facts)}, sparsity {self.sparsity:.4f} of {self.final_sparsity:g})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a broken run needs to go on, beside the state dicts of model, optimiser and scheduler.
+
+        Of a model that fully_shard has cut, it has this rank's rows, and all ranks have to ask.
+
+        Returns:
+            Tensors, numbers and strings, as torch.save takes them.
+
+        Example:
+            >>> pruner = pp.Pruner(model, sparsity=0.9, steps=20)
+            >>> pruner.state_dict()["steps_done"]
+            0
+        """
+        subject = self._stepper.subject
+        with self._stepper.as_trained():
+            trained = [local(value).clone() for value in subject.values]
+        return {
+            "settings": self._settings(),
+            "steps_done": self.steps_done,
+            "peak": self._peak,
+            "weights": trained,
+            "masks": [local(keep).clone() for keep in subject.keeps],
+            "learned": [local(p.detach()).clone() for p in weights.learned(self.model).values()],
+            "memory": [local(tensor).clone() for tensor in self._stepper.control.memory],
+            "momenta": self._offsets.state_dict(),
+        }
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        """Goes on from `state_dict`, in a pruner that was just made with the same arguments.
+
+        Args:
+            content: What `state_dict` returned.
+
+        Raises:
+            ValueError: If it belongs to a pruner of other settings, or this one has taken steps already.
+
+        Example:
+            >>> twin = pp.models.mlp(64, hidden=[16])
+            >>> first = pp.Pruner(twin, sparsity=0.9, steps=20)
+            >>> state = first.state_dict()
+            >>> del first  # which lets go of its model
+            >>> pruner = pp.Pruner(twin, sparsity=0.9, steps=20)
+            >>> pruner.load_state_dict(state)
+        """
+        if self.steps_done:
+            raise ValueError(f"this pruner has taken {self.steps_done} steps; load the state into a new one")
+        mine = self._settings()
+        for name, value in content["settings"].items():
+            if mine[name] != value:
+                raise ValueError(f"the state has {name} {value}, this pruner {mine[name]}; make it like the first one")
+        stepper = self._stepper
+        stepper.uncover()
+        places = {
+            "weights": stepper.subject.values,
+            "masks": stepper.subject.keeps,
+            "learned": list(weights.learned(self.model).values()),
+            "memory": stepper.control.memory,
+        }
+        for name, tensors in places.items():
+            # Once the mask is final, nothing is learned and nothing else is needed.
+            for tensor, saved in zip(tensors, content[name], strict=name in ("weights", "masks")):
+                local(tensor.detach()).copy_(saved)
+        self._offsets.load_state_dict(content["momenta"])
+        self.steps_done, self._peak = content["steps_done"], content["peak"]
+        stepper.resume(self.steps_done + 1, self.steps)
+        self._show(fading=False)
+
+    # --- What torch's hooks call.
+
+    def _before_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuses a step that cannot be right."""
+        if any(optimizer is mover for mover in self._movers):
+            raise ValueError(
+                f"the {type(optimizer).__name__} takes a second step after step {self.steps_done} of the pruner; call "
+                "pruner.step() once after every optimizer.step()"
+            )
+        if not self._movers and self.steps_done == self.steps:
+            raise ValueError(
+                f"the pruner was made for {self.steps} steps, and this is one more; call pruner.finish() first, or "
+                "give steps= as many as the loop takes"
+            )
+        if self.scaler is None and self.steps_done == 0 and _in_scaler():
+            raise ValueError(
+                "a GradScaler scales the gradients of this loop; give it to the pruner: pp.Pruner(..., scaler=scaler)"
+            )
+        self._check_model()
+
+    def _after_optimizer(self, optimizer: Optimizer) -> None:
+        """Goes on to the next step when the first optimiser has moved weights; others may follow."""
+        first = not self._movers
+        self._movers.append(optimizer)
+        if first and not _has_skipped(optimizer):
+            self._move_offsets(optimizer)
+        self._offsets.zero_grad()
+        self._stepper.settle()
+        if first:
+            self._check_finite()
+            self._advance()
+        else:
+            self._stepper.show(None)
+        if self._stepper.fixed and optimizer not in self._cleared:
+            clear_states_(optimizer, self._stepper.subject.pairs)
+            self._cleared.add(optimizer)
+
+    def _scale(self) -> float | None:
+        return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler.get_scale()
+
+    # --- Steps.
+
+    def _advance(self) -> None:
+        """From one step to the next; after the last one the network is pruned for good."""
+        self.steps_done += 1
+        self._stepper.conclude(self.steps_done, self.steps)
+        if self.steps_done == self.steps:
+            self._stepper.finish()
+        self._show()
+
+    def _show(self, *, fading: bool = True) -> None:
+        """Shows the network of this step; what fades of the scores' start has done so in a run that goes on."""
+        stepper = self._stepper
+        if fading:
+            stepper.prepare(self.steps_done, self.steps)
+        if stepper.fixed or self.budget is None:
+            stepper.show(None)
+            return
+        values = stepper.subject.values
+        size, total = sum(value.numel() for value in values), weights.noted_total(self.model)
+        rows = self.budget.numbers([self.steps_done / self.steps], self.steps, size, total)
+        numbers = torch.tensor([row[0] for row in rows], dtype=torch.float64)
+        if not fading:
+            numbers[1] = 0
+        stepper.show(numbers.to(values[0].device, torch.float32))
+
+    def _skip(self) -> None:
+        """A step that the scaler has skipped."""
+        if self._outcome is not None or self.scaler is None or not self.scaler.is_enabled():
+            raise ValueError(
+                f"no optimiser has moved the pruner's weights since its step {self.steps_done}; call pruner.step() "
+                "once after every step of an optimiser that has this model's parameters"
+            )
+        if self.steps_done == self.steps:
+            raise ValueError(f"the pruner was made for {self.steps} steps, and this is one more; call pruner.finish()")
+        self._stepper.uncover()
+        self._offsets.zero_grad()
+        self._advance()
+
+    def _offset_optimizer(self) -> OffsetOptimizer:
+        """Moves what is learned beside the weights."""
+        groups = self._stepper.groups([Config(gate_lr=self._gate_lr)])
+        for group in groups:
+            group.rate = torch.zeros((), device=group.params[0].device)
+        return OffsetOptimizer("sgd", groups)
+
+    def _move_offsets(self, optimizer: Optimizer) -> None:
+        factor = self._factor(optimizer)
+        for group in self._offsets.groups:
+            group.rate.fill_(group.base[0] * factor)
+        self._offsets.step()
+
+    def _factor(self, optimizer: Optimizer) -> float:
+        """The present learning rate of the weights, as a share of the largest."""
+        ids = {id(weight) for weight in self._carrier.weights}
+        group = next(group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"]))
+        if group.get("lr") is None:  # an optimiser that finds its rate by itself
+            return 1.0
+        rate = float(group["lr"])
+        self._peak = max(self._peak, rate)
+        # Schedulers note where they began, or what they rise to; without one, the largest so far is what is known.
+        reference = float(group.get("max_lr", group.get("initial_lr", self._peak)))
+        return rate / reference if reference else 1.0
+
+    # --- What is refused.
+
+    def _settings(self) -> dict[str, Any]:
+        names = self._stepper.subject.names
+        shapes = [f"{name} {tuple(weight.shape)}" for name, weight in zip(names, self._carrier.weights, strict=True)]
+        return {"method": self.method, "steps": self.steps, "sparsity": self.final_sparsity, "weights": shapes}
+
+    def _check_model(self) -> None:
+        """Refuses to go on where something else has replaced weights or masks."""
+        for parameters, key, name, weight in self._places:
+            if parameters.get(key) is not weight:
+                raise ValueError(
+                    f"{name} is another parameter than when the pruner was made; change the model before that, and "
+                    "make a new pruner"
+                )
+        if weights.notes(self.model).mask is not self._noted_mask:
+            raise ValueError(
+                "the model has another mask than that of its pruner; call pp.apply_mask or pp.attach after "
+                "pruner.finish()"
+            )
+
+    def _check_trained(self) -> None:
+        """Refuses weights that want gradients, but that no optimiser has."""
+        trained_ids = {id(p) for optimizer in self._movers for group in optimizer.param_groups for p in group["params"]}
+        for name, weight in zip(self._stepper.subject.names, self._carrier.weights, strict=True):
+            if weight.requires_grad and id(weight) not in trained_ids:
+                raise ValueError(
+                    f"{name} is to be pruned, but no optimiser that took a step has it; give it to one, or leave it "
+                    "out by prunable="
+                )
+
+    def _check_finite(self) -> None:
+        """Says so when weights are no longer finite; on a GPU the host looks now and then."""
+        values = [local(value) for value in self._stepper.subject.values]
+        if values[0].device.type != "cpu" and self.steps_done % _LOOK:
+            return
+        bad = [not bool(torch.isfinite(value.sum())) for value in values]
+        if any(bad):
+            name = self._stepper.subject.names[bad.index(True)]
+            raise Diverged(
+                f"{name} has NaN or infinite weights after step {self.steps_done + 1} of {self.steps}; use a smaller "
+                "learning rate, or check the data and the loss for NaN"
+            )
+
+    def _check_end(self) -> None:
+        """Refuses to finish before the sparsity is reached, and where nothing was trained."""
+        budget, share = self.budget, self.steps_done / self.steps
+        if budget is None or self._stepper.fixed or share >= budget.ramp:
+            return
+        now = 1 - budget.density(share)
+        raise ValueError(
+            f"finish comes after {self.steps_done} of {self.steps} steps, when the schedule has reached sparsity "
+            f"{now:.4g} of {self.final_sparsity:g}; take all steps, or give steps= as many as the loop takes"
+        )
+
+
+def _carried_method(name: str) -> Method:
+    """The row of a method that can go through a loop that it does not own."""
+    able = [key for key, row in METHODS.items() if row.begin is not None]
+    if name in METHODS and name not in able:
+        raise ValueError(f"the method {name} trains in a loop of its own: pp.{name}; a Pruner has {', '.join(able)}")
+    check_name("method", name, able)
+    return METHODS[name]
+
+
+def _check_options(name: str, row: Method, *, data: Data | None, criterion: str | Criterion, **options: Any) -> None:
+    """Refuses what the method would not look at, and a criterion without the data that it reads."""
+    defaults = {"mask_share": None, "gate_lr": "auto"}
+    for option, value in {**options, "criterion": criterion}.items():
+        takes = option in (row.flags or ()) if option == "gate_lr" else row.takes(option)
+        if not takes and value != defaults.get(option, "magnitude"):
+            raise ValueError(f"{option} is {value!r}, which the method {name} has no use of; leave it out")
+    if data is None and isinstance(criterion, str) and _needs_data(criterion):
+        raise ValueError(f"the criterion {criterion} reads data; give it some: pp.Pruner(..., data=(x, y))")
+
+
+def _needs_data(criterion: str) -> bool:
+    return criterion in CRITERIA and inspect.signature(CRITERIA[criterion]).parameters["data"].default is not None
+
+
+def _check_ranks(model: nn.Module) -> None:
+    """Refuses different weights on ranks that train one network: each would prune its own."""
+    value = weights.fingerprint(model)
+    advice = "wrap the model in DistributedDataParallel before the pruner is made, or start from the same weights"
+    ranks.require_equal({"weights": (str(value), advice)})
+
+
+def _places(model: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str, str, nn.Parameter]]:
+    """For every weight: the dictionary that holds it, its key there, its name, and itself."""
+    places = []
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        parameters: dict[str, Any] = model.get_submodule(owner)._parameters
+        places.append((parameters, key, name, parameters[key]))
+    return places
+
+
+def _has_skipped(optimizer: Optimizer) -> bool:
+    """Whether a fused optimiser did nothing, since a GradScaler found infinite gradients."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
+def _in_scaler() -> bool:
+    """Whether a GradScaler has called the optimiser's step."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        # Other frames' variables are not read: a frame that has been asked for them keeps them alive.
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            return frame.f_locals["self"].is_enabled()
+        frame = frame.f_back
+    return False

@@ -1,0 +1,245 @@
+"""A stepper in a loop that somebody else owns: torch's own hooks tell it the moments of a step.
+
+Outside of the optimiser's step the weights are those that the network computes with, so that forward passes,
+evaluation, averages of weights and state dicts see the network. Inside of it they are those that are trained.
+
+    backward pass        at its end the gradients become those of what is trained, so that clipping sees these; before
+                         another one adds to them, they are the network's again
+    optimizer.step()     before it the weights become those that are trained; a closure is called on the network
+                         after it the stepper goes on, and the weights are the network's again
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+from pacprune.distributed import across_model, is_sharded, local
+from pacprune.masking import masks, weights
+from pacprune.training.controls import CARRIED, Stepper, refuse_carried
+
+
+class Carrier:
+    """Carries a stepper through steps of torch.optim.
+
+    Args:
+        stepper: What moves or keeps the masks; its weights are shown already.
+        before: Called before an optimiser moves the weights, and may refuse to.
+        after: Called after that, with the weights as trained; it leaves them shown.
+        optimizer: The only one to listen to; None listens to every one that holds some of the weights.
+        scale: What losses are multiplied with, where a GradScaler does that.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        *,
+        before: Callable[[Optimizer], None],
+        after: Callable[[Optimizer], None],
+        optimizer: Optimizer | None = None,
+        scale: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self.stepper, self._before, self._after, self._scale = stepper, before, after, scale
+        self.weights = [weight for weight, _ in stepper.subject.pairs]
+        self._ids = {id(weight) for weight in self.weights}
+        self._backward = False
+        """Whether a backward pass is under way."""
+        self._addresses = [local(weight).data_ptr() for weight in self.weights]
+        self.handles: list[Any] = []
+        # Global hooks must not keep alive what nobody else holds; those of one optimiser live as long as it does.
+        before_step, after_step = self._before_step, self._after_step
+        if optimizer is None:
+            self.handles += [
+                register_optimizer_step_pre_hook(weakly(before_step)),
+                register_optimizer_step_post_hook(weakly(after_step)),
+            ]
+        else:
+            self.handles += [
+                optimizer.register_step_pre_hook(before_step),
+                optimizer.register_step_post_hook(after_step),
+            ]
+        self._watch_backward()
+        weakref.finalize(self, _remove, self.handles)
+        CARRIED.add(stepper)
+
+    def _watch_backward(self) -> None:
+        """Learns when a backward pass begins: by its first gradient or, of a sharded model, by that of its output."""
+        begins = weakly(self._backward_begins)
+        if any(is_sharded(weight) for weight in self.weights):
+
+            def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+                for leaf in tree_leaves(output):
+                    if isinstance(leaf, Tensor) and leaf.requires_grad:
+                        leaf.register_hook(begins)
+
+            self.handles.append(self.stepper.model.register_forward_hook(watch))
+            return
+        self.handles += [weight.register_hook(begins) for weight in self.weights if weight.requires_grad]
+
+    def remove(self) -> None:
+        """Listens no longer."""
+        _remove(self.handles)
+        CARRIED.discard(self.stepper)
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        if self._backward:
+            return
+        if not self.stepper.shown:
+            raise ValueError(
+                "a gradient arrived while the weights are those that the optimiser moves, since its last step broke "
+                "off; start again from a checkpoint"
+            )
+        self._backward = True
+        self.stepper.revert()
+        engine = torch.autograd.Variable._execution_engine
+        # What reduces gradients over ranks has its own callback at the end; this one comes after it.
+        engine.queue_callback(lambda: engine.queue_callback(self._backward_ends))
+
+    def _backward_ends(self) -> None:
+        self._backward = False
+        self.stepper.convert(self._scale())
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Makes the weights those that are trained, or a closure one that does so at its end."""
+        if not self.holds(optimizer):
+            return None
+        self._check_memory()
+        self._before(optimizer)
+        self._backward = False  # a pass that broke off had no end
+        by_keyword = kwargs.get("closure")
+        closure = args[1] if by_keyword is None and len(args) > 1 else by_keyword
+        if closure is None:
+            self._hide()
+            return None
+
+        def on_the_network() -> Any:
+            if not self.stepper.shown:
+                self.stepper.show(None)
+            value = closure()
+            self._hide()
+            return value
+
+        if by_keyword is not None:
+            return args, {**kwargs, "closure": on_the_network}
+        return (args[0], on_the_network, *args[2:]), kwargs
+
+    def _hide(self) -> None:
+        self.stepper.convert()
+        self.stepper.uncover()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # An optimiser that wraps another one ends its step a second time.
+        if self.holds(optimizer) and not self.stepper.shown:
+            self._after(optimizer)
+
+    def _check_memory(self) -> None:
+        """Refuses weights that are no longer where they were: what is written to the old place would be lost."""
+        for name, weight, address in zip(self.stepper.subject.names, self.weights, self._addresses, strict=True):
+            if local(weight).data_ptr() != address:
+                raise ValueError(
+                    f"{name} has moved to other memory (by model.to, .half() or an optimiser with flat storage) since "
+                    "its mask is carried through training; do that first"
+                )
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether it moves some of the weights."""
+        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls a method as long as its object lives, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*args)
+
+    return call
+
+
+@torch.no_grad()
+def clear_states_(optimizer: Optimizer, pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Forgets what an optimiser has gathered for pruned weights: momenta and other tensors of the weight's shape."""
+    for weight, keep in pairs:
+        states = [value for value in optimizer.state.get(weight, {}).values() if isinstance(value, Tensor)]
+        weights.zero_pruned_([(value, keep) for value in states if value.shape == weight.shape])
+
+
+def keep_zeros(model: nn.Module, optimizer: Optimizer) -> Carrier:
+    """Lets pruned weights stay zero in a training loop of your own, whatever the optimiser does to them.
+
+    Pruned are those that `apply_mask`, `harden` or a method left out. A model without such a mask, say after
+    load_state_dict, keeps the zeros that its prunable weights have now. Gradients of pruned weights are zero at the end
+    of every backward pass, so that they do not count where gradients are clipped, nor in the directions of LBFGS. What
+    the optimiser had gathered for them is forgotten.
+
+    Args:
+        model: A plain model with zeros, on the device where it is trained.
+        optimizer: What trains it: any of torch.optim, also foreach, fused or capturable.
+
+    Returns:
+        What does it, with a method `remove()` that ends it.
+
+    Raises:
+        ValueError: If there are no zeros to keep, if pruned weights are no longer zero, or if the optimiser has none
+            of the pruned weights.
+
+    Example:
+        >>> model = pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.9))
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        >>> handle = pp.keep_zeros(model, optimizer)
+        >>> torch.nn.functional.cross_entropy(model(x), y).backward()
+        >>> optimizer.step()
+        >>> round(pp.sparsity(model), 3)
+        0.9
+    """
+    across_model(model)
+    refuse_carried(model)
+    _note_zeros(model)
+    stepper = Stepper(model, None, clean=True)
+    stepper.show(None)
+
+    def after(optimizer: Optimizer) -> None:
+        stepper.settle()
+        stepper.show(None)
+
+    carrier = Carrier(stepper, before=lambda _: None, after=after, optimizer=optimizer)
+    if not carrier.holds(optimizer):
+        carrier.remove()
+        names = ", ".join(stepper.subject.names[:3])
+        raise ValueError(
+            f"the {type(optimizer).__name__} moves none of the pruned weights ({names}); make it from this model's "
+            "parameters"
+        )
+    clear_states_(optimizer, stepper.subject.pairs)
+    return carrier
+
+
+def _note_zeros(model: nn.Module) -> None:
+    """Sees to it that the model has a mask, and that the mask is true."""
+    if weights.masked(model):
+        revived = weights.revived(model)
+        if revived:
+            raise ValueError(f"{revived}, so that there is nothing to keep; call pp.apply_mask(model, mask) first")
+        return
+    mask = {name: weight.detach() != 0 for name, weight in weights.prunable(model).items()}
+    if masks.kept(mask) == sum(keep.numel() for keep in mask.values()):
+        raise ValueError(
+            f"{type(model).__name__} has no zeros to keep among its {masks.kept(mask):,} weights; prune it first, or "
+            "load a sparse state dict"
+        )
+    weights.apply_mask(model, mask)

@@ -1,0 +1,713 @@
+"""A user's own loop with a Pruner ends as the method's own function does, whatever else the loop contains."""
+
+import copy
+import gc
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import pacprune as pp
+from pacprune.data.batches import portions
+from pacprune.masking import weights
+from pacprune.methods.table import METHODS
+from pacprune.training.step import _order
+
+CARRIED = [name for name, row in METHODS.items() if row.begin is not None]
+MOVING = [name for name in CARRIED if name != "osp"]
+G = torch.Generator().manual_seed(0)
+X = torch.randn(192, 20, generator=G)
+Y = (X[:, :5].argmax(1) + (X[:, 5] > 0)) % 5
+CONFIG = pp.Config(epochs=6, lr=0.125, batch_size=32)
+"""36 steps, at a rate that float32 holds exactly."""
+STEPS = 36
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(20, 24), nn.ReLU(), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 5))
+
+
+def batches(*, parts: int = 1) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The batches of `fit`, each in so many micro-batches."""
+    for epoch in range(CONFIG.epochs):
+        for index in portions(_order(len(X), 0, epoch), CONFIG.batch_size):
+            yield list(zip(X[index].chunk(parts), Y[index].chunk(parts), strict=True))
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    """The optimiser of CONFIG, by the kernel that `fit` calls."""
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.125, "momentum": 0.9, "fused": True, **options})
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def pruned_in_a_loop(
+    model: nn.Module,
+    *,
+    parts: int = 1,
+    clip: float | None = None,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    **options: Any,
+) -> pp.Pruned:
+    pruner = pp.Pruner(model, steps=STEPS, **{"sparsity": 0.8, **options})
+    optimizer = make(model)
+    for batch in batches(parts=parts):
+        for x, y in batch:
+            (loss_of(model, x, y) / parts).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+    return pruner.finish()
+
+
+def by_verb(method: str, model: nn.Module, config: pp.Config = CONFIG, **options: Any) -> pp.Pruned:
+    row = METHODS[method]
+    return row.verb(model, (X, Y), config, **{"sparsity": 0.8, **row.options, **options})
+
+
+def equal(first: nn.Module, second: nn.Module) -> bool:
+    return all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
+
+
+def zeros(model: nn.Module) -> int:
+    return sum(int((w == 0).sum()) for w in pp.prunable(model).values())
+
+
+TOTAL = 20 * 24 + 24 * 16 + 16 * 5
+KEPT = round(0.2 * TOTAL)
+
+
+# --- The same weights as the method's own function.
+
+
+@pytest.mark.parametrize("method", CARRIED)
+def test_a_loop_of_ones_own_ends_with_the_same_weights(method: str) -> None:
+    first, second = net(), net()
+    reference, result = by_verb(method, first), pruned_in_a_loop(second, method=method)
+    assert equal(first, second)
+    assert all(torch.equal(keep, result.mask[name]) for name, keep in reference.mask.items())
+    assert zeros(second) == TOTAL - KEPT
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("pft", {"criterion": "random"}),
+        ("pft", {"mask_share": 0.5}),
+        ("pft", {"min_per_layer": 30}),
+        ("pft", {"pattern": "2:4", "sparsity": None}),
+        ("gmp", {"mask_share": 0.7}),
+        ("gmp", {"pattern": "2:4", "sparsity": None}),
+        ("osp", {"criterion": "random"}),
+        ("osp", {"pattern": "1:4", "sparsity": None}),
+        ("pft", {"prunable": lambda model: {"0.weight": model[0].weight}, "sparsity": 0.4}),
+    ],
+    ids=str,
+)
+def test_options_mean_what_they_mean_to_the_method(method: str, options: dict[str, Any]) -> None:
+    first, second = net(), net()
+    by_verb(method, first, **options)
+    pruned_in_a_loop(second, method=method, **options)
+    assert equal(first, second)
+
+
+def test_the_rate_of_the_offsets_is_a_setting() -> None:
+    first, second, third = net(), net(), net()
+    by_verb("pft", first, pp.Config(epochs=6, lr=0.125, batch_size=32, gate_lr=4.0))
+    pruned_in_a_loop(second, gate_lr=4.0)
+    pruned_in_a_loop(third)
+    assert equal(first, second)
+    assert not equal(second, third)
+
+
+def test_adamw_and_its_decay() -> None:
+    config = pp.Config(epochs=6, lr=2**-7, batch_size=32, optimizer="adamw", weight_decay=0.125)
+    first, second = net(), net()
+    by_verb("pft", first, config)
+    make = lambda model: torch.optim.AdamW(model.parameters(), lr=2**-7, weight_decay=0.125, fused=True)  # noqa: E731
+    pruned_in_a_loop(second, make=make)
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize("method", ["pft", "gmp"])
+def test_clipping_sees_the_gradients_of_what_is_trained(method: str) -> None:
+    first, second, third = net(), net(), net()
+    by_verb(method, first, pp.Config(epochs=6, lr=0.125, batch_size=32, clip=0.25))
+    pruned_in_a_loop(second, method=method, clip=0.25)
+    pruned_in_a_loop(third, method=method)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert not equal(second, third)
+
+
+def test_the_offsets_follow_the_schedule_of_the_weights() -> None:
+    first, second = net(), net()
+    config = pp.Config(epochs=6, lr=0.125, batch_size=32, schedule="cosine")
+    by_verb("pft", first, config)
+    pruner, optimizer = pp.Pruner(second, sparsity=0.8, steps=STEPS), sgd(second)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step / STEPS))
+    for ((x, y),) in batches():
+        loss_of(second, x, y).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        pruner.step()
+    pruner.finish()
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "factor"),
+    [
+        ({"lr": 0.05, "initial_lr": 0.1}, 0.5),
+        ({"lr": 0.05, "initial_lr": 0.01, "max_lr": 0.1}, 0.5),
+        ({"lr": 0.05}, 1.0),
+        ({"lr": 0.0, "initial_lr": 0.0}, 1.0),
+    ],
+)
+def test_the_largest_rate_is_that_of_the_scheduler_or_of_the_loop(groups: dict[str, float], factor: float) -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5), sgd(model)
+    optimizer.param_groups[0].update(groups)
+    assert pruner._factor(optimizer) == factor
+    if "initial_lr" not in groups:  # a loop that sets its rates itself
+        optimizer.param_groups[0]["lr"] = 0.01
+        assert pruner._factor(optimizer) == pytest.approx(0.2)
+
+
+# --- What loops contain.
+
+
+def test_micro_batches_add_up() -> None:
+    first, second = net(), net()
+    by_verb("pft", first, pp.Config(epochs=6, lr=0.125, batch_size=32, accumulate=4))
+    pruned_in_a_loop(second, parts=4)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_two_backward_passes_are_those_of_their_sum(set_to_none: bool) -> None:
+    model, twin = net(), net()
+    pruners = [pp.Pruner(m, sparsity=0.8, steps=5) for m in (model, twin)]
+    optimizers = [sgd(m) for m in (model, twin)]
+    for _ in range(4):  # until weights are below the threshold
+        for m, optimizer, pruner in zip((model, twin), optimizers, pruners, strict=True):
+            (400 * loss_of(m, X, Y)).backward()  # so long that the limit cuts it
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            pruner.step()
+            with torch.no_grad():
+                torch.testing.assert_close(m[0].weight, model[0].weight)
+    loss_of(model, X, Y).backward()
+    optimizers[0].zero_grad(set_to_none=set_to_none)  # a batch that the loop throws away
+    (400 * loss_of(model, X[:64], Y[:64])).backward()
+    (400 * loss_of(model, X[64:], Y[64:])).backward()
+    (400 * (loss_of(twin, X[:64], Y[:64]) + loss_of(twin, X[64:], Y[64:]))).backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert a.grad is not None
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+    offsets = [list(weights.learned(m).values()) for m in (model, twin)]
+    for a, b in zip(*offsets, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+
+
+def scaled_loop(model: nn.Module, scaler: torch.amp.GradScaler | None, *, fused: bool, bad: int = -1) -> pp.Pruner:
+    pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS, scaler=scaler)
+    optimizer = sgd(model, fused=fused)
+    for number, ((x, y),) in enumerate(batches()):
+        loss = loss_of(model, x, y) * (torch.inf if number == bad else 1)
+        if scaler is None:
+            loss.backward()
+            if number != bad:
+                optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        pruner.step()
+    return pruner
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_changes_nothing(fused: bool) -> None:
+    first, second = net(), net()
+    scaled_loop(first, None, fused=fused).finish()
+    scaled_loop(second, torch.amp.GradScaler("cpu", init_scale=2.0**10), fused=fused).finish()
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skips_moves_nothing_but_the_schedule(fused: bool) -> None:
+    model = net()
+    pruner = scaled_loop(model, torch.amp.GradScaler("cpu", init_scale=2.0**10), fused=fused, bad=7)
+    assert pruner.steps_done == STEPS
+    assert zeros(pruner.finish().model) == TOTAL - KEPT
+    assert pp.error(model, (X, Y)) < 0.5
+
+
+def test_a_scaler_that_the_pruner_does_not_know_is_noticed() -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu")
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5), sgd(model)
+    scaler.scale(loss_of(model, X, Y)).backward()
+    with pytest.raises(ValueError, match=r"a GradScaler scales .* pp\.Pruner\(\.\.\., scaler=scaler\)"):
+        scaler.step(optimizer)
+    assert pruner.steps_done == 0
+
+
+def test_autocast() -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=STEPS), sgd(model)
+    for ((x, y),) in batches():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+    assert zeros(pruner.finish().model) == TOTAL - KEPT
+    assert pp.error(model, (X, Y)) < 0.6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", CARRIED)
+@pytest.mark.parametrize("fused", [False, True])
+def test_half_precision_on_a_gpu(method: str, fused: bool) -> None:
+    model, scaler = net().cuda(), torch.amp.GradScaler("cuda")
+    pruner, optimizer = (
+        pp.Pruner(model, sparsity=0.8, steps=STEPS, method=method, scaler=scaler),
+        sgd(model, fused=fused),
+    )
+    for ((x, y),) in batches():
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_of(model, x.cuda(), y.cuda())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        pruner.step()
+    result = pruner.finish()
+    assert sum(int(keep.sum()) for keep in result.mask.values()) == KEPT
+    assert zeros(result.model) >= TOTAL - KEPT
+    assert pp.error(model, (X, Y)) < 0.6
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, body: nn.Sequential, reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.reentrant = body, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.body[:2], self.body[2:]
+        return checkpoint(last, first(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    first, second = net(), net()
+    pruned_in_a_loop(first)
+    pruned_in_a_loop(Checkpointed(second, reentrant))
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_torch_compile() -> None:
+    first, second = net(), net()
+    pruned_in_a_loop(first)
+    result = pruned_in_a_loop(torch.compile(second, backend="aot_eager"))
+    assert result.model is second
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_an_average_of_weights_is_that_of_the_network() -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=STEPS), sgd(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    mean = [p.detach().clone() for p in model.parameters()]
+    for ((x, y),) in batches():
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        average.update_parameters(model)  # before pruner.step(), as it may come
+        optimizer.zero_grad()
+        pruner.step()
+        first = int(average.n_averaged) == 1
+        mean = [
+            p.detach().clone() if first else m.lerp(p.detach(), 0.5)
+            for m, p in zip(mean, model.parameters(), strict=True)
+        ]
+        for a, b in zip(average.parameters(), mean, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    result = pruner.finish()
+    pp.apply_mask(average.module, result.mask)  # weights that were kept at some time are not zero in a mean
+    assert zeros(average.module) == TOTAL - KEPT
+    assert pp.error(average.module, (X, Y)) < 0.6
+
+
+def test_a_closure_is_called_on_the_network() -> None:
+    first, second = net(), net()
+    pruned_in_a_loop(first)
+    pruner, optimizer = pp.Pruner(second, sparsity=0.8, steps=STEPS), sgd(second)
+    for number, ((x, y),) in enumerate(batches()):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(second, x, y)
+            loss.backward()
+            return loss
+
+        assert (optimizer.step(closure) if number % 2 else optimizer.step(closure=closure)) is not None
+        pruner.step()
+    pruner.finish()
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize("method", ["pft", "osp"])
+def test_lbfgs(method: str) -> None:
+    model = net()
+    pruner = pp.Pruner(model, sparsity=0.8, steps=4, method=method)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    counts = []
+    for _ in range(4):
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, X, Y)
+            loss.backward()
+            counts.append(zeros(model))
+            return loss
+
+        optimizer.step(closure)
+        pruner.step()
+    assert zeros(pruner.finish().model) == TOTAL - KEPT
+    assert method == "pft" or set(counts) == {TOTAL - KEPT}
+
+
+def test_two_optimisers_share_the_weights() -> None:
+    model = net()
+    optimizers = [sgd(model[:2]), torch.optim.AdamW(model[2:].parameters(), lr=0.01)]  # made before the pruner
+    pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS)
+    for ((x, y),) in batches():
+        loss_of(model, x, y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pruner.step()
+    assert zeros(pruner.finish().model) == TOTAL - KEPT
+    assert pp.error(model, (X, Y)) < 0.6
+
+
+def test_an_optimiser_of_something_else_is_left_alone() -> None:
+    model, other = net(), net(1)
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=3), sgd(other)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss_of(other, X, Y).backward()
+    optimizer.step()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert pruner.steps_done == 0
+
+
+# --- The network at every moment.
+
+
+@pytest.mark.parametrize("method", MOVING)
+def test_the_network_has_its_zeros_outside_of_the_optimisers_step(method: str) -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=STEPS, method=method), sgd(model)
+    inside: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: inside.append(zeros(model)))
+    sparsities = []
+    for ((x, y),) in batches():
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        after = pruner.sparsity
+        optimizer.zero_grad()
+        pruner.step()
+        assert pruner.sparsity == after == pp.sparsity(model)
+        sparsities.append(after)
+    assert sparsities[-1] == pytest.approx(0.8, abs=1e-3)
+    assert sparsities == sorted(sparsities)
+    if method in ("pft", "feather"):
+        assert set(inside) == {0}
+    assert [name for name, _ in model.named_parameters()] == list(dict(net().named_parameters()))
+
+
+def test_a_final_mask_stays_and_dead_weights_have_no_state() -> None:
+    model = net()
+    pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS, mask_share=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    masks = []
+    for ((x, y),) in batches():
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+        masks.append(torch.cat([(w != 0).flatten() for w in pp.prunable(model).values()]))
+    assert all(torch.equal(mask, masks[-1]) for mask in masks[STEPS // 2 :])
+    result = pruner.finish()
+    for name, keep in result.mask.items():
+        state = optimizer.state[model.get_parameter(name)]
+        assert not (state["exp_avg"] * ~keep).any()
+        assert not (state["exp_avg_sq"] * ~keep).any()
+
+
+def test_every_optimiser_forgets_dead_weights() -> None:
+    model = net()
+    optimizers = [sgd(model[:2]), sgd(model[2:])]
+    loss_of(model, X, Y).backward()
+    for optimizer in optimizers:
+        optimizer.step()  # which gathers momentum for all weights
+    pruner = pp.Pruner(model, sparsity=0.8, steps=2, method="osp")
+    loss_of(model, X, Y).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    pruner.step()
+    for weight in pp.prunable(model).values():
+        state = next(optimizer.state[weight] for optimizer in optimizers if weight in optimizer.state)
+        assert not state["momentum_buffer"][weight == 0].any()
+        assert state["momentum_buffer"].any()
+
+
+def test_a_pruner_says_where_it_stands() -> None:
+    model = net()
+    pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS, method="gmp")
+    assert repr(pruner) == "Pruner(Sequential, gmp, step 0 of 36, sparsity 0.0000 of 0.8)"
+
+
+def test_the_digits_are_learned_as_by_pft() -> None:
+    split = pp.data.digits(seed=0)
+    x, y = split.train.x, split.train.y
+    first, second = pp.models.mlp(64, hidden=[48], seed=0), pp.models.mlp(64, hidden=[48], seed=1)
+    pp.pft(first, (x, y), pp.Config(epochs=12, lr=0.1), sparsity=0.95)
+    generator = torch.Generator().manual_seed(5)
+    pruner = pp.Pruner(second, sparsity=0.95, steps=12 * 11)
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(12):
+        for index in torch.randperm(len(x), generator=generator)[: 11 * 128].split(128):
+            loss_of(second, x[index], y[index]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            pruner.step()
+    second = pruner.finish().model
+    errors = [pp.error(model, split.test) for model in (first, second.eval())]
+    # Of 360 images: three standard deviations of the difference of two shares of one in twelve.
+    assert abs(errors[0] - errors[1]) < 3 * (2 * 0.08 * 0.92 / 360) ** 0.5
+    assert max(errors) < 0.15
+
+
+# --- Runs that go on.
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [*((name, {}) for name in CARRIED), ("pft", {"criterion": "random"}), ("pft", {"mask_share": 0.4})],
+    ids=str,
+)
+@pytest.mark.parametrize("stop", [7, 23, STEPS])
+def test_a_run_that_goes_on_ends_the_same(method: str, options: dict[str, Any], stop: int) -> None:
+    def new() -> tuple[nn.Module, pp.Pruner, torch.optim.Optimizer]:
+        model = net()
+        pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS, method=method, **options)
+        return model, pruner, sgd(model)
+
+    def train(model: nn.Module, pruner: pp.Pruner, optimizer: torch.optim.Optimizer, first: int, end: int) -> None:
+        for ((x, y),) in list(batches())[first:end]:
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            pruner.step()
+
+    whole, pruner, optimizer = new()
+    train(whole, pruner, optimizer, 0, stop)
+    shown = copy.deepcopy(whole.state_dict())
+    file = io.BytesIO()
+    torch.save([whole.state_dict(), optimizer.state_dict(), pruner.state_dict()], file)
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in shown.items())  # looking changes nothing
+    train(whole, pruner, optimizer, stop, STEPS)
+    pruner.finish()
+
+    model, pruner, optimizer = new()
+    states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    for owner, state in zip((model, optimizer, pruner), states, strict=True):
+        owner.load_state_dict(state)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in shown.items())
+    train(model, pruner, optimizer, stop, STEPS)
+    pruner.finish()
+    assert equal(whole, model)
+
+
+def test_a_state_of_another_pruner_is_refused() -> None:
+    state = pp.Pruner(net(), sparsity=0.8, steps=9).state_dict()
+    with pytest.raises(ValueError, match="the state has steps 9, this pruner 8; make it like the first one"):
+        pp.Pruner(net(), sparsity=0.8, steps=8).load_state_dict(state)
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=9), sgd(model)
+    loss_of(model, X, Y).backward()
+    optimizer.step()
+    pruner.step()
+    with pytest.raises(ValueError, match="this pruner has taken 1 steps; load the state into a new one"):
+        pruner.load_state_dict(state)
+
+
+# --- What is refused, and what is let go.
+
+
+def refused(match: str, act: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=match) as error:
+        act()
+    assert "\n" not in str(error.value)
+
+
+def test_requests_that_cannot_be_met() -> None:
+    model = net()
+    attached = pp.attach(net(), pp.isotropic(net(), sparsity=0.5))
+    refused("has a stochastic mask", lambda: pp.Pruner(attached, sparsity=0.8, steps=3))
+    refused("has nothing to prune", lambda: pp.Pruner(nn.BatchNorm1d(3), sparsity=0.8, steps=3))
+    refused("steps is 0; it must be a whole number of at least 1", lambda: pp.Pruner(model, sparsity=0.8, steps=0))
+    refused("steps is 2.5; it must be", lambda: pp.Pruner(model, sparsity=0.8, steps=2.5))  # type: ignore[arg-type]
+    refused("neither a sparsity nor a pattern", lambda: pp.Pruner(model, steps=3))
+    refused("method 'best' is unknown; use one of osp", lambda: pp.Pruner(model, sparsity=0.8, steps=3, method="best"))
+    refused("imp trains in a loop of its own: pp.imp", lambda: pp.Pruner(model, sparsity=0.8, steps=3, method="imp"))
+    refused(
+        "criterion is 'snip', .* gmp", lambda: pp.Pruner(model, sparsity=0.8, steps=3, method="gmp", criterion="snip")
+    )
+    refused("gate_lr is 1.0, .* gmp", lambda: pp.Pruner(model, sparsity=0.8, steps=3, method="gmp", gate_lr=1.0))
+    refused("mask_share is 0.5, .* osp", lambda: pp.Pruner(model, sparsity=0.8, steps=3, method="osp", mask_share=0.5))
+    refused("the criterion snip reads data", lambda: pp.Pruner(model, sparsity=0.8, steps=3, criterion="snip"))
+    refused("mask_share is 2", lambda: pp.Pruner(model, sparsity=0.8, steps=3, mask_share=2.0))
+    pp.Pruner(model, sparsity=0.8, steps=3, criterion="snip", data=(X, Y))
+
+
+def test_a_criterion_of_ones_own_needs_no_data() -> None:
+    model = net()
+    pruner = pp.Pruner(
+        model,
+        sparsity=0.8,
+        steps=1,
+        method="osp",
+        criterion=lambda model, data: {name: -w.detach().abs() for name, w in pp.prunable(model).items()},
+    )
+    kept = torch.cat([w[w != 0].abs() for w in pp.prunable(model).values()])
+    assert kept.max() < torch.cat([w.abs().flatten() for w in pp.prunable(net()).values()]).median()
+    assert pruner.sparsity == pytest.approx(0.8, abs=1e-3)
+
+
+def test_steps_that_do_not_fit_together() -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=2), sgd(model)
+    refused("no optimiser has moved the pruner's weights since its step 0", pruner.step)
+    refused("finish comes after 0 of 2 steps, .* sparsity 0 of 0.8; take all steps", pruner.finish)
+    loss_of(model, X, Y).backward()
+    optimizer.step()
+    refused("the SGD takes a second step after step 1 of the pruner; call pruner.step", optimizer.step)
+    pruner.step()
+    optimizer.step()
+    pruner.step()
+    refused("the pruner was made for 2 steps, and this is one more", optimizer.step)
+    assert pruner.finish() is pruner.finish()
+    refused("no optimiser has moved the pruner's weights", pruner.step)
+    optimizer.step()  # let go
+
+
+def test_an_early_end_is_one_after_the_schedule() -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=10), sgd(model)
+    for number in range(6):
+        loss_of(model, X, Y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+        if number < 4:
+            refused("finish comes after", pruner.finish)
+    assert zeros(pruner.finish().model) == TOTAL - KEPT
+
+
+def test_a_model_that_changes_under_the_pruner() -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5), sgd(model)
+    refused("a Pruner moves the mask of this Sequential", lambda: pp.Pruner(model, sparsity=0.5, steps=5))
+    refused("a Pruner moves the mask", lambda: pp.fit(model, (X, Y), pp.Config(epochs=1)))
+    refused("a Pruner moves the mask", lambda: pp.osp(model, (X, Y), pp.Config(epochs=1), sparsity=0.5))
+    refused("a Pruner moves the mask", lambda: pp.keep_zeros(model, optimizer))
+    pp.fit(copy.deepcopy(model), (X, Y), pp.Config(epochs=1))
+    loss_of(model, X, Y).backward()
+    kept = model[2].weight
+    model[2].weight = nn.Parameter(kept.detach().clone())
+    refused("2.weight is another parameter than when the pruner was made", optimizer.step)
+    model[2].weight = kept
+    pp.apply_mask(model, {"0.weight": torch.ones_like(model[0].weight, dtype=torch.bool)})
+    refused("the model has another mask than that of its pruner", optimizer.step)
+    assert pruner.steps_done == 0
+
+
+def test_weights_that_move_to_other_memory() -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5), sgd(model)
+    model.double()
+    refused("0.weight has moved to other memory", optimizer.step)
+    assert pruner.steps_done == 0
+
+
+def test_weights_that_no_optimiser_has() -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5), sgd(model[:2])
+    loss_of(model, X, Y).backward()
+    optimizer.step()
+    refused("2.weight is to be pruned, but no optimiser that took a step has it", pruner.step)
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5), sgd(model)
+    (loss_of(model, X, Y) * torch.nan).backward()
+    refused("0.weight has NaN or infinite weights after step 1 of 5; use a smaller learning rate", optimizer.step)
+    assert pruner.steps_done == 0
+
+
+def test_a_pruner_that_nobody_holds_lets_go() -> None:
+    from torch.optim import optimizer as torch_optimizer
+
+    hooks = torch_optimizer._global_optimizer_pre_hooks
+    gc.collect()
+    before = len(hooks)
+    model = net()
+    pruner = pp.Pruner(model, sparsity=0.8, steps=5)
+    assert len(hooks) == before + 1
+    del pruner
+    assert len(hooks) == before
+    pp.Pruner(model, sparsity=0.8, steps=5)
+
+
+def test_what_a_loop_trained_on_is_not_known_to_a_certificate() -> None:
+    split = pp.data.digits(prior_fraction=0.5, seed=0)
+    model = pp.models.mlp(64, hidden=[16])
+    pp.fit(model, split.prior, pp.Config(epochs=1))
+    pp.certify_held_out(model, split, delta=0.05)
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=2), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss_of(model, split.bound.x, split.bound.y).backward()
+        optimizer.step()
+        pruner.step()
+    pruner.finish()
+    with pytest.raises(ValueError, match="something other than pacprune"):
+        pp.certify_held_out(model, split, delta=0.05)
