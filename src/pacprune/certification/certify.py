@@ -93,7 +93,7 @@ def certify(
         tolerance: Sampling stops when the Monte-Carlo slack is at most this. None is 0.001, or 0.1/sqrt(n) where that
             is more, since n examples cannot tell finer.
         draws: The most networks to draw of each of P and Q.
-        name: Which of pacprune's models it is ("mlp"), so that verifiers can build it; None for a model of one's own.
+        name: Which network it is, for verifiers: one of pacprune's models ("mlp"), or package.module:factory; or None.
         declare: What shaped the prior, where pacprune cannot trace it to split.prior, in one sentence. The
             certificate's own sentence quotes it.
         commitment: What `pp.commit` sealed before Q was trained, with Q sealed by its `sealed`; the settings here must
@@ -156,7 +156,7 @@ def certify_held_out(
         split: The split whose `bound` examples the network has not seen.
         delta: Probability with which the certificate may fail, such as 0.05.
         certified: How many networks this one may be chosen among; delta is divided by it.
-        name: Which of pacprune's models it is ("mlp"), so that verifiers can build it; None for a model of one's own.
+        name: Which network it is, for verifiers: one of pacprune's models ("mlp"), or package.module:factory; or None.
         declare: What shaped the network, where pacprune cannot trace it to split.prior, in one sentence. The
             certificate's own sentence quotes it.
 

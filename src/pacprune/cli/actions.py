@@ -25,6 +25,7 @@ from pacprune.cli.console import (
 )
 from pacprune.cli.progress import progress_bars
 from pacprune.data import datasets, download
+from pacprune.data.own import FORMS
 from pacprune.deploy.export import FORMATS
 from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS, pruning_methods
@@ -137,6 +138,9 @@ def certify(
 
 def verify(
     folder: Annotated[Path, typer.Argument(help="Folder of a certificate, or of its run; or its certificate.json.")],
+    data: Annotated[
+        str | None, typer.Option(help=f"The data, if they are not one of pacprune: {FORMS}; implies --recount.")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files; implies --recount.")] = None,
     recount: Annotated[
         bool, typer.Option("--recount", help="With the data: make the split again, count the networks' errors again.")
@@ -173,11 +177,11 @@ def verify(
         place = store.certificate(folder)
         if data_dir is not None:
             store.check_folder(data_dir, "the data files")
-        network = commands.model_of(model) if model else None
         with progress_bars() as progress:
             report = audit.verify(
                 place,
-                model=network,
+                data=data,
+                model=model,
                 data_dir=data_dir,
                 recount=recount,
                 replay=replay,

@@ -1,8 +1,8 @@
 """The commands of METHODS: from options to a finished run folder."""
 
 import copy
-import importlib
-import sys
+import hashlib
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -147,12 +147,22 @@ def store_outcomes(options: Options, outcomes: list[Outcome], split: Split, fold
         "total": total,
         "test_error": last.test_error,
         "dense_error": outcomes[0].test_error if options.dense_epochs else None,
+        "input": {"shape": list(split.train.x.shape[1:]), "dtype": str(split.train.x.dtype).removeprefix("torch.")},
+        "classes": split.classes,
+        "files": split.files,
+        "architecture": architecture(last.model),
     }
     if last.certificate:
         numbers |= save_certificate(folder, last.certificate)
         numbers["expected_sparsity"] = last.sparsity
         numbers["thresholded_error"] = error(last.model, split.test)
     return numbers
+
+
+def architecture(model: nn.Module) -> str:
+    """SHA-256 of the names, types and shapes in the state dict: a factory that changed makes another one."""
+    tensors = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in model.state_dict().items()]
+    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
 
 
 def save_certificate(folder: Path, certificate: Certificate) -> dict[str, Any]:
@@ -284,24 +294,6 @@ def check_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"the device {name!r} cannot be used here ({reason}); use --device cpu") from None
-
-
-def model_of(spelled: str) -> nn.Module:
-    """The network that package.module:factory makes; the module may lie in the current folder."""
-    module, _, factory = spelled.partition(":")
-    sys.path.insert(0, "")
-    try:
-        model = getattr(importlib.import_module(module), factory)()
-    except Exception as error:  # the user's code may raise anything
-        raise ValueError(
-            f"the model {spelled!r} cannot be made ({type(error).__name__}: {error}); "
-            "give package.module:factory, a function without arguments"
-        ) from error
-    finally:
-        sys.path.remove("")
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{spelled} made a {type(model).__name__}; it must make a torch.nn.Module")
-    return model
 
 
 def rehearse(options: Options, model: nn.Module, split: Split) -> None:
