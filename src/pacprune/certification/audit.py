@@ -141,7 +141,8 @@ def _skeleton(cert: Certificate, split: Split, model: nn.Module | Callable[[], n
     if model is None:
         model = cert.record["model"]
         if model not in models.NAMES:
-            known = f"{model}, which pacprune does not have" if model else "not named in the certificate"
+            unnamed = "not named in the certificate (name= when it was issued)"
+            known = f"{model}, which pacprune does not have" if model else unnamed
             raise ValueError(f"the certified network is {known}; give it as model= (--model package.module:factory)")
     if isinstance(model, str):
         model = models.build(model, split)
