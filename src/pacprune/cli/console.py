@@ -36,7 +36,7 @@ def user_errors() -> Iterator[None]:
     except (ValueError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.filename:
-            message = f"{error.filename} cannot be read or written ({error.strerror}); choose another place"
+            message = f"{error.filename} cannot be read or written ({error.strerror or error}); choose another place"
         typer.echo("pacprune: error: " + printable(" ".join(message.split())), err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

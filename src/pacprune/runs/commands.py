@@ -5,7 +5,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,8 @@ from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.masks import top_k
 from pacprune.masking.spikeslab import block_isotropic
 from pacprune.methods.table import METHODS
+from pacprune.runs import locks, report, store
 from pacprune.runs import options as opt
-from pacprune.runs import report, store
 from pacprune.runs.options import Certifying, Options, Pruning
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error
@@ -90,31 +90,60 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
     if previous is not None:
         ranks.on_rank0(lambda: store.drop_checkpoints(folder))
         return previous
-    existed, was_begun = ranks.on_rank0(lambda: (folder.exists(), (folder / "config.toml").exists()))
-    try:
-        # The networks for the digits are so small that a second thread costs time.
-        with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
-            begin = partial(store.begin, folder, command, options)
-            numbers = work(options, lambda: ranks.on_rank0(begin), progress)
-    except Sealed as stop:
-        commitment = stop.commitment
-        ranks.on_rank0(lambda: commitment.save(folder))  # where it stays when the run is finished
-        seals = [commitment.digest] + ([] if commitment.posterior is None else [commitment.seal])
-        return {"command": command, "folder": str(folder), "seals": seals, "source": commitment.source}
-    except ValueError:
-        # The same input fails the same way, so this folder is not worth keeping, unless something was trained.
-        if not was_begun and ranks.rank() == 0:
-            store.clear(folder, keep=existed)
-        raise
-    common = {"command": command, "folder": str(folder), "version": __version__, "torch": torch.__version__}
-    result = common | opt.identity(options) | numbers
+    with _held(folder, command, options) as begin:
+        try:
+            # The networks for the digits are so small that a second thread costs time.
+            with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
+                numbers = work(options, begin, progress)
+        except Sealed as stop:
+            commitment = stop.commitment
+            ranks.on_rank0(lambda: commitment.save(folder))  # where it stays when the run is finished
+            seals = [commitment.digest] + ([] if commitment.posterior is None else [commitment.seal])
+            return {"command": command, "folder": str(folder), "seals": seals, "source": commitment.source}
+        common = {"command": command, "folder": str(folder), "version": __version__, "torch": torch.__version__}
+        result = common | opt.identity(options) | numbers
 
-    def finish() -> None:
-        report.write(folder, result)
-        store.finish(folder, result)
+        def finish() -> None:
+            report.write(folder, result)
+            store.finish(folder, result)
 
-    ranks.on_rank0(finish)
+        ranks.on_rank0(finish)
     return result
+
+
+@contextmanager
+def _held(folder: Path, command: str, options: Any) -> Iterator[Callable[[], Path]]:
+    """A function that makes the run folder; from then on to the end of the block no other process works in it.
+
+    The folder is deleted if the input turns out to be bad, unless something was trained.
+    """
+    existed, was_begun = ranks.on_rank0(lambda: (folder.exists(), (folder / store.CONFIG).exists()))
+    is_ours = False
+    with ExitStack() as lock:
+
+        def begin() -> Path:
+            nonlocal is_ours
+            if not was_begun:
+                store.begin(folder, command, options)
+                lock.enter_context(locks.alone(folder))
+                if (folder / "result.json").exists():
+                    raise ValueError(f"another process has just finished the run in {folder}; ask for it again")
+                is_ours = True
+            return folder
+
+        if was_begun:
+            ranks.on_rank0(lambda: lock.enter_context(locks.alone(folder)))
+        try:
+            yield lambda: ranks.on_rank0(begin)
+        except ValueError:
+            # The same input fails the same way, so this folder is not worth keeping, unless something was trained.
+            if is_ours:
+                store.clear(folder, keep=existed)
+            raise
+        except OSError as error:
+            if error.errno is not None and error.filename is None:  # such as that of a full disk
+                error.filename = str(folder)
+            raise
 
 
 def single(
