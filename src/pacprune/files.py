@@ -5,9 +5,10 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # commands that compute nothing write files, too
+    from torch import Tensor
 
 
 def write_atomically(path: Path, content: bytes, *, replace: bool = True) -> None:
@@ -46,11 +47,13 @@ def _name_once(part: Path, path: Path) -> None:
         part.replace(path)
 
 
-def digest(*parts: Mapping[str, Tensor], rows: Callable[[Tensor], Tensor] | None = None) -> str:
+def digest(*parts: Mapping[str, "Tensor"], rows: "Callable[[Tensor], Tensor] | None" = None) -> str:
     """SHA-256 over names, types, shapes and bytes of tensors, part after part, each in its order.
 
     Of a tensor that is spread over ranks, `rows` gives the rows whose bytes count; the shape is that of the whole.
     """
+    import torch
+
     sha = hashlib.sha256()
     for part in parts:
         for name, tensor in part.items():

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -13,6 +13,12 @@ def extra(name: str, group: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(f'{name} cannot be imported ({error}); pip install "pacprune[{group}]"') from None
+
+
+def function(spelled: str) -> Callable[..., Any]:
+    """The function or class at package.module:name."""
+    module, _, name = spelled.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def call(spelled: str, offers: Mapping[str, Any], *, what: str) -> Any:
@@ -32,11 +38,10 @@ def call(spelled: str, offers: Mapping[str, Any], *, what: str) -> Any:
     Raises:
         ValueError: If there is no such function, or it fails.
     """
-    module, _, attribute = spelled.partition(":")
     sys.path.insert(0, "")
     try:
-        function = getattr(importlib.import_module(module), attribute)
-        return function(**{name: offers[name] for name in inspect.signature(function).parameters if name in offers})
+        maker = function(spelled)
+        return maker(**{name: offers[name] for name in inspect.signature(maker).parameters if name in offers})
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise ValueError(
             f"the {what} {spelled!r} cannot be made ({type(error).__name__}: {error}); give package.module:function, "

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from pacprune import bounds, models, philox
 from pacprune.bounds import Ledger, montecarlo
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import bounds_table, certify, decode, drawn_networks, rules
 from pacprune.certification import verify as arithmetic
-from pacprune.certification.certificate import RECORD, Certificate, rounded_up
+from pacprune.certification.certificate import RECORD, Certificate
 from pacprune.certification.drawn_networks import Counts
 from pacprune.certification.record import BoundEntry, PacBayesRecord
 from pacprune.certification.verify import Report

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from pacprune import bounds
 from pacprune._version import __version__
 from pacprune.bounds import Ledger
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import bounds_table, drawn_networks, rules, tries
 from pacprune.certification.bounds_table import BOUNDS, RISK_BOUNDS
-from pacprune.certification.certificate import Certificate, percent, rounded_down, rounded_up
+from pacprune.certification.certificate import Certificate, percent, rounded_down
 from pacprune.certification.commitment import Commitment, plan_of, split_hashes
 from pacprune.certification.drawn_networks import Counts
 from pacprune.certification.record import (

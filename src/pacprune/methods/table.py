@@ -7,19 +7,10 @@ types and defaults are those of the signature, their help is the first sentence 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from pacprune.methods.acdc import acdc
-from pacprune.methods.feather import feather
-from pacprune.methods.gradual import gmp
-from pacprune.methods.iterative import imp
-from pacprune.methods.l0 import l0
-from pacprune.methods.one_shot import osp
-from pacprune.methods.pbp import pbp
-from pacprune.methods.pft import pft
-from pacprune.methods.probmask import probmask
-from pacprune.methods.rigl import rigl
-from pacprune.methods.str_ import str_
+from pacprune import imports
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +18,8 @@ class Method:
     """One method, or one variant of it that tables and figures name apart.
 
     Args:
-        verb: The pipeline that runs it: (model, data, config, *, sparsity, seed, folder, progress, ...) -> Pruned.
+        pipeline: The verb, a function (model, data, config, *, sparsity, seed, folder, progress, ...) -> Pruned, or
+            where it lies: a list of methods is shown without torch.
         title: Its name in full.
         sentence: What is special about it; with the title it must fit in one line of `pacprune --help`.
         label: Its name in a figure's legend.
@@ -46,7 +38,7 @@ class Method:
         names_runs: Whether a run of the command with the same verb that was given its `options` is called by its name.
     """
 
-    verb: Callable[..., Any]
+    pipeline: Callable[..., Any] | str
     title: str
     sentence: str
     label: str
@@ -61,6 +53,11 @@ class Method:
     tunes_gates: bool = False
     certifies: bool = False
     names_runs: bool = True
+
+    @cached_property
+    def verb(self) -> Callable[..., Any]:
+        """The pipeline that runs it."""
+        return imports.function(self.pipeline) if isinstance(self.pipeline, str) else self.pipeline
 
     def takes(self, parameter: str) -> bool:
         """Whether the verb has such a parameter, say a criterion or a mask_share."""
@@ -77,7 +74,7 @@ def _rates(*best: float) -> dict[tuple[str, str], float]:
 # The colours of Okabe and Ito, and two more: a test sees to it that colour-blind readers can tell them apart.
 METHODS: dict[str, Method] = {
     "osp": Method(
-        osp,
+        "pacprune.methods.one_shot:osp",
         "One-shot pruning",
         "rank the weights once, drop the rest",
         "one-shot",
@@ -89,7 +86,7 @@ METHODS: dict[str, Method] = {
         examples=("--sparsity 0.95", "--data mnist --criterion snip --device cuda"),
     ),
     "pft": Method(
-        pft,
+        "pacprune.methods.pft:pft",
         "Probabilistic fine-tuning",
         "learn which weights to keep",
         "PFT",
@@ -102,7 +99,7 @@ METHODS: dict[str, Method] = {
         examples=("--sparsity 0.95", "--data cifar10 --device cuda --out runs/cifar"),
     ),
     "pft-coupled": Method(
-        pft,
+        "pacprune.methods.pft:pft",
         "Probabilistic fine-tuning by random masks",
         "keep probabilities tied to the weights' sizes",
         "PFT, random masks",
@@ -113,7 +110,7 @@ METHODS: dict[str, Method] = {
         tunes_gates=True,
     ),
     "pft-paper": Method(
-        pft,
+        "pacprune.methods.pft:pft",
         "Probabilistic fine-tuning, the paper's recipe",
         "start from the criterion's mask, without a budget",
         "PFT, the paper's recipe",
@@ -122,7 +119,7 @@ METHODS: dict[str, Method] = {
         options={"recipe": "paper"},
     ),
     "pft-still": Method(
-        pft,
+        "pacprune.methods.pft:pft",
         "Probabilistic fine-tuning without noise",
         "scale the weights instead of drawing masks",
         "PFT without noise",
@@ -133,7 +130,7 @@ METHODS: dict[str, Method] = {
         names_runs=False,
     ),
     "gmp": Method(
-        gmp,
+        "pacprune.methods.gradual:gmp",
         "Gradual magnitude pruning",
         "prune while training",
         "GMP",
@@ -146,7 +143,7 @@ METHODS: dict[str, Method] = {
         examples=("--sparsity 0.95", "--data fashion-mnist --device cuda"),
     ),
     "dpf": Method(
-        gmp,
+        "pacprune.methods.gradual:gmp",
         "Gradual pruning with feedback",
         "pruned weights can come back",
         "DPF",
@@ -161,7 +158,7 @@ METHODS: dict[str, Method] = {
         examples=("--sparsity 0.9",),
     ),
     "feather": Method(
-        feather,
+        "pacprune.methods.feather:feather",
         "Feather",
         "train all weights under a threshold",
         "Feather",
@@ -173,7 +170,7 @@ METHODS: dict[str, Method] = {
         examples=("--sparsity 0.95",),
     ),
     "acdc": Method(
-        acdc,
+        "pacprune.methods.acdc:acdc",
         "AC/DC",
         "dense and sparse phases take turns",
         "AC/DC",
@@ -185,7 +182,7 @@ METHODS: dict[str, Method] = {
         examples=("--sparsity 0.95 --rounds 4",),
     ),
     "rigl": Method(
-        rigl,
+        "pacprune.methods.rigl:rigl",
         "RigL",
         "small weights make room for new ones",
         "RigL",
@@ -197,7 +194,7 @@ METHODS: dict[str, Method] = {
         examples=("--sparsity 0.95", "--start random --dense-epochs 0 --epochs 40"),
     ),
     "str": Method(
-        str_,
+        "pacprune.methods.str_:str_",
         "Soft threshold reparameterisation",
         "layers learn thresholds",
         "STR",
@@ -208,7 +205,7 @@ METHODS: dict[str, Method] = {
         flags=("ramp", "min_per_layer"),
     ),
     "imp": Method(
-        imp,
+        "pacprune.methods.iterative:imp",
         "Iterative magnitude pruning",
         "prune and train again, in rounds",
         "IMP, rewinding",
@@ -221,7 +218,7 @@ METHODS: dict[str, Method] = {
         examples=("--sparsity 0.95 --rounds 4",),
     ),
     "l0": Method(
-        l0,
+        "pacprune.methods.l0:l0",
         "L0 regularisation",
         "hard-concrete gates at a price",
         "L0, hard concrete",
@@ -232,7 +229,7 @@ METHODS: dict[str, Method] = {
         rates=_rates(0.2, 0.2, 0.1, 0.2),
     ),
     "probmask": Method(
-        probmask,
+        "pacprune.methods.probmask:probmask",
         "ProbMask",
         "probabilities projected onto a budget",
         "ProbMask",
@@ -243,7 +240,7 @@ METHODS: dict[str, Method] = {
         flags=("mask_share", "min_per_layer"),
     ),
     "pbp": Method(
-        pbp,
+        "pacprune.methods.pbp:pbp",
         "PAC-Bayes pruning",
         "a certificate for new data",
         "PBP",

@@ -10,8 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from pacprune.bounds import Ledger
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification.bounds_table import BOUNDS
-from pacprune.certification.certificate import RECORD, Certificate, rounded_up
+from pacprune.certification.certificate import RECORD, Certificate
 from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS
 from pacprune.runs import options as opt
