@@ -122,10 +122,11 @@ def test_the_first_weights_follow_from_the_seed(factory: str) -> None:
 
 
 def test_a_factory_that_changed_is_noticed() -> None:
-    answer("osp", *OWN, *SHORT, "--out", "run")
+    answer("osp", *OWN, *SHORT, "--train-on", "prior", "--out", "run")
     Path("mine.py").write_text(CODE.replace("16", "17"))
     sys.modules.pop("mine")
-    assert "the network of mine:net is not that of run/model.safetensors" in refusal("export", "run")
+    for command in ("export", "profile", "certify"):
+        assert "the network that was built is not that of run/model.safetensors" in refusal(command, "run")
     result = store.result(Path("run"))
     _, model = commands.prepare(opt.Osp(data="mine:stripes", model="mine:net"))
     assert commands.architecture(model) != result["architecture"]

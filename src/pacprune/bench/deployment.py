@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.table import Table
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pacprune import models
@@ -43,13 +42,7 @@ def network(folder: Path) -> tuple[nn.Module, Tensor]:
     shape, dtype, classes = _sizes(folder, options.data, result)
     x = torch.randn(max(BATCHES), *shape, generator=torch.Generator().manual_seed(0))
     model = models.build_for(options.model, shape, classes)
-    try:
-        model.load_state_dict(load_file(path))
-    except RuntimeError as error:
-        raise ValueError(
-            f"the network of {options.model} is not that of {path} ({' '.join(str(error).split())[:200]}); give back "
-            "the factory as it was, or run the command again elsewhere"
-        ) from None
+    store.read_model(path, model)
     return model.eval(), x if dtype == "float32" else torch.zeros_like(x, dtype=getattr(torch, dtype))
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from pacprune import __version__, data, models
@@ -264,7 +263,7 @@ def certify(
             f"is left to certify it by; run pacprune {command} with --train-on prior"
         )
     split, model = prepare(replace(options, device=device))
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    store.read_model(folder / "model.safetensors", model)
     store.read_trace(folder, model)
     certificate = certify_held_out(model, split, delta=delta, certified=certified, name=options.model, declare=declare)
     place = folder / store.CERTIFICATE if out is None else out

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import nn
 
 from pacprune.certification import commitment
@@ -152,6 +152,17 @@ def write_model(path: Path, model: nn.Module) -> None:
     """The plain state dict, zeros included, as safetensors."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     write_atomically(path, save(state))
+
+
+def read_model(path: Path, model: nn.Module) -> None:
+    """Loads what `write_model` wrote into a network of the same shape."""
+    try:
+        model.load_state_dict(load_file(path))
+    except RuntimeError as error:
+        raise ValueError(
+            f"the network that was built is not that of {path} ({' '.join(str(error).split())[:200]}); if its factory "
+            "was changed, give it back as it was, or run the command again elsewhere"
+        ) from None
 
 
 def write_trace(folder: Path, model: nn.Module) -> None:
