@@ -25,6 +25,8 @@ def untested(): return data.split(x, y)
 def folder(data_dir="none"): return {"x": x, "y": y, "place": data_dir}
 def needs(size): return x, y
 def number(): return 5
+def three(): return x, y, x
+def nested(): return (x[:9], y[:9]), (x[9:], y[9:])
 def leaves(): raise SystemExit("bye")
 """
 
@@ -112,6 +114,14 @@ def test_a_loader_returns_arrays_or_a_split(loader: str, sizes: tuple[int, int])
         ("loaders:needs", "missing 1 required positional argument: 'size'.; .* among prior_fraction, seed, unlabelled"),
         ("loaders:leaves", "SystemExit: bye"),
         ("loaders:number", "loaders:number returned a int; it must return a pp.data.Split"),
+        (
+            "loaders:three",
+            "loaders:three returned a tuple; it must return a pp.data.Split, arrays .x, y. or .x, y, x_test",
+        ),
+        (
+            "loaders:nested",
+            "x in loaders:nested has shape .. and type tuple; it must hold numbers",
+        ),
         ("loaders:stubborn", "prior_fraction is 0.3, but 0.5 is asked for; let the function take prior_fraction"),
         ("loaders:untested", "has 3 classes and 0 test examples"),
         ("folder:absent", "the image folder absent does not exist"),
@@ -218,7 +228,7 @@ def test_a_bad_folder_is_refused() -> None:
         data.load("folder:photos")
     wide = Path("photos/empty/wide.png")
     pil.new("L", (9, 6)).save(wide)
-    with pytest.raises(ValueError, match=r"wide.png has \(1, 6, 9\) of uint8 .* \(1, 6, 6\) of uint8; make all images"):
+    with pytest.raises(ValueError, match=r"wide.png has \(1, 6, 9\) .*uint8, .* \(1, 6, 6\) .*; make all images"):
         data.load("folder:photos")
     for content in (b"", b"no picture"):
         wide.write_bytes(content)

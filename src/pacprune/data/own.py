@@ -52,8 +52,8 @@ def load(name: str, *, prior_fraction: float, seed: int, unlabelled: int, data_d
     if isinstance(content, Split):
         _check_sizes(name, content, sizes)
         return _check(name, content)
-    if isinstance(content, tuple):
-        content = dict(zip(NAMES, content, strict=False))
+    if isinstance(content, tuple) and len(content) in (2, 4):
+        content = dict(zip(NAMES, content, strict=False))  # the last two may be missing
     if not isinstance(content, Mapping):
         raise ValueError(
             f"{name} returned a {type(content).__name__}; it must return a pp.data.Split, arrays (x, y) or (x, y, "
@@ -138,7 +138,8 @@ def _cut(name: str, arrays: Mapping[str, Any], **sizes: Any) -> Split:
 def _tensor(name: str, array: str, values: Any) -> Tensor:
     """An array as a tensor: labels as whole numbers in one row, images with their channels first."""
     tensor = _numbers(values)
-    shape, kind = np.shape(values), getattr(values, "dtype", type(values).__name__)
+    shape = tuple(getattr(values, "shape", ()) if tensor is None else tensor.shape)
+    kind = getattr(values, "dtype", type(values).__name__)
     if array.startswith("y"):
         if tensor is None or tensor.ndim != 1 or tensor.is_floating_point():
             raise ValueError(
@@ -159,7 +160,10 @@ def _numbers(values: Any) -> Tensor | None:
     """Real numbers as a tensor of a type that all operations have; None for anything else."""
     if isinstance(values, Tensor):
         return None if values.is_complex() else values.detach().cpu()
-    array = np.array(values)
+    try:
+        array = np.array(values)
+    except ValueError:  # rows of unequal lengths
+        return None
     if array.dtype.kind not in "biuf":
         return None
     if array.dtype not in (np.uint8, np.float32):  # the types that images have
@@ -191,10 +195,9 @@ def _image_folder(root: Path, *, prior_fraction: float, seed: int, unlabelled: i
     images = [_image(path, content, pictures) for path, content in zip(files, contents, strict=True)]
     for path, image in zip(files, images, strict=True):
         if (image.shape, image.dtype) != (images[0].shape, images[0].dtype):
-            first, other = (f"{tuple(one.shape)} of {str(one.dtype)[6:]}" for one in (images[0], image))
             raise ValueError(
-                f"{path} has {other} as (channels, height, width) but {files[0]} has {first}; make all images alike "
-                "first"
+                f"{path} has {tuple(image.shape)} as (channels, height, width) in {image.dtype}, but {files[0]} has "
+                f"{tuple(images[0].shape)} in {images[0].dtype}; make all images alike first"
             )
     sha = hashlib.sha256()
     for path, content in zip(files, contents, strict=True):
