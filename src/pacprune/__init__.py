@@ -6,115 +6,63 @@ The nouns are scores, masks, SpikeSlab, Split, Config and Certificate; the rest 
 """
 
 import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from pacprune import bounds, data, models
 from pacprune._version import __version__ as __version__
-from pacprune.certification.audit import verify
-from pacprune.certification.certificate import Certificate
-from pacprune.certification.certify import certify, certify_held_out
-from pacprune.certification.commitment import Commitment, commit
-from pacprune.deploy import export, slim
-from pacprune.distributed import ranks
-from pacprune.masking import criteria as scores
-from pacprune.masking import patterns
-from pacprune.masking.attachment import attach, harden, read, resample_
-from pacprune.masking.masks import entropy, overlap, top_k
-from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
-from pacprune.masking.weights import apply_mask, prunable, sparsity
-from pacprune.methods.acdc import acdc
-from pacprune.methods.feather import feather
-from pacprune.methods.gradual import gmp
-from pacprune.methods.iterative import imp
-from pacprune.methods.l0 import l0
-from pacprune.methods.one_shot import osp
-from pacprune.methods.pbp import pbp
-from pacprune.methods.pft import pft
-from pacprune.methods.pipeline import Certified, Pruned, together
-from pacprune.methods.probmask import probmask
-from pacprune.methods.pruner import Pruner
-from pacprune.methods.rigl import rigl
-from pacprune.methods.str_ import str_
-from pacprune.theory import linear
-from pacprune.theory import linearised as wide
-from pacprune.training.budget import Budget
-from pacprune.training.carrier import keep_zeros
-from pacprune.training.config import Config
-from pacprune.training.evaluate import error, gibbs_error, reestimate_batchnorm
-from pacprune.training.fit import fit
-from pacprune.training.posterior import bounded_cross_entropy, fit_posterior
 
-__all__ = [
-    "Budget",
-    "Certificate",
-    "Certified",
-    "Commitment",
-    "Config",
-    "Pruned",
-    "Pruner",
-    "SpikeSlab",
-    "acdc",
-    "apply_mask",
-    "attach",
-    "block_isotropic",
-    "bounded_cross_entropy",
-    "bounds",
-    "certify",
-    "certify_held_out",
-    "commit",
-    "data",
-    "entropy",
-    "error",
-    "export",
-    "feather",
-    "fit",
-    "fit_posterior",
-    "gibbs_error",
-    "gmp",
-    "harden",
-    "imp",
-    "isotropic",
-    "keep_zeros",
-    "kl",
-    "l0",
-    "linear",
-    "models",
-    "osp",
-    "overlap",
-    "patterns",
-    "pbp",
-    "pft",
-    "probmask",
-    "prunable",
-    "ranks",
-    "read",
-    "reestimate_batchnorm",
-    "resample_",
-    "rigl",
-    "score_monotone",
-    "scores",
-    "slim",
-    "sparsity",
-    "str_",
-    "together",
-    "top_k",
-    "verify",
-    "wide",
-]
+if TYPE_CHECKING:
+    from pacprune.public import *  # noqa: F403
+
+ALIASES = {
+    "export": "deploy.export",
+    "linear": "theory.linear",
+    "patterns": "masking.patterns",
+    "ranks": "distributed.ranks",
+    "scores": "masking.criteria",
+    "slim": "deploy.slim",
+    "wide": "theory.linearised",
+}
+"""`import pacprune.linear` and the like, whatever folder a public module lies in."""
 
 
-# `import pacprune.linear` and the like, whatever folder a public module lies in.
-for _name, _module in {
-    "export": export,
-    "linear": linear,
-    "patterns": patterns,
-    "ranks": ranks,
-    "scores": scores,
-    "slim": slim,
-    "wide": wide,
-}.items():
-    sys.modules[f"{__name__}.{_name}"] = _module
+class _Aliases(MetaPathFinder, Loader):
+    """Finds the module behind an alias; a module has two names then, and exists once."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, name = fullname.rpartition(".")
+        return ModuleSpec(fullname, self) if package == __name__ and name in ALIASES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(f"{__name__}.{ALIASES[spec.name.rpartition('.')[2]]}")
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # It was executed under its first name, and importing it under the second has replaced its spec.
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.append(_Aliases())
+
+
+def __getattr__(name: str) -> Any:
+    """A module of the package, or a public name: torch comes with the first of those, not with `pacprune --help`."""
+    if name != "__all__" and name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
+    public = import_module(f"{__name__}.public")
+    if name not in ("__all__", *public.__all__):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, getattr(public, name))
 
 
 def __dir__() -> list[str]:
     """The public names: what the folders hold beside them is private."""
-    return sorted([*__all__, "__version__"])
+    return sorted([*import_module(f"{__name__}.public").__all__, "__version__"])

@@ -1,17 +1,23 @@
 """Files that are never half written, hashes of tensors, and masks as few bytes."""
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # commands that compute nothing write files, too
+    from torch import Tensor
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes beside the target and renames: a reader sees the old file or the new one, never a half."""
+def write_atomically(path: Path, content: bytes, *, replace: bool = True) -> None:
+    """Writes beside the target and renames: a reader sees the old file or the new one, never a half.
+
+    Without `replace`, a file that is there already, or comes at the same moment, stays, and FileExistsError is raised.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -19,17 +25,37 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
+        if replace:
+            part.replace(path)
+        else:
+            _name_once(part, path)
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a full disk says no name, and a .part is none that a user knows
         raise
 
 
-def digest(*parts: Mapping[str, Tensor], rows: Callable[[Tensor], Tensor] | None = None) -> str:
+def _name_once(part: Path, path: Path) -> None:
+    """Renames a file, unless there is one of that name."""
+    try:
+        os.link(part, path)  # one step, unlike a look and a rename
+        part.unlink()
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        part.replace(path)
+
+
+def digest(*parts: Mapping[str, "Tensor"], rows: "Callable[[Tensor], Tensor] | None" = None) -> str:
     """SHA-256 over names, types, shapes and bytes of tensors, part after part, each in its order.
 
     Of a tensor that is spread over ranks, `rows` gives the rows whose bytes count; the shape is that of the whole.
     """
+    import torch
+
     sha = hashlib.sha256()
     for part in parts:
         for name, tensor in part.items():

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pacprune import imports
 from pacprune.types import check_name
 
 __all__ = [
@@ -585,7 +586,9 @@ def build(name: str | Factory, split: _Split, *, seed: int = 0) -> nn.Module:
 
     Args:
         name: mlp, lenet5 or resnet20; or a function f(shape, outputs, seed=seed) that returns a network for examples
-            of that shape.
+            of that shape; or such as package.module:factory, where a function or a class lies. Such a factory gets
+            those of these that it has as parameters: `shape` of an example, `inputs` (the numbers in it), of an image
+            its `channels` and `size` (height), `classes` and `seed`.
         split: The data; its `train` part says the shape of an example, its classes the number of outputs.
         seed: Chooses the first weights; one seed gives one network.
 
@@ -599,16 +602,58 @@ def build(name: str | Factory, split: _Split, *, seed: int = 0) -> nn.Module:
         >>> net = pp.models.build("mlp", split, seed=0)
         >>> [layer.out_features for layer in net.layers[::2]]
         [300, 100, 10]
+        >>> net = pp.models.build("pacprune.models:lenet5", pp.data.split(torch.rand(9, 1, 28, 28), torch.arange(9)))
     """
-    return build_for(name, tuple(split.train.x.shape[1:]), split.classes or split.train.y[0].numel(), seed=seed)
+    outputs = split.classes or split.train.y[0].numel()
+    model = build_for(name, tuple(split.train.x.shape[1:]), outputs, seed=seed)
+    # In the seed's random state, since lazy layers draw their weights when they meet the first examples.
+    return _seeded(lambda: _checked(name, model, split.train.x[:2], outputs), seed) if _is_own(name) else model
 
 
 def build_for(name: str | Factory, shape: tuple[int, ...], outputs: int, *, seed: int = 0) -> nn.Module:
     """`build` where only the shape of an example and the number of outputs are known, not the data."""
+    if _is_own(name):
+        return _seeded(lambda: _own(str(name), shape, outputs, seed), seed)
     if isinstance(name, str):
-        check_name("model", name, MODELS, alternative="a function")
+        check_name("model", name, MODELS, alternative="a function such as package.module:factory")
     factory = MODELS[name] if isinstance(name, str) else name
     return factory(shape, outputs, seed=seed)
+
+
+def _is_own(name: str | Factory) -> bool:
+    return isinstance(name, str) and ":" in name
+
+
+def _own(name: str, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Module:
+    """The network that package.module:factory makes for examples of a shape."""
+    image = {"channels": shape[0], "size": shape[1]} if len(shape) == 3 else {}
+    offers = {"shape": shape, "inputs": math.prod(shape), **image, "classes": outputs, "seed": seed}
+    model = imports.call(name, offers, what="model")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name} made a {type(model).__name__}; it must make a torch.nn.Module")
+    return model
+
+
+def _checked(name: str | Factory, model: nn.Module, x: Tensor, outputs: int) -> nn.Module:
+    """The network, if it gives a score for every class of these examples."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            scores = model.eval()(x)
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(
+            f"the network of {name} cannot take examples of shape {tuple(x.shape[1:])} ({type(error).__name__}: "
+            f"{error}); a factory may ask for shape, inputs, channels or size by a parameter of that name"
+        ) from error
+    finally:
+        model.train(training)
+    shape = tuple(scores.shape) if isinstance(scores, Tensor) else ()
+    if len(shape) != 2 or shape[0] != len(x) or shape[1] < outputs:
+        raise ValueError(
+            f"the network of {name} gives a {type(scores).__name__} of shape {shape} for {len(x)} examples of "
+            f"{outputs} classes, but it must give {(len(x), outputs)}; a factory may ask for a parameter named classes"
+        )
+    return model
 
 
 def _square_image(name: str, shape: tuple[int, ...]) -> tuple[int, int]:

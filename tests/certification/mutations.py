@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import pacprune as pp
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import bounds_table
-from pacprune.certification.certificate import percent, rounded_down, rounded_up
+from pacprune.certification.certificate import percent, rounded_down
 from pacprune.certification.drawn_networks import Counts
 from pacprune.data import trace
 

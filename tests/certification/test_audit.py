@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import pacprune as pp
 from pacprune.bounds import Ledger
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import audit, bounds_table, certify, drawn_networks, rules
-from pacprune.certification.certificate import rounded_up
 from pacprune.data import trace
 from pacprune.data.splits import Split
 from pacprune.masking.spikeslab import draw_masks, draw_weights, log_ratio

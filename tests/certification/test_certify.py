@@ -15,9 +15,9 @@ from torch import nn
 
 import pacprune as pp
 from pacprune import bounds
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import rules, tries
 from pacprune.certification.bounds_table import FAMILIES
-from pacprune.certification.certificate import rounded_up
 from pacprune.data import trace
 from pacprune.data.splits import Split
 from pacprune.masking import attachment, weights

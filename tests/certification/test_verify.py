@@ -417,6 +417,9 @@ def test_the_file_needs_numpy_alone_and_runs_by_itself(valid: Path, folder: Path
         process = subprocess.run([sys.executable, "-I", lone, path], capture_output=True, text=True, check=False)
         assert process.returncode == code
         assert (process.stdout + process.stderr).splitlines()[-1].startswith(words)
+    for words, code in (("--help", 0), ("-h", 0), ("", 2)):
+        process = subprocess.run([sys.executable, arithmetic.__file__, *words.split()], capture_output=True, text=True)
+        assert (process.returncode, process.stdout.splitlines()[0]) == (code, "usage: python verify.py FOLDER")
 
 
 @pytest.mark.parametrize("density", [0.0, 1e-4, 0.01, 0.05, 0.1, 0.2])

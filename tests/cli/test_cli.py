@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import pacprune
 from pacprune import __version__, bounds
 from pacprune.bounds import montecarlo
 from pacprune.cli import app
@@ -90,6 +91,38 @@ def test_defaults_are_written_in_one_way() -> None:
         assert all(words.startswith(("[default: ", "[required")) for words in brackets), command
         assert not re.search(r"unless given|\w \[[^]]*\]\.", text.partition("Options:")[2]), command
     assert "[default: off; cifar10: on]" in " ".join(call("osp", "--help").stdout.split())
+
+
+def test_the_list_of_commands_has_the_first_lines_of_their_help() -> None:
+    for name, command in app.all_commands().items():
+        lines = [line.strip() for line in call(name, "--help").stdout.splitlines()]
+        words = " ".join(lines[lines.index("") + 1 :])
+        assert words.startswith(command.summary), name
+
+
+def program(*words: str, columns: int = 80) -> str:
+    """What the program itself prints, and then whether it imported torch."""
+    script = "import sys; from pacprune.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    env = os.environ | {"COLUMNS": str(columns), "PYTHONPATH": str(Path(pacprune.__file__).parents[1])}
+    process = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=env)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "bound --help", "bound --risk 0.1 --n 100 --out ."])
+def test_what_computes_nothing_needs_no_torch(words: str) -> None:
+    assert program(*words.split()).splitlines()[-1] == "False"
+
+
+def test_help_is_as_wide_as_the_terminal() -> None:
+    for columns in (70, 130):
+        *lines, _ = program("bound", "--help", columns=columns).splitlines()
+        assert columns - 20 < max(map(len, lines)) <= columns
+    assert max(map(len, program("bound", "--help", columns=500).splitlines())) <= app.WIDEST
+
+
+def test_a_command_that_is_called_has_its_flags() -> None:
+    assert "--criterion" in program("osp", "--help")
 
 
 def test_the_examples_use_flags_that_exist() -> None:

@@ -196,7 +196,10 @@ def test_an_unreadable_certificate_is_refused_in_one_sentence(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda record: record["data"].update(dataset="mine"), "give the data as pp.verify(folder, split=...)"),
+        (
+            lambda record: record["data"].update(dataset="mine"),
+            "give the data as --data, or as pp.verify(folder, split=...)",
+        ),
         (lambda record: record.update(model=None), "--model package.module:factory"),
     ],
 )
@@ -233,7 +236,8 @@ def test_the_users_network_is_built_by_its_factory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("skeletons.py").write_text(
-        "from pacprune import models\ndef right(): return models.mlp(64)\ndef wrong(): return models.mlp(784)\n"
+        "from pacprune import models\n"
+        "def right(): return models.mlp(64)\ndef wrong(): return models.mlp(64, hidden=(9,))\n"
         "def number(): return 5\ndef broken(): raise RuntimeError('out of order')\n"
     )
     rewrite(folder, lambda record: record.update(model=None))
@@ -244,7 +248,7 @@ def test_the_users_network_is_built_by_its_factory(
         "skeletons:broken": "RuntimeError: out of order",
         "skeletons:absent": "AttributeError",
         "nothing.of_the_kind:make": "ModuleNotFoundError",
-        "skeletons": "cannot be made",
+        "skeletons": "model 'skeletons' is unknown; use one of mlp, lenet5, resnet20, or",
         ":right": "cannot be made",
     }.items():
         assert message in refusal("verify", folder, "--recount", "--model", factory)

@@ -239,7 +239,7 @@ def test_a_refused_export_writes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         ("onnx", ImportError("none"), r'^onnx cannot be imported \(none\); pip install "pacprune\[export\]"$'),
     ):
         if error:
-            monkeypatch.setattr(export.importlib, "import_module", lambda name, error=error: _raise(error))
+            monkeypatch.setattr("importlib.import_module", lambda name, error=error: _raise(error))
         with pytest.raises(ValueError, match=message):
             export.write(tmp_path / "file", model, format=format, example=x)
     with pytest.raises(ValueError, match="is a folder; name a file"):

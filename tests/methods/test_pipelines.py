@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pacprune as pp
-from pacprune.certification.certificate import rounded_up
+from pacprune.bounds.numeric import rounded_up
 from pacprune.masking import criteria, weights
 from pacprune.methods.table import METHODS
 from pacprune.training import config as config_module

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from pacprune.deploy import export
 from pacprune.runs import commands, store
 from pacprune.runs import events as tracking
 from pacprune.runs import options as opt
@@ -23,7 +22,7 @@ def test_without_tensorboard_nothing_is_written_and_the_error_names_the_extra(
     def missing(name: str) -> None:
         raise ImportError("none")
 
-    monkeypatch.setattr(export.importlib, "import_module", missing)
+    monkeypatch.setattr("importlib.import_module", missing)
     store.begin(tmp_path, "pft", opt.Pft())
     with pytest.raises(ValueError, match=r'^tensorboard cannot be imported \(none\); pip install "pacprune\[track\]"$'):
         tracking.write(tmp_path)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification.bounds_table import BOUNDS
-from pacprune.certification.certificate import Certificate, rounded_up
+from pacprune.certification.certificate import Certificate
 from pacprune.certification.decode import load
 from pacprune.cli import app
 from pacprune.runs import report, store

@@ -1,15 +1,20 @@
 """Options and run folders: names, config files, and who owns a folder."""
 
+import errno
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pacprune import data
+from pacprune import data, files
 from pacprune.certification import decode
 from pacprune.paper import frame, pft_vs_osp
-from pacprune.runs import commands, store
+from pacprune.runs import commands, locks, store
 from pacprune.runs import options as opt
 from pacprune.runs.options import Demo, Osp, Pbp, Pft
 from pacprune.types import Progress
@@ -134,6 +139,7 @@ def test_an_older_config_with_a_criterion_for_every_method_can_be_read(tmp_path:
     ("content", "words"),
     [
         ("sparsty = 0.9", "unknown key 'sparsty'"),
+        ("batch-size = 64", "unknown key 'batch-size'; did you mean batch_size?"),
         ('sparsity = "high"', "must be a float"),
         ("augment = 1", "must be a bool"),
         ('command = "pbp"', "is for the command 'pbp'"),
@@ -263,3 +269,98 @@ def test_a_run_that_fails_keeps_the_stages_that_were_trained(tmp_path: Path, mon
     assert run(Osp(**SHORT), tmp_path / "run") == run(Osp(**SHORT), tmp_path / "other") | {
         "folder": str(tmp_path / "run")
     }
+
+
+# --- Several processes, and full disks.
+
+
+def test_a_second_process_is_told_that_the_first_is_at_it(tmp_path: Path) -> None:
+    folder = store.begin(tmp_path / "run", "osp", Osp(**SHORT))
+    with (
+        locks.alone(folder),
+        pytest.raises(ValueError, match=f"another process is working on the run in {folder}; wait"),
+    ):
+        run(Osp(**SHORT), folder)
+    assert [file.name for file in folder.iterdir()] == ["config.toml"]
+    assert run(Osp(**SHORT), folder)["folder"] == str(folder)
+
+
+def test_a_process_that_comes_second_leaves_the_run_of_the_first_alone(tmp_path: Path) -> None:
+    folder, locked = tmp_path / "run", ExitStack()
+
+    def overtaken(options: Any, begin: Any, progress: Any) -> dict[str, Any]:
+        locked.enter_context(locks.alone(store.begin(folder, "osp", options)))
+        begin()
+        raise AssertionError("not reached")
+
+    with locked, pytest.raises(ValueError, match="another process is working"):
+        commands.execute("osp", Osp(**SHORT), overtaken, out=folder, progress=quiet)
+    assert (folder / "config.toml").is_file()
+
+
+def test_a_process_that_others_overtook_says_so(tmp_path: Path) -> None:
+    def overtaken(options: Any, begin: Any, progress: Any) -> dict[str, Any]:
+        run(options, tmp_path / "run")
+        begin()
+        raise AssertionError("not reached")
+
+    with pytest.raises(ValueError, match="another process has just finished the run"):
+        commands.execute("osp", Osp(**SHORT), overtaken, out=tmp_path / "run", progress=quiet)
+    assert store.result(tmp_path / "run")["sparsity"] == pytest.approx(0.9, abs=1e-5)
+
+
+def test_bad_input_of_a_second_process_leaves_the_run_of_the_first_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def refused(options: Any, begin: Any, progress: Any) -> dict[str, Any]:
+        store.begin(folder, "osp", options)
+        raise ValueError("no such device")
+
+    with pytest.raises(ValueError, match="no such device"):
+        commands.execute("osp", Osp(**SHORT), refused, out=folder, progress=quiet)
+    assert (folder / "config.toml").is_file()
+
+
+def test_one_of_several_processes_does_the_work(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from pacprune.runs import commands, options\n"
+        "chosen = options.Osp(dense_epochs=1, epochs=1)\n"
+        "commands.execute('osp', chosen, commands.single, out=Path(sys.argv[1]), progress=lambda *_: None)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    env = os.environ | {"PYTHONPATH": str(Path(files.__file__).parents[1])}
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) for _ in range(3)]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert 0 in codes
+    refusals = [error for code, error in zip(codes, errors, strict=True) if code]
+    assert all("ValueError: another process" in error for error in refusals), refusals
+    assert (tmp_path / "run" / "result.json").is_file()
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_config_is_written_once(supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not supported:
+
+        def unsupported(*_: Any) -> None:
+            raise OSError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr("os.link", unsupported)
+    files.write_atomically(tmp_path / "file", b"first", replace=False)
+    with pytest.raises(FileExistsError):
+        files.write_atomically(tmp_path / "file", b"second", replace=False)
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"first")]
+
+
+def test_a_full_disk_is_named_by_the_file_that_did_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match=r"No space left on device: '.*run.config.toml'"):
+            run(Osp(**SHORT), tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+    monkeypatch.setattr(commands.report, "write", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*run'"):
+        run(Osp(**SHORT), tmp_path / "run")

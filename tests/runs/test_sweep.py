@@ -384,6 +384,39 @@ def test_the_table_shows_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(json.dumps(sweep.status_of(Path("out"), plan)))["running"] == 0
 
 
+@pytest.mark.usefixtures("few_reports")
+def test_a_log_gets_a_line_when_a_run_begins_or_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (entry.name for entry in sweep.read(write_sweep(FIXED, "[grid]\nlr = [0.1, 1e30]\n")).entries)
+    sweep.run(Path("mine.toml"))
+    lines = capsys.readouterr().err.splitlines()
+    (finished,) = [line for line in lines if "finished" in line]
+    assert finished.startswith(f"{first} (lr 0.1): finished, test error 0.")
+    (failed,) = [line for line in lines if "failed" in line]
+    assert failed.startswith(f"{second} (lr 1e+30): failed, the loss became")
+    assert all("running, since" in line for line in lines if line not in (finished, failed))
+    sweep.run(Path("mine.toml"))
+    assert first not in capsys.readouterr().err, "it was finished before"
+
+
+def test_a_log_gets_lines_about_runs_that_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"run": "osp-1", "point": {"lr": 0.1, "seed": 3}, "state": "waiting"}
+    running = {"state": "running", "since": 0, "host": "here", "stage": "dense", "epoch": 0, "done": 1, "total": 9}
+    states = iter([row, row | running, row | running, row | running])
+    clock = iter([0.0, 10.0, 40.0])
+    monkeypatch.setattr(sweep_table, "INTERVAL", 1e9)  # it looks when the test asks it to, below
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    console = Console(stderr=True, width=40)
+    with sweep_table._lines(lambda: {"runs": [next(states)]}, console) as look:
+        for _ in range(2):
+            look()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second
+    assert first.startswith("osp-1 (lr 0.1, seed 3): running, since ")
+    assert first.endswith("on here: dense, epoch 1, 1 of 9 steps")
+
+
 def test_the_table_shows_certificates_and_what_each_pays() -> None:
     plan = sweep.read(write_sweep(TWO, command="pbp"))
     first, second = (entry.name for entry in plan.entries)

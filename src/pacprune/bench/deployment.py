@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.table import Table
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pacprune import models
@@ -20,6 +19,7 @@ from pacprune.bench import timing
 from pacprune.data.datasets import DATA_SETS
 from pacprune.deploy import export as formats
 from pacprune.deploy import slim
+from pacprune.imports import extra
 from pacprune.masking import weights
 from pacprune.runs import store
 from pacprune.types import Progress, check_name
@@ -35,16 +35,23 @@ Network = Callable[[Tensor], Any]
 def network(folder: Path) -> tuple[nn.Module, Tensor]:
     """The network of a finished run, in eval mode, and a batch of noise as its input."""
     _, options = store.read_config(folder)
-    store.result(folder)
+    result = store.result(folder)
     path = folder / "model.safetensors"
     if not path.is_file():
         raise ValueError(f"{folder} holds no {path.name}: name the folder of one finished run, not of the demo")
-    check_name(f"in {folder / 'config.toml'}, data", options.data, DATA_SETS)
-    data_set = DATA_SETS[options.data]  # not the data, which may not be here
-    x = torch.randn(max(BATCHES), *data_set.shape, generator=torch.Generator().manual_seed(0))
-    model = models.build_for(options.model, data_set.shape, data_set.classes)
-    model.load_state_dict(load_file(path))
-    return model.eval(), x
+    shape, dtype, classes = _sizes(folder, options.data, result)
+    x = torch.randn(max(BATCHES), *shape, generator=torch.Generator().manual_seed(0))
+    model = models.build_for(options.model, shape, classes)
+    store.read_model(path, model)
+    return model.eval(), x if dtype == "float32" else torch.zeros_like(x, dtype=getattr(torch, dtype))
+
+
+def _sizes(folder: Path, data: str, result: dict[str, Any]) -> tuple[tuple[int, ...], str, int]:
+    """Shape and type of an example and the number of classes, without the data, which may not be here."""
+    if "input" in result:
+        return tuple(result["input"]["shape"]), result["input"]["dtype"], result["classes"]
+    check_name(f"in {folder / 'config.toml'}, data", data, DATA_SETS)  # the result of an older version
+    return DATA_SETS[data].shape, "float32", DATA_SETS[data].classes
 
 
 def export(run: Path, *, format: str, out: Path | None = None) -> dict[str, Any]:
@@ -167,7 +174,7 @@ def _forms(model: nn.Module, x: Tensor) -> tuple[dict[str, dict[str, Any]], list
 
 def _session(path: Path) -> Network:
     """onnxruntime on as many threads as torch has."""
-    runtime = formats.extra("onnxruntime", "export")
+    runtime = extra("onnxruntime", "export")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = runtime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])

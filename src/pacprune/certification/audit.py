@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pacprune import bounds, data, models, philox
+from pacprune import bounds, models, philox
 from pacprune.bounds import Ledger, montecarlo
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import bounds_table, certify, decode, drawn_networks, rules
 from pacprune.certification import verify as arithmetic
-from pacprune.certification.certificate import RECORD, Certificate, rounded_up
+from pacprune.certification.certificate import RECORD, Certificate
 from pacprune.certification.drawn_networks import Counts
 from pacprune.certification.record import BoundEntry, PacBayesRecord
 from pacprune.certification.verify import Report
+from pacprune.data import datasets
 from pacprune.data.splits import Split, index_hash
 from pacprune.masking import weights
 from pacprune.masking.spikeslab import SpikeSlab, draw_masks, draw_weights
@@ -33,7 +35,8 @@ def verify(
     folder: str | Path,
     *,
     split: Split | None = None,
-    model: nn.Module | Callable[[], nn.Module] | None = None,
+    data: str | Callable[..., Split] | None = None,
+    model: nn.Module | Callable[[], nn.Module] | str | None = None,
     data_dir: str | Path | None = None,
     recount: bool = False,
     replay: bool = False,
@@ -47,15 +50,16 @@ def verify(
 
     Level 1, always: all hashes, the KL and every bound, by the independent arithmetic of `verify.py`. It shows that the
     claim follows from the stated counts, and nothing about the network.
-    Level 2, with `recount`, a `split` or a `data_dir`: the split is replayed from its seed, the errors and the sparsity
-    of the fixed networks are counted again, and the test part must not refute the claim.
+    Level 2, with `recount`, a `split`, `data` or a `data_dir`: the split is replayed from its seed, the errors and the
+    sparsity of the fixed networks are counted again, and the test part must not refute the claim.
     Level 3, with `replay`: the issuer's draws are made again, and so are fresh ones, which nobody could have foreseen.
 
     Args:
         folder: The folder that holds certificate.json.
         split: The data of the certificate, where it is not one of pacprune's data sets.
-        model: The certified network, where it is not one of pacprune's own: a plain module, or a function that builds
-            one.
+        data: The same by a name or a function that `pp.data.load` takes, to be split as the certificate says.
+        model: The certified network, where it is not one of pacprune's own: a plain module, a function that builds
+            one, or package.module:factory as `pp.models.build` takes it.
         data_dir: Where the files of a data set lie; None for the usual place.
         recount: Whether to check the split and the errors of the fixed networks.
         replay: Whether to draw networks as well.
@@ -94,10 +98,11 @@ def verify(
     except arithmetic.Refused as refusal:
         return Report(False, 1, (), str(refusal))
     report = arithmetic.check(contents, seals)
-    if not report.valid or not (recount or replay or split is not None or data_dir is not None):
+    has_data = any(source is not None for source in (split, data, data_dir))
+    if not report.valid or not (recount or replay or has_data):
         return report
     cert = decode.certificate(contents)
-    split = _replayed_split(cert, data_dir) if split is None else split
+    split = _replayed_split(cert, data, data_dir) if split is None else split
     plain = _skeleton(cert, split, model).to(device)
     audit = _Audit(cert, split, plain, draws, secrets.randbits(62) if seed is None else seed, progress)
     level = 3 if replay and cert.record["kind"] == "pac-bayes" else 2
@@ -114,16 +119,17 @@ def verify(
 # --- The data and the network, made again.
 
 
-def _replayed_split(cert: Certificate, data_dir: str | Path | None) -> Split:
-    """The split of the record, made again from its seed."""
+def _replayed_split(cert: Certificate, data: str | Callable[..., Split] | None, data_dir: str | Path | None) -> Split:
+    """The split of the record, made again from its seed, of the user's `data` or of the data set it names."""
     record, dataset = cert.record["split"], cert.record["data"]["dataset"]
-    if record["declared"] or dataset not in data.NAMES:
+    # A certificate may come from anybody: what it names is never imported or opened, unless pacprune knows it.
+    if data is None and (record["declared"] or dataset not in datasets.NAMES):
         raise ValueError(
             f"the certificate is about {dataset!r}, which pacprune cannot load by itself; "
-            "give the data as pp.verify(folder, split=...)"
+            "give the data as --data, or as pp.verify(folder, split=...)"
         )
-    return data.load(
-        dataset,
+    return datasets.load(
+        dataset if data is None else data,
         prior_fraction=record["prior_fraction"],
         seed=record["seed"],
         unlabelled=record["sizes"]["unlabelled"],
@@ -131,16 +137,16 @@ def _replayed_split(cert: Certificate, data_dir: str | Path | None) -> Split:
     )
 
 
-def _skeleton(cert: Certificate, split: Split, model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
+def _skeleton(cert: Certificate, split: Split, model: nn.Module | Callable[[], nn.Module] | str | None) -> nn.Module:
     """A plain module of the certified shape, in eval mode, with the frozen rest loaded."""
     if model is None:
-        name = cert.record["model"]
-        if name not in models.NAMES:
-            known = (
-                "one that pacprune does not have" if name else "not named in the certificate (name= when it was issued)"
-            )
+        model = cert.record["model"]
+        if model not in models.NAMES:
+            unnamed = "not named in the certificate (name= when it was issued)"
+            known = f"{model}, which pacprune does not have" if model else unnamed
             raise ValueError(f"the certified network is {known}; give it as model= (--model package.module:factory)")
-        model = models.build(name, split)
+    if isinstance(model, str):
+        model = models.build(model, split)
     plain = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
     tensors = dict((*plain.named_parameters(), *plain.named_buffers()))
     state = cert.tensors["model.safetensors" if cert.record["kind"] == "held-out" else "single_draw.safetensors"]

@@ -14,6 +14,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from pacprune.bounds import Ledger
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import verify
 from pacprune.certification.bounds_table import BOUNDS
 from pacprune.certification.record import PacBayesRecord, Record
@@ -271,8 +272,3 @@ def percent(delta: float) -> str:
 def rounded_down(value: float) -> str:
     """Four digits, rounded down once 1e-6 is added for the rounding of gates: a sparsity must not be overstated."""
     return f"{math.floor(value * 1e4 + 1e-2) / 1e4:.4f}"
-
-
-def rounded_up(value: float) -> str:
-    """Four digits, rounded up: a certificate must not be rounded in its own favour."""
-    return f"{math.ceil(value * 1e4 - 1e-9) / 1e4:.4f}"

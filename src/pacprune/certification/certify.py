@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from pacprune import bounds
 from pacprune._version import __version__
 from pacprune.bounds import Ledger
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import bounds_table, drawn_networks, rules, tries
 from pacprune.certification.bounds_table import BOUNDS, RISK_BOUNDS
-from pacprune.certification.certificate import Certificate, percent, rounded_down, rounded_up
+from pacprune.certification.certificate import Certificate, percent, rounded_down
 from pacprune.certification.commitment import Commitment, plan_of, split_hashes
 from pacprune.certification.drawn_networks import Counts
 from pacprune.certification.record import (
@@ -93,7 +94,7 @@ def certify(
         tolerance: Sampling stops when the Monte-Carlo slack is at most this. None is 0.001, or 0.1/sqrt(n) where that
             is more, since n examples cannot tell finer.
         draws: The most networks to draw of each of P and Q.
-        name: Which of pacprune's models it is ("mlp"), so that verifiers can build it; None for a model of one's own.
+        name: Which network it is, for verifiers: one of pacprune's models ("mlp"), or package.module:factory; or None.
         declare: What shaped the prior, where pacprune cannot trace it to split.prior, in one sentence. The
             certificate's own sentence quotes it.
         commitment: What `pp.commit` sealed before Q was trained, with Q sealed by its `sealed`; the settings here must
@@ -156,7 +157,7 @@ def certify_held_out(
         split: The split whose `bound` examples the network has not seen.
         delta: Probability with which the certificate may fail, such as 0.05.
         certified: How many networks this one may be chosen among; delta is divided by it.
-        name: Which of pacprune's models it is ("mlp"), so that verifiers can build it; None for a model of one's own.
+        name: Which network it is, for verifiers: one of pacprune's models ("mlp"), or package.module:factory; or None.
         declare: What shaped the network, where pacprune cannot trace it to split.prior, in one sentence. The
             certificate's own sentence quotes it.
 

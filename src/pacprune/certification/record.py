@@ -205,7 +205,7 @@ class Subject(TypedDict):
     version: int
     """Always VERSION."""
     model: str | None
-    """Which of pacprune's models it is, for those who recount; None for any other."""
+    """Which network it is, for those who recount: one of pacprune's models, or package.module:factory; or None."""
     n: int
     """Number of bound examples."""
     sparsity: float

@@ -10,14 +10,12 @@ from rich.table import Column, Table
 from pacprune.bench import coverage, deployment
 from pacprune.bench import subjects as benchmark
 from pacprune.certification import audit, page
-from pacprune.cli import calculator
 from pacprune.cli.console import (
     DATA_DIR,
     Device,
     Json,
     Seed,
     Where,
-    data_state,
     default_text,
     show,
     user_errors,
@@ -25,6 +23,7 @@ from pacprune.cli.console import (
 )
 from pacprune.cli.progress import progress_bars
 from pacprune.data import datasets, download
+from pacprune.data.own import FORMS
 from pacprune.deploy.export import FORMATS
 from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS, pruning_methods
@@ -34,38 +33,6 @@ from pacprune.runs import sweep as sweeps
 
 PRUNING = ", ".join(name for name, method in pruning_methods().items() if method.flags is not None)
 WITH_NETWORK = ", ".join(name for name, method in METHODS.items() if method.flags is not None)
-
-
-def bound(
-    n: Annotated[int, typer.Option(help="Number of bound examples.")],
-    risk: Annotated[float | None, typer.Option(help="Empirical (Gibbs) risk on the n examples, a fraction.")] = None,
-    errors: Annotated[
-        int | None,
-        typer.Option(help="Instead of --risk: errors on the n examples; with --draws, those of all draws."),
-    ] = None,
-    kl: Annotated[float, typer.Option(help="KL(Q||P) in nats.")] = 0.0,
-    delta: Annotated[float, typer.Option(help="Probability with which the bound may fail.")] = 0.05,
-    draws: Annotated[
-        int | None,
-        typer.Option(
-            help="How many networks drawn from Q the risk is a mean over, each on all n examples. Chernoff's bound for "
-            "that mean costs a fifth of delta."
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write bound.json to.")] = None,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    json: Json = False,
-) -> None:
-    """A calculator of bounds on the error on new data.
-
-    Give the error on examples that the prior did not see, as --risk or as --errors.
-    """
-    with user_errors():
-        fraction = calculator.risk_of(risk, errors, n=n, draws=draws)
-        bounds = calculator.calculate(fraction, n=n, kl=kl, delta=delta, draws=draws)
-        write(out, "bound.json", bounds)
-        show(bounds, json, calculator.table(bounds, draws))
 
 
 def commit(
@@ -137,6 +104,9 @@ def certify(
 
 def verify(
     folder: Annotated[Path, typer.Argument(help="Folder of a certificate, or of its run; or its certificate.json.")],
+    data: Annotated[
+        str | None, typer.Option(help=f"The data, if they are not one of pacprune: {FORMS}; implies --recount.")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data files; implies --recount.")] = None,
     recount: Annotated[
         bool, typer.Option("--recount", help="With the data: make the split again, count the networks' errors again.")
@@ -173,11 +143,11 @@ def verify(
         place = store.certificate(folder)
         if data_dir is not None:
             store.check_folder(data_dir, "the data files")
-        network = commands.model_of(model) if model else None
         with progress_bars() as progress:
             report = audit.verify(
                 place,
-                model=network,
+                data=data,
+                model=model,
                 data_dir=data_dir,
                 recount=recount,
                 replay=replay,
@@ -307,11 +277,25 @@ def _data_fetch(name: str | None, data_dir: Path | None, json: bool) -> None:
 def _data_list(name: str | None, data_dir: Path | None, json: bool) -> None:
     """Lists which data sets are usable, and what is wrong with the others."""
     states = [{"name": "digits", "folder": "inside the package", "present": True, "usable": True, "detail": ""}]
-    states += [data_state(name, data_dir) for name in datasets.SOURCES]
+    states += [_data_state(name, data_dir) for name in datasets.SOURCES]
     table = Table("Data set", Column("Folder", overflow="fold"), "State")
     for state in states:
         table.add_row(state["name"], state["folder"], (state["detail"] or "ready") if state["present"] else "missing")
     show({"data": states}, json, table, "To get one that is missing: pacprune data fetch NAME")
+
+
+def _data_state(data_set: str, data_dir: Path | None) -> dict[str, Any]:
+    """Whether the official files exist with the right content; `detail` says what is wrong with the first bad one."""
+    source, folder, detail = datasets.SOURCES[data_set], download.data_folder(data_dir), ""
+    try:
+        for file in source.contents:
+            datasets.read(data_set, file, data_dir)
+    except ValueError as error:
+        detail = str(error)
+    places = (folder / source.folder, folder)
+    present = all(any((p / f).is_file() for p in places for f in (name, f"{name}.gz")) for name in source.contents)
+    place = str(folder / source.folder)
+    return {"name": data_set, "folder": place, "present": present, "usable": not detail, "detail": detail}
 
 
 DATA_ACTIONS = {"list": _data_list, "fetch": _data_fetch, "path": _data_path}

@@ -1,13 +1,47 @@
-"""The calculator of bounds: what a risk, a number of examples and a KL prove about new data."""
+"""`pacprune bound`, a calculator of bounds: what a risk, a number of examples and a KL prove about new data."""
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from pacprune import bounds
 from pacprune.bounds import montecarlo
-from pacprune.bounds.numeric import check_count
-from pacprune.certification.certificate import rounded_up
+from pacprune.bounds.numeric import check_count, rounded_up
+from pacprune.cli.console import Device, Json, Seed, show, user_errors, write
+
+
+def bound(
+    n: Annotated[int, typer.Option(help="Number of bound examples.")],
+    risk: Annotated[float | None, typer.Option(help="Empirical (Gibbs) risk on the n examples, a fraction.")] = None,
+    errors: Annotated[
+        int | None,
+        typer.Option(help="Instead of --risk: errors on the n examples; with --draws, those of all draws."),
+    ] = None,
+    kl: Annotated[float, typer.Option(help="KL(Q||P) in nats.")] = 0.0,
+    delta: Annotated[float, typer.Option(help="Probability with which the bound may fail.")] = 0.05,
+    draws: Annotated[
+        int | None,
+        typer.Option(
+            help="How many networks drawn from Q the risk is a mean over, each on all n examples. Chernoff's bound for "
+            "that mean costs a fifth of delta."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write bound.json to.")] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """A calculator of bounds on the error on new data.
+
+    Give the error on examples that the prior did not see, as --risk or as --errors.
+    """
+    with user_errors():
+        fraction = risk_of(risk, errors, n=n, draws=draws)
+        values = calculate(fraction, n=n, kl=kl, delta=delta, draws=draws)
+        write(out, "bound.json", values)
+        show(values, json, table(values, draws))
 
 
 def risk_of(risk: float | None, errors: int | None, *, n: int, draws: int | None) -> float:

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 from pacprune.certification.verify import printable
-from pacprune.data import datasets, download
 from pacprune.files import write_atomically
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; everything else goes to stderr.")]
@@ -36,7 +35,7 @@ def user_errors() -> Iterator[None]:
     except (ValueError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.filename:
-            message = f"{error.filename} cannot be read or written ({error.strerror}); choose another place"
+            message = f"{error.filename} cannot be read or written ({error.strerror or error}); choose another place"
         typer.echo("pacprune: error: " + printable(" ".join(message.split())), err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
@@ -58,17 +57,3 @@ def write(out: Path | None, name: str, result: Any) -> None:
     """Writes the result as a JSON file into the folder `out`, unless it is None."""
     if out is not None:
         write_atomically(out / name, (jsons.dumps(result, indent=2) + "\n").encode())
-
-
-def data_state(data_set: str, data_dir: Path | None) -> dict[str, Any]:
-    """Whether the official files exist with the right content; `detail` says what is wrong with the first bad one."""
-    source, folder, detail = datasets.SOURCES[data_set], download.data_folder(data_dir), ""
-    try:
-        for file in source.contents:
-            datasets.read(data_set, file, data_dir)
-    except ValueError as error:
-        detail = str(error)
-    places = (folder / source.folder, folder)
-    present = all(any((p / f).is_file() for p in places for f in (name, f"{name}.gz")) for name in source.contents)
-    place = str(folder / source.folder)
-    return {"name": data_set, "folder": place, "present": present, "usable": not detail, "detail": detail}

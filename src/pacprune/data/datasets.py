@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pacprune import philox
-from pacprune.data import download
+from pacprune.data import download, own
 from pacprune.data.download import BytesProgress, Folder, Source
 from pacprune.data.splits import Examples, Split, cut
 from pacprune.types import check_name
@@ -264,7 +264,13 @@ def load(
 
     Args:
         name: digits, mnist, fashion-mnist or cifar10; or a function that takes the keywords below. Such a function
-            gets `data_dir` only if it is not None.
+            gets `data_dir` only if it is not None. Or data of your own, as one of these:
+            FILE.npz or FILE.safetensors with arrays x and y, and perhaps x_test and y_test;
+            folder:PATH, a folder of images of one size, with one sub-folder per class;
+            package.module:loader, where a function lies that returns a Split, such arrays as a tuple, or a dictionary
+            of them; it gets those of the keywords below that it has as parameters.
+            Where there is no test part, a fifth of the examples becomes one: by the seed, or of a folder by the hashes
+            of the file names.
         prior_fraction: Share of the training examples in the prior part, such as 0.5.
         seed: Chooses the random order; one seed gives one split.
         unlabelled: How many training examples to set apart as `unlabelled`, such as 0.
@@ -274,7 +280,7 @@ def load(
         The Split that the data set's function returns.
 
     Raises:
-        ValueError: If there is no data set of this name.
+        ValueError: If there is no data set of this name, or its files or its function are not as they should be.
 
     Example:
         >>> pp.data.load("digits", prior_fraction=0.4)
@@ -282,7 +288,9 @@ def load(
     """
     needs_folder = data_dir is not None
     if isinstance(name, str):
-        check_name("data set", name, DATA_SETS, alternative="a function")
+        if name not in DATA_SETS and own.is_own(name):
+            return own.load(name, prior_fraction=prior_fraction, seed=seed, unlabelled=unlabelled, data_dir=data_dir)
+        check_name("data set", name, DATA_SETS, alternative=f"{own.FORMS}, or a function")
         needs_folder = DATA_SETS[name].source is not None
     function = DATA_SETS[name].load if isinstance(name, str) else name
     folder = {"data_dir": data_dir} if needs_folder else {}

@@ -4,7 +4,6 @@ A packed file holds, for all tensors of two or more dimensions together, which w
 weights (`kept`); everything else is stored as it is (`rest`). `layout` says which tensor lies where.
 """
 
-import importlib
 import io
 import json
 import logging
@@ -26,6 +25,7 @@ from torch.nn.utils import prune
 from pacprune.certification import verify
 from pacprune.deploy import slim
 from pacprune.files import digest, mask_gaps, write_atomically
+from pacprune.imports import extra
 from pacprune.masking import patterns, weights
 from pacprune.types import check_name
 
@@ -509,14 +509,6 @@ def save_onnx(path: str | Path, model: nn.Module, example: Tensor) -> None:
             log.setLevel(before)
     assert exported is not None
     write_atomically(Path(path), exported.model_proto.SerializeToString())
-
-
-def extra(name: str, group: str) -> Any:
-    """An optional package; a ValueError that says how to install it if it is missing."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ValueError(f'{name} cannot be imported ({error}); pip install "pacprune[{group}]"') from None
 
 
 # --- Masks of torch.nn.utils.prune.

@@ -13,7 +13,8 @@ from typing import Any, ParamSpec, TypeVar, get_args
 
 from torch import Tensor, nn
 
-from pacprune.certification.certificate import Certificate, rounded_up
+from pacprune.bounds.numeric import rounded_up
+from pacprune.certification.certificate import Certificate
 from pacprune.certification.commitment import Commitment
 from pacprune.data import trace
 from pacprune.distributed import refuse_sharded

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from pacprune import imports
 from pacprune.distributed import local, ranks, unwrapped
 from pacprune.masking import weights
 from pacprune.masking.criteria import CRITERIA, Criterion, score
@@ -112,7 +113,7 @@ class Pruner:
             prunable=prunable,
         )
         assert row.begin is not None
-        start = row.begin(model, request, **row.options)
+        start = imports.function(row.begin)(model, request, **row.options)
         self.budget, self._gate_lr = start.budget, start.gate_lr
         budgets = None if start.budget is None else [start.budget]
         self._stepper = Stepper(model, budgets, seeds=[seed], clean=True)

@@ -7,23 +7,10 @@ types and defaults are those of the signature, their help is the first sentence 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from pacprune.methods import feather as feather_
-from pacprune.methods import gradual, one_shot
-from pacprune.methods import pft as pft_
-from pacprune.methods.acdc import acdc
-from pacprune.methods.feather import feather
-from pacprune.methods.gradual import gmp
-from pacprune.methods.iterative import imp
-from pacprune.methods.l0 import l0
-from pacprune.methods.one_shot import osp
-from pacprune.methods.pbp import pbp
-from pacprune.methods.pft import pft
-from pacprune.methods.pipeline import Start
-from pacprune.methods.probmask import probmask
-from pacprune.methods.rigl import rigl
-from pacprune.methods.str_ import str_
+from pacprune import imports
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +18,8 @@ class Method:
     """One method, or one variant of it that tables and figures name apart.
 
     Args:
-        verb: The pipeline that runs it: (model, data, config, *, sparsity, seed, folder, progress, ...) -> Pruned.
+        pipeline: The verb, a function (model, data, config, *, sparsity, seed, folder, progress, ...) -> Pruned, or
+            where it lies: a list of methods is shown without torch.
         title: Its name in full.
         sentence: What is special about it; with the title it must fit in one line of `pacprune --help`.
         label: Its name in a figure's legend.
@@ -48,11 +36,11 @@ class Method:
         tunes_gates: Whether a comparison tunes gate_lr / lr as well.
         certifies: Whether the verb takes a split and leaves a certificate.
         names_runs: Whether a run of the command with the same verb that was given its `options` is called by its name.
-        begin: (model, request, **options) -> Start: how it begins in a loop that it does not own (`pp.Pruner`). None:
-            it can not.
+        begin: The place of (model, request, **options) -> Start: how it begins in a loop that it does not own
+            (`pp.Pruner`). None: it can not.
     """
 
-    verb: Callable[..., Any]
+    pipeline: Callable[..., Any] | str
     title: str
     sentence: str
     label: str
@@ -67,7 +55,12 @@ class Method:
     tunes_gates: bool = False
     certifies: bool = False
     names_runs: bool = True
-    begin: Callable[..., Start] | None = None
+    begin: str | None = None
+
+    @cached_property
+    def verb(self) -> Callable[..., Any]:
+        """The pipeline that runs it."""
+        return imports.function(self.pipeline) if isinstance(self.pipeline, str) else self.pipeline
 
     def takes(self, parameter: str) -> bool:
         """Whether the verb has such a parameter, say a criterion or a mask_share."""
@@ -84,7 +77,7 @@ def _rates(*best: float) -> dict[tuple[str, str], float]:
 # The colours of Okabe and Ito, and two more: a test sees to it that colour-blind readers can tell them apart.
 METHODS: dict[str, Method] = {
     "osp": Method(
-        osp,
+        "pacprune.methods.one_shot:osp",
         "One-shot pruning",
         "rank the weights once, drop the rest",
         "one-shot",
@@ -94,10 +87,10 @@ METHODS: dict[str, Method] = {
         flags=("criterion", "scope", "min_per_layer", "pattern"),
         rates=_rates(0.2, 0.2, 0.1, 0.2),
         examples=("--sparsity 0.95", "--data mnist --criterion snip --device cuda"),
-        begin=one_shot.begin,
+        begin="pacprune.methods.one_shot:begin",
     ),
     "pft": Method(
-        pft,
+        "pacprune.methods.pft:pft",
         "Probabilistic fine-tuning",
         "learn which weights to keep",
         "PFT",
@@ -108,10 +101,10 @@ METHODS: dict[str, Method] = {
         flags=("criterion", "gate_lr", "recipe", "mask_share", "eps", "noise", "theta", "min_per_layer", "pattern"),
         rates=_rates(0.1, 0.1, 0.05, 0.2),
         examples=("--sparsity 0.95", "--data cifar10 --device cuda --out runs/cifar"),
-        begin=pft_.begin,
+        begin="pacprune.methods.pft:begin",
     ),
     "pft-coupled": Method(
-        pft,
+        "pacprune.methods.pft:pft",
         "Probabilistic fine-tuning by random masks",
         "keep probabilities tied to the weights' sizes",
         "PFT, random masks",
@@ -122,7 +115,7 @@ METHODS: dict[str, Method] = {
         tunes_gates=True,
     ),
     "pft-paper": Method(
-        pft,
+        "pacprune.methods.pft:pft",
         "Probabilistic fine-tuning, the paper's recipe",
         "start from the criterion's mask, without a budget",
         "PFT, the paper's recipe",
@@ -131,7 +124,7 @@ METHODS: dict[str, Method] = {
         options={"recipe": "paper"},
     ),
     "pft-still": Method(
-        pft,
+        "pacprune.methods.pft:pft",
         "Probabilistic fine-tuning without noise",
         "scale the weights instead of drawing masks",
         "PFT without noise",
@@ -142,7 +135,7 @@ METHODS: dict[str, Method] = {
         names_runs=False,
     ),
     "gmp": Method(
-        gmp,
+        "pacprune.methods.gradual:gmp",
         "Gradual magnitude pruning",
         "prune while training",
         "GMP",
@@ -153,10 +146,10 @@ METHODS: dict[str, Method] = {
         defaults={"every": 16},
         rates=_rates(0.1, 0.2, 0.1, 0.2),
         examples=("--sparsity 0.95", "--data fashion-mnist --device cuda"),
-        begin=gradual.begin,
+        begin="pacprune.methods.gradual:begin",
     ),
     "dpf": Method(
-        gmp,
+        "pacprune.methods.gradual:gmp",
         "Gradual pruning with feedback",
         "pruned weights can come back",
         "DPF",
@@ -169,10 +162,10 @@ METHODS: dict[str, Method] = {
         defaults={"every": 1},
         rates=_rates(0.1, 0.1, 0.02, 0.05),
         examples=("--sparsity 0.9",),
-        begin=gradual.begin,
+        begin="pacprune.methods.gradual:begin",
     ),
     "feather": Method(
-        feather,
+        "pacprune.methods.feather:feather",
         "Feather",
         "train all weights under a threshold",
         "Feather",
@@ -182,10 +175,10 @@ METHODS: dict[str, Method] = {
         "towards it. The mask moves to the end.",
         flags=("theta", "min_per_layer"),
         examples=("--sparsity 0.95",),
-        begin=feather_.begin,
+        begin="pacprune.methods.feather:begin",
     ),
     "acdc": Method(
-        acdc,
+        "pacprune.methods.acdc:acdc",
         "AC/DC",
         "dense and sparse phases take turns",
         "AC/DC",
@@ -197,7 +190,7 @@ METHODS: dict[str, Method] = {
         examples=("--sparsity 0.95 --rounds 4",),
     ),
     "rigl": Method(
-        rigl,
+        "pacprune.methods.rigl:rigl",
         "RigL",
         "small weights make room for new ones",
         "RigL",
@@ -209,7 +202,7 @@ METHODS: dict[str, Method] = {
         examples=("--sparsity 0.95", "--start random --dense-epochs 0 --epochs 40"),
     ),
     "str": Method(
-        str_,
+        "pacprune.methods.str_:str_",
         "Soft threshold reparameterisation",
         "layers learn thresholds",
         "STR",
@@ -220,7 +213,7 @@ METHODS: dict[str, Method] = {
         flags=("ramp", "min_per_layer"),
     ),
     "imp": Method(
-        imp,
+        "pacprune.methods.iterative:imp",
         "Iterative magnitude pruning",
         "prune and train again, in rounds",
         "IMP, rewinding",
@@ -233,7 +226,7 @@ METHODS: dict[str, Method] = {
         examples=("--sparsity 0.95 --rounds 4",),
     ),
     "l0": Method(
-        l0,
+        "pacprune.methods.l0:l0",
         "L0 regularisation",
         "hard-concrete gates at a price",
         "L0, hard concrete",
@@ -244,7 +237,7 @@ METHODS: dict[str, Method] = {
         rates=_rates(0.2, 0.2, 0.1, 0.2),
     ),
     "probmask": Method(
-        probmask,
+        "pacprune.methods.probmask:probmask",
         "ProbMask",
         "probabilities projected onto a budget",
         "ProbMask",
@@ -255,7 +248,7 @@ METHODS: dict[str, Method] = {
         flags=("mask_share", "min_per_layer"),
     ),
     "pbp": Method(
-        pbp,
+        "pacprune.methods.pbp:pbp",
         "PAC-Bayes pruning",
         "a certificate for new data",
         "PBP",

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pacprune.deploy.export import extra
+from pacprune.data.own import FOLDER, is_file
+from pacprune.imports import extra
 from pacprune.runs import locks, sweep, sweep_table
 from pacprune.runs.sweep import Entry, Resources, Sweep, Work
 
@@ -96,6 +97,8 @@ def _anywhere(entry: Entry) -> Entry:
     options = entry.options
     if options.device.startswith("cuda:"):
         raise ValueError(f"device is {options.device!r}, but Ray gives every run a GPU of its own; use cuda")
+    if is_file(options.data) and not Path(options.data.removeprefix(FOLDER)).is_absolute():
+        raise ValueError(f"data is {options.data!r}, which means another place on every machine; give an absolute path")
     if options.data_dir is not None:
         options = replace(options, data_dir=os.path.abspath(options.data_dir))
     return replace(entry, options=options)

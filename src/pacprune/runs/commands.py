@@ -1,18 +1,17 @@
 """The commands of METHODS: from options to a finished run folder."""
 
 import copy
-import importlib
-import sys
+import hashlib
+import json
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from pacprune import __version__, data, models
@@ -30,8 +29,8 @@ from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.masks import top_k
 from pacprune.masking.spikeslab import block_isotropic
 from pacprune.methods.table import METHODS
+from pacprune.runs import locks, report, store
 from pacprune.runs import options as opt
-from pacprune.runs import report, store
 from pacprune.runs.options import Certifying, Options, Pruning
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error
@@ -90,31 +89,60 @@ def execute(command: str, options: Any, work: Work, *, out: Path | None, progres
     if previous is not None:
         ranks.on_rank0(lambda: store.drop_checkpoints(folder))
         return previous
-    existed, was_begun = ranks.on_rank0(lambda: (folder.exists(), (folder / "config.toml").exists()))
-    try:
-        # The networks for the digits are so small that a second thread costs time.
-        with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
-            begin = partial(store.begin, folder, command, options)
-            numbers = work(options, lambda: ranks.on_rank0(begin), progress)
-    except Sealed as stop:
-        commitment = stop.commitment
-        ranks.on_rank0(lambda: commitment.save(folder))  # where it stays when the run is finished
-        seals = [commitment.digest] + ([] if commitment.posterior is None else [commitment.seal])
-        return {"command": command, "folder": str(folder), "seals": seals, "source": commitment.source}
-    except ValueError:
-        # The same input fails the same way, so this folder is not worth keeping, unless something was trained.
-        if not was_begun and ranks.rank() == 0:
-            store.clear(folder, keep=existed)
-        raise
-    common = {"command": command, "folder": str(folder), "version": __version__, "torch": torch.__version__}
-    result = common | opt.identity(options) | numbers
+    with _held(folder, command, options) as begin:
+        try:
+            # The networks for the digits are so small that a second thread costs time.
+            with one_thread() if opt.identity(options).get("data", "digits") == "digits" else nullcontext():
+                numbers = work(options, begin, progress)
+        except Sealed as stop:
+            commitment = stop.commitment
+            ranks.on_rank0(lambda: commitment.save(folder))  # where it stays when the run is finished
+            seals = [commitment.digest] + ([] if commitment.posterior is None else [commitment.seal])
+            return {"command": command, "folder": str(folder), "seals": seals, "source": commitment.source}
+        common = {"command": command, "folder": str(folder), "version": __version__, "torch": torch.__version__}
+        result = common | opt.identity(options) | numbers
 
-    def finish() -> None:
-        report.write(folder, result)
-        store.finish(folder, result)
+        def finish() -> None:
+            report.write(folder, result)
+            store.finish(folder, result)
 
-    ranks.on_rank0(finish)
+        ranks.on_rank0(finish)
     return result
+
+
+@contextmanager
+def _held(folder: Path, command: str, options: Any) -> Iterator[Callable[[], Path]]:
+    """A function that makes the run folder; from then on to the end of the block no other process works in it.
+
+    The folder is deleted if the input turns out to be bad, unless something was trained.
+    """
+    existed, was_begun = ranks.on_rank0(lambda: (folder.exists(), (folder / store.CONFIG).exists()))
+    is_ours = False
+    with ExitStack() as lock:
+
+        def begin() -> Path:
+            nonlocal is_ours
+            if not was_begun:
+                store.begin(folder, command, options)
+                lock.enter_context(locks.alone(folder))
+                if (folder / "result.json").exists():
+                    raise ValueError(f"another process has just finished the run in {folder}; ask for it again")
+                is_ours = True
+            return folder
+
+        if was_begun:
+            ranks.on_rank0(lambda: lock.enter_context(locks.alone(folder)))
+        try:
+            yield lambda: ranks.on_rank0(begin)
+        except ValueError:
+            # The same input fails the same way, so this folder is not worth keeping, unless something was trained.
+            if is_ours:
+                store.clear(folder, keep=existed)
+            raise
+        except OSError as error:
+            if error.errno is not None and error.filename is None:  # such as that of a full disk
+                error.filename = str(folder)
+            raise
 
 
 def single(
@@ -147,12 +175,22 @@ def store_outcomes(options: Options, outcomes: list[Outcome], split: Split, fold
         "total": total,
         "test_error": last.test_error,
         "dense_error": outcomes[0].test_error if options.dense_epochs else None,
+        "input": {"shape": list(split.train.x.shape[1:]), "dtype": str(split.train.x.dtype).removeprefix("torch.")},
+        "classes": split.classes,
+        "files": split.files,
+        "architecture": architecture(last.model),
     }
     if last.certificate:
         numbers |= save_certificate(folder, last.certificate)
         numbers["expected_sparsity"] = last.sparsity
         numbers["thresholded_error"] = error(last.model, split.test)
     return numbers
+
+
+def architecture(model: nn.Module) -> str:
+    """SHA-256 of the names, types and shapes in the state dict: a factory that changed makes another one."""
+    tensors = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in model.state_dict().items()]
+    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
 
 
 def save_certificate(folder: Path, certificate: Certificate) -> dict[str, Any]:
@@ -225,7 +263,7 @@ def certify(
             f"is left to certify it by; run pacprune {command} with --train-on prior"
         )
     split, model = prepare(replace(options, device=device))
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    store.read_model(folder / "model.safetensors", model)
     store.read_trace(folder, model)
     certificate = certify_held_out(model, split, delta=delta, certified=certified, name=options.model, declare=declare)
     place = folder / store.CERTIFICATE if out is None else out
@@ -284,24 +322,6 @@ def check_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"the device {name!r} cannot be used here ({reason}); use --device cpu") from None
-
-
-def model_of(spelled: str) -> nn.Module:
-    """The network that package.module:factory makes; the module may lie in the current folder."""
-    module, _, factory = spelled.partition(":")
-    sys.path.insert(0, "")
-    try:
-        model = getattr(importlib.import_module(module), factory)()
-    except Exception as error:  # the user's code may raise anything
-        raise ValueError(
-            f"the model {spelled!r} cannot be made ({type(error).__name__}: {error}); "
-            "give package.module:factory, a function without arguments"
-        ) from error
-    finally:
-        sys.path.remove("")
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{spelled} made a {type(model).__name__}; it must make a torch.nn.Module")
-    return model
 
 
 def rehearse(options: Options, model: nn.Module, split: Split) -> None:

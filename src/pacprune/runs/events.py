@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pacprune.deploy.export import extra
+from pacprune.imports import extra
 from pacprune.runs import plots, store
 from pacprune.training import checkpoint
 from pacprune.types import Progress

@@ -1,7 +1,8 @@
-"""The lock and the log of each run of a sweep.
+"""Who works on a run: the lock of its folder, and the lock and the log of each run of a sweep.
 
-Both are one file, LOG/NAME.jsonl in the sweep's folder. The process that works on a run holds the lock on that file and
-appends to it. The system releases the lock when the process dies: no lock expires, and none has to be cleaned up.
+The process that works in a run folder holds the lock on its config.toml; a second one is refused. In a sweep, processes
+wait for one another instead: lock and log of a run are one file there, LOG/NAME.jsonl in the sweep's folder. The system
+releases a lock when the process dies: no lock expires, and none has to be cleaned up.
 """
 
 import json
@@ -10,7 +11,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,23 @@ INTERVAL = 1.0
 
 Note = Callable[..., None]
 """Called with (event, **details): writes a line into a log."""
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """The lock on a run folder that holds its config.toml, for this block; refuses if another process has it.
+
+    Where the file system has no locks, nothing is locked: a single run needs none.
+    """
+    with (folder / store.CONFIG).open("rb+") as file:
+        free = True
+        with suppress(OSError):
+            free = lock_descriptor(file.fileno(), blocking=False)
+        if not free:
+            raise ValueError(
+                f"another process is working on the run in {folder}; wait until it ends, or choose another --out"
+            )
+        yield
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 from pacprune import data, models
 from pacprune.certification.bounds_table import FAMILIES
 from pacprune.certification.commitment import SOURCE
+from pacprune.data.own import FORMS
 from pacprune.masking import criteria, patterns
 from pacprune.methods.table import METHODS, Method
 from pacprune.training.config import GATE_RATIO, GATE_STEPS, SCHEDULES
@@ -51,8 +52,8 @@ class Options:
     command: ClassVar[str]
     """The command whose options these are."""
 
-    data: str = _option("digits", f"Data set: {', '.join(data.NAMES)}.")
-    model: str = _option("mlp", f"Network: {', '.join(models.NAMES)}.")
+    data: str = _option("digits", f"Data set: {', '.join(data.NAMES)}; or your own: {FORMS}.")
+    model: str = _option("mlp", f"Network: {', '.join(models.NAMES)}; or your own: package.module:factory.")
     sparsity: float = _option(0.9, "Fraction of the weights to prune, in [0, 1).", per_member=True)
     seed: int = _option(0, "Seed of the weights, the data order and the draws.")
     split_seed: int = _option(0, "Seed of the split: another one is another try on the same examples.")

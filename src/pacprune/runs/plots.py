@@ -12,7 +12,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from pacprune import bounds
-from pacprune.certification.certificate import Certificate, rounded_up
+from pacprune.bounds.numeric import rounded_up
+from pacprune.certification.certificate import Certificate
 from pacprune.certification.decode import load as load_certificate
 from pacprune.files import write_atomically
 from pacprune.kernels.law import LOGIT_MAX

@@ -10,8 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from pacprune.bounds import Ledger
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification.bounds_table import BOUNDS
-from pacprune.certification.certificate import RECORD, Certificate, rounded_up
+from pacprune.certification.certificate import RECORD, Certificate
 from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS
 from pacprune.runs import options as opt
@@ -208,12 +209,22 @@ def _reproduction(command: str, options: Any, result: dict[str, Any]) -> str:
         for name, value in opt.identity(options).items()
         if value is not None
     )
+    for name, key in (
+        ("network (SHA-256 of its state dict's shapes)", "architecture"),
+        ("data files (SHA-256)", "files"),
+    ):
+        if key in result:
+            rows += f"<tr><th>{name}</th><td>{escape(_hashes(result[key]))}</td></tr>"
     return (
         "<section><h2>How to do it again</h2>"
         f'<pre id="command">{escape(opt.command_line(command, options))}</pre>'
         f"<details><summary>Every option of this run</summary><table>{rows}</table></details>"
         f"<p><small>pacprune {escape(result['version'])}, torch {escape(result['torch'])}</small></p></section>"
     )
+
+
+def _hashes(value: str | dict[str, str]) -> str:
+    return value if isinstance(value, str) else ", ".join(f"{name} {digest}" for name, digest in value.items())
 
 
 _STYLE = """

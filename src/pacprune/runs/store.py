@@ -2,11 +2,12 @@
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import nn
 
 from pacprune.certification import commitment
@@ -19,7 +20,7 @@ from pacprune.masking import weights
 from pacprune.runs import options as opt
 from pacprune.types import History
 
-CHECKPOINTS, CERTIFICATE, TRACE = "checkpoints", "certificate", "trained-on.safetensors"
+CONFIG, CHECKPOINTS, CERTIFICATE, TRACE = "config.toml", "checkpoints", "certificate", "trained-on.safetensors"
 
 
 def check_folder(folder: Path, content: str) -> None:
@@ -39,7 +40,7 @@ def claim(folder: Path, command: str, options: Any) -> dict[str, Any] | None:
     # A process that was killed at its first write leaves only a .part.
     if not folder.exists() or all(file.suffix == ".part" for file in folder.iterdir()):
         return None
-    if not (folder / "config.toml").is_file():
+    if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is not empty and holds no config.toml, so it is not a run; choose another --out")
     recorded_command, recorded_options = read_config(folder)
     if recorded_command != command:
@@ -55,9 +56,9 @@ def claim(folder: Path, command: str, options: Any) -> dict[str, Any] | None:
 
 
 def begin(folder: Path, command: str, options: Any) -> Path:
-    """Makes the folder and writes config.toml, if it is missing."""
-    if not (folder / "config.toml").exists():
-        write_atomically(folder / "config.toml", opt.to_toml(command, options).encode())
+    """Makes the folder and writes config.toml, if it is missing; of two processes, one writes it."""
+    with suppress(FileExistsError):
+        write_atomically(folder / CONFIG, opt.to_toml(command, options).encode(), replace=False)
     return folder
 
 
@@ -74,7 +75,7 @@ def drop_checkpoints(folder: Path) -> None:
 
 def clear(folder: Path, *, keep: bool) -> None:
     """Deletes the run's files, and without `keep` the folder too; does nothing if it holds a trained stage."""
-    if (folder / "config.toml").exists() and not any((folder / CHECKPOINTS).rglob("*")):
+    if (folder / CONFIG).exists() and not any((folder / CHECKPOINTS).rglob("*")):
         for file in folder.iterdir():
             shutil.rmtree(file) if file.is_dir() else file.unlink()
         if not keep:
@@ -84,7 +85,7 @@ def clear(folder: Path, *, keep: bool) -> None:
 def read_config(folder: Path) -> tuple[str, Any]:
     """(command, options) of the config.toml in a run folder."""
     check_folder(folder, "a run")
-    path = folder / "config.toml"
+    path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.toml, so it is not a run folder; name one, such as runs/demo")
     command, values = opt.from_toml(path)
@@ -136,7 +137,7 @@ def certificate(folder: Path) -> Path:
     for place in (folder, folder / CERTIFICATE):
         if (place / RECORD).is_file():
             return place
-    if (folder / "config.toml").is_file():
+    if (folder / CONFIG).is_file():
         command, _ = read_config(folder)
         result(folder)
         if issubclass(opt.COMMANDS[command], opt.Pruning):
@@ -151,6 +152,17 @@ def write_model(path: Path, model: nn.Module) -> None:
     """The plain state dict, zeros included, as safetensors."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     write_atomically(path, save(state))
+
+
+def read_model(path: Path, model: nn.Module) -> None:
+    """Loads what `write_model` wrote into a network of the same shape."""
+    try:
+        model.load_state_dict(load_file(path))
+    except RuntimeError as error:
+        raise ValueError(
+            f"the network that was built is not that of {path} ({' '.join(str(error).split())[:200]}); if its factory "
+            "was changed, give it back as it was, or run the command again elsewhere"
+        ) from None
 
 
 def write_trace(folder: Path, model: nn.Module) -> None:

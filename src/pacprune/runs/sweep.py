@@ -149,7 +149,7 @@ def run(file: Path, *, out: Path | None = None, device: str | None = None, work:
     """Runs the unfinished runs of a sweep, on this machine or by `work`; returns the `status` at the end."""
     sweep = read(file, device=device)
     folder = Path("runs") / file.stem if out is None else out
-    if folder.is_file() or (folder / "config.toml").exists():
+    if folder.is_file() or (folder / store.CONFIG).exists():
         raise ValueError(f"{folder} is a file or the folder of one run; choose another --out, for one folder per run")
     waiting = [e for e in sweep.entries if store.claim(folder / e.name, sweep.command, e.options) is None]
     if waiting:

@@ -1,5 +1,6 @@
-"""The table of a sweep's runs, printed once or kept up to date while they go on."""
+"""The table of a sweep's runs, printed once, or as a live table or lines of a log while they go on."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from rich.table import Column, Table
 
 from pacprune.runs import report
 from pacprune.runs.locks import STATES
+
+INTERVAL, WAIT = 1.0, 30.0
+"""Seconds between two looks at the runs, and between two lines of a log about one that goes on."""
 
 
 def table(status: dict[str, Any]) -> Table:
@@ -50,16 +54,61 @@ def _detail(row: dict[str, Any]) -> str:
 
 @contextmanager
 def live(status: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """The table on stderr, updated while the block runs. Running runs come first, since a long table is cut."""
+    """Shows on stderr how the runs go on while the block runs: a table in a terminal, lines in a log."""
+    console = Console(stderr=True)
+    with _table(status, console) if console.is_terminal else _lines(status, console):
+        yield
+
+
+def _table(status: Callable[[], dict[str, Any]], console: Console) -> Live:
+    """A table that is updated. Running runs come first, since a long table is cut."""
     order = ("running", "failed", "waiting", "finished")
 
     def sorted_table() -> Table:
         current = status()
         return table(current | {"runs": sorted(current["runs"], key=lambda row: order.index(row["state"]))})
 
-    console = Console(stderr=True)
-    if not console.is_terminal:  # a log file cannot show a table that changes
-        yield
-        return
-    with Live(get_renderable=sorted_table, console=console, refresh_per_second=1, transient=True):
-        yield
+    return Live(get_renderable=sorted_table, console=console, refresh_per_second=1, transient=True)
+
+
+@contextmanager
+def _lines(status: Callable[[], dict[str, Any]], console: Console) -> Iterator[Callable[[], None]]:
+    """A line for every run that begins or ends, and every WAIT seconds about one that goes on.
+
+    Yields what looks at the runs and prints these lines, every INTERVAL seconds and at the end of the block.
+    """
+    # What failed before is tried again.
+    states = {row["run"]: row["state"] for row in status()["runs"] if row["state"] == "finished"}
+    printed: dict[str, float] = {}
+
+    def print_changes() -> None:
+        now = time.monotonic()
+        for row in status()["runs"]:
+            name, state = row["run"], row["state"]
+            goes_on = state == "running" and now - printed.get(name, now) >= WAIT
+            if goes_on or state != states.get(name, "waiting"):
+                states[name], printed[name] = state, now
+                console.print(_line(row), soft_wrap=True, highlight=False, markup=False)
+
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(INTERVAL):
+            print_changes()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield print_changes
+    finally:
+        ended.set()
+        thread.join()
+        print_changes()
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A run as a line: its name, its point of the grid, its state and the details of that."""
+    point = ", ".join(f"{name} {value}" for name, value in row["point"].items())
+    keys = [key for key in ("test_error", "certificate") if key in row]
+    numbers = [f"{report.COLUMNS[key].lower()} {report.cell(key, row[key])}" for key in keys]
+    return f"{row['run']} ({point}): " + ", ".join(filter(None, [row["state"], *numbers, _detail(row)]))

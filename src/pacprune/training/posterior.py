@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from pacprune import bounds
-from pacprune.bounds import numeric
+from pacprune.bounds import differentiable
 from pacprune.data import trace
 from pacprune.data.batches import example_hashes, label_hashes, reading_once
 from pacprune.data.splits import Part, Split, check_split
@@ -55,7 +55,7 @@ def bounded_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 def seeger(risk: Tensor, divergence: Tensor, n: int, delta: float) -> Tensor:
     """`bounds.seeger` with gradients: kl_inverse(risk, (KL + log(xi(n)/delta)) / n)."""
-    return numeric.kl_inverse(risk, (divergence + math.log(bounds.xi(n) / delta)) / n)
+    return differentiable.kl_inverse(risk, (divergence + math.log(bounds.xi(n) / delta)) / n)
 
 
 def paper(risk: Tensor, divergence: Tensor, n: int, delta: float) -> Tensor:

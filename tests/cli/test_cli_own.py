@@ -1,0 +1,160 @@
+"""The command line on networks and data of one's own: every command takes them, and bad ones get one sentence."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from pacprune.cli import app
+from pacprune.runs import cluster, commands, store, sweep
+from pacprune.runs import options as opt
+
+CODE = """
+import torch
+from torch import nn
+from pacprune import data
+def stripes():
+    random = torch.Generator().manual_seed(0)
+    y = torch.randint(3, (300,), generator=random)
+    return torch.rand(300, 9, generator=random) + nn.functional.one_hot(y, 9), y
+def net(inputs, classes): return nn.Sequential(nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, classes))
+def lazy(classes): return nn.LazyLinear(classes)
+class Net(nn.Sequential):
+    def __init__(self, shape, classes, seed, width=4):
+        super().__init__(nn.Linear(shape[0], width), nn.Linear(width, classes))
+        self.seed = seed
+def wide(): return nn.Linear(10, 3)
+def narrow(inputs): return nn.Linear(inputs, 2)
+def twice(inputs, classes): return nn.LSTM(inputs, classes)
+def number(): return 5
+def needs(depth): return net(9, 3)
+"""
+SHORT = ("--epochs", "2", "--dense-epochs", "1")
+OWN = ("--data", "mine:stripes", "--model", "mine:net")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    Path("mine.py").write_text(CODE)
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app.build(), list(words), prog_name="pacprune")
+
+
+def answer(*words: str) -> dict[str, Any]:
+    result = call(*words, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def refusal(*words: str) -> str:
+    result = call(*words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert list(Path("runs").glob("*")) == []
+    return line
+
+
+def test_a_network_of_ones_own_goes_from_pruning_to_its_certificate() -> None:
+    result = answer("pft", *OWN, *SHORT, "--train-on", "prior", "--out", "run")
+    assert (result["data"], result["model"], result["total"]) == ("mine:stripes", "mine:net", 16 * 9 + 3 * 16)
+    assert (result["input"], result["classes"]) == ({"shape": [9], "dtype": "float32"}, 3)
+    assert set(result["files"]) == {"x", "y"}
+    report = Path("run/report.html").read_text()
+    assert "--model mine:net" in report
+    assert result["architecture"] in report
+    answer("certify", "run")
+    record = json.loads(Path("run/certificate/certificate.json").read_text())
+    assert (record["model"], record["data"]["dataset"]) == ("mine:net", "mine:stripes")
+    assert answer("verify", "run")["level"] == 1
+    assert "is mine:net, which pacprune does not have" in refusal("verify", "run", "--data", "mine:stripes")
+    assert "give the data as --data" in refusal("verify", "run", "--recount")
+    assert answer("verify", "run", *OWN)["level"] == 2
+    assert answer("export", "run")["bytes"] > 0
+    assert answer("profile", "run", "--seconds", "0.01")["weights"] == result["total"]
+    assert answer("report", "run")["folder"] == "run"
+
+
+def test_pbp_certifies_a_network_of_ones_own() -> None:
+    words = ("--posterior-epochs", "1", "--draws", "20", "--unlabelled", "9", "--out", "run")
+    assert answer("pbp", *OWN, *SHORT, *words)["certificate"] <= 1
+    assert answer("verify", "run", *OWN, "--replay", "--draws", "5")["level"] == 3
+
+
+def test_a_sweep_takes_them_from_its_file() -> None:
+    x, y = torch.rand(60, 9), torch.arange(60) % 2
+    np.savez("mine.npz", x=x.numpy(), y=y.numpy())
+    Path("all.toml").write_text(
+        'command = "osp"\nepochs = 1\ndense_epochs = 1\nmodel = "mine:Net"\n[grid]\nsparsity = [0.5, 0.6]\n'
+        'data = ["mine.npz", "mine:stripes"]\n'
+    )
+    status = answer("sweep", "all.toml")
+    assert (status["finished"], [row["route"] for row in status["runs"]]) == (4, ["population of 2"] * 4)
+    with pytest.raises(ValueError, match=r"data is 'mine.npz', which means another place on every machine"):
+        sweep.run(Path("all.toml"), out=Path("other"), work=cluster.work_at("auto"))
+
+
+def test_a_factory_gets_the_parameters_that_it_names() -> None:
+    for seed in (3, 4):
+        _, model = commands.prepare(opt.Osp(data="mine:stripes", model="mine:Net", seed=seed))
+        assert model.seed == seed
+    shapes = {name: commands.prepare(opt.Osp(data="digits", model=name))[1] for name in ("pacprune.models:mlp", "mlp")}
+    assert len({commands.architecture(model) for model in shapes.values()}) == 1
+
+
+@pytest.mark.parametrize("factory", ["mine:net", "mine:lazy"])
+def test_the_first_weights_follow_from_the_seed(factory: str) -> None:
+    states = []
+    for seed in (0, 0, 1):
+        torch.rand(1)
+        states.append(commands.prepare(opt.Osp(data="mine:stripes", model=factory, seed=seed))[1].state_dict())
+    key = next(iter(states[0]))
+    assert torch.equal(states[0][key], states[1][key])
+    assert not torch.equal(states[0][key], states[2][key])
+
+
+def test_a_factory_that_changed_is_noticed() -> None:
+    answer("osp", *OWN, *SHORT, "--train-on", "prior", "--out", "run")
+    Path("mine.py").write_text(CODE.replace("16", "17"))
+    sys.modules.pop("mine")
+    for command in ("export", "profile", "certify"):
+        assert "the network that was built is not that of run/model.safetensors" in refusal(command, "run")
+    result = store.result(Path("run"))
+    _, model = commands.prepare(opt.Osp(data="mine:stripes", model="mine:net"))
+    assert commands.architecture(model) != result["architecture"]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("mine:absent", "the model 'mine:absent' cannot be made (AttributeError"),
+        ("nowhere.at_all:net", "ModuleNotFoundError"),
+        ("mine:number", "mine:number made a int; it must make a torch.nn.Module"),
+        ("mine:needs", "'depth'); give package.module:function, whose parameters are among shape, inputs, classes"),
+        ("mine:wide", "the network of mine:wide cannot take examples of shape (9,) (RuntimeError"),
+        ("mine:narrow", "gives a Tensor of shape (2, 2) for 2 examples of 3 classes, but it must give (2, 3)"),
+        ("mine:twice", "gives a tuple of shape () for 2 examples"),
+        (
+            "net",
+            "model 'net' is unknown; use one of mlp, lenet5, resnet20, or a function such as package.module:factory",
+        ),
+    ],
+)
+def test_a_bad_factory_gets_one_sentence(model: str, message: str) -> None:
+    assert message in refusal("osp", "--data", "mine:stripes", "--model", model)
+
+
+def test_bad_data_get_one_sentence() -> None:
+    np.savez("mine.npz", x=np.zeros((9, 2)), y=np.zeros(9))
+    Path("photos/only").mkdir(parents=True)
+    assert "labels are one whole number per example" in refusal("osp", "--data", "mine.npz")
+    assert "photos has 1 sub-folders" in refusal("osp", "--data", "folder:photos")
+    assert "cannot be made" in refusal("pbp", "--data", "mine:absent")
