@@ -421,7 +421,9 @@ def forget(model: nn.Module) -> nn.Module:
     return model
 
 
-def final_mask(model: nn.Module, *, sparsity: float | None = None, min_per_layer: int = 0) -> dict[str, Tensor]:
+def final_mask(
+    model: nn.Module, *, sparsity: float | Mapping[str, float] | None = None, min_per_layer: int = 0
+) -> dict[str, Tensor]:
     """The mask that the gates have come to: `top_mask` of their keep_prob, or the likeliest choices of a pattern."""
     listed = require_sites(model)
     if listed[0].sampler.pattern is None:

@@ -84,7 +84,8 @@ class Config:
         std_lr: Learning rate of the logarithms of a trained std; None is lr.
         momentum: What SGD keeps of the last step; beta1 of Adam and AdamW.
         weight_decay: L2 penalty of the weights (of AdamW: decoupled), such as 5e-4.
-        batch_size: Examples per step, over all ranks together.
+        batch_size: Examples per step, over all ranks together. A DataLoader has its own.
+        steps_per_epoch: Steps that count as an epoch of a stream (an IterableDataset); None for all other data.
         optimizer: "sgd", "adam" or "adamw".
         schedule: What lr follows: "constant", "cosine" (falls to 0), "step" (0.1 times at 50 % and again at 75 %), or a
             function from the share that is done, in [0, 1], to a factor.
@@ -135,10 +136,13 @@ class Config:
     patience: int = 0
     execution: str = "eager"
     masks: str = "shared"
+    steps_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
             object.__setattr__(self, name, _whole(name, getattr(self, name), least))
+        if self.steps_per_epoch is not None:
+            object.__setattr__(self, "steps_per_epoch", _whole("steps_per_epoch", self.steps_per_epoch, 1))
         follows_lr = self.gate_lr == "auto" or isinstance(self.gate_lr, _Auto)
         for name in _NUMBERS:
             if not (follows_lr and name == "gate_lr"):
@@ -206,6 +210,8 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """All that the outcome of training follows from, as JSON holds it; `execution` is no part of that."""
         content = asdict(replace(self, execution="eager"))
+        if self.steps_per_epoch is None:
+            del content["steps_per_epoch"]
         if self.gate_lr == GATE_RATIO * self.lr and not isinstance(self.gate_lr, _Auto):
             content["gate_lr"] = [self.gate_lr, "given"]  # any other number tells itself from one that follows lr
         if callable(self.schedule):  # a name does not tell two functions apart

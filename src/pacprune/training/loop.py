@@ -46,7 +46,8 @@ class Loop:
                 "give some, or patience=0"
             )
         check_batches(data, self.config)
-        self.device, self.per_epoch = device_of(model), batches.per_epoch(data, self.config.batch_size)
+        self.device = device_of(model)
+        self.per_epoch = batches.per_epoch(data, self.config.batch_size, self.config.steps_per_epoch)
         self.step = Step(model, configs, stage, seeds, self.device)
         self.path = None if path is None else Path(path)
         needed = self.path or ranks.world() > 1
