@@ -355,10 +355,16 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
 
 def _rest(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers that belong to no sampler, by their plain names."""
-    samples = {id(p) for p in sample_parameters(model)}
+    known = sampled_tensors(model) | {id(p) for p in sample_parameters(model)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if ".parametrizations." not in f".{name}" and id(tensor) not in samples:
+        if id(tensor) not in known:
             yield name, tensor
+
+
+def sampled_tensors(model: nn.Module) -> set[int]:
+    """The ids of all that samplers own: means, gates, counters; not of what a user's parametrization owns."""
+    lists = [site.where for site in sites(model)]
+    return {id(tensor) for where in lists for tensor in (*where.parameters(), *where.buffers())}
 
 
 def rest_parameters(model: nn.Module) -> list[nn.Parameter]:

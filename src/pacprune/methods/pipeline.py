@@ -426,7 +426,19 @@ def make_plan(
         overall = masks.asked_sparsity(sparsity, pattern)
     else:
         overall = masks.sparsity(mask, total=everything)
+    _refuse_regrowth(model, overall)
     return Plan(model, chosen, overall, layers, min_per_layer, pattern)
+
+
+def _refuse_regrowth(model: nn.Module, sparsity: float) -> None:
+    """Refuses a lower sparsity than that of the mask the model has: the weights that it lacks are zero."""
+    size = weights.total(model)
+    before = sum(keep.numel() - masks.kept({"": keep}) for _, keep in weights.masked(model)) / size
+    if before > sparsity + 0.5 / size:
+        raise ValueError(
+            f"the model was pruned to sparsity {before:.4g} before, and now {sparsity:.4g} is asked for; ask for more, "
+            "start from a dense copy, or call pp.apply_mask(model, None) to let its zeros be trained again"
+        )
 
 
 def _only(prunable: weights.Prunable, names: Container[str]) -> weights.Prunable:
