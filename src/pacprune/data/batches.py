@@ -313,22 +313,27 @@ def batches(
             yield to_device(default_collate([_source(data)[int(i)] for i in index]), device)
 
 
+def first_batch(data: Data, examples: int, *, device: torch.device) -> Any:
+    """A batch of the first examples; a DataLoader's whole first batch."""
+    batch = next(batches(data, examples, device=device, limit=examples), None)
+    if batch is None:
+        raise ValueError(f"the data, a {type(_source(data)).__name__}, gave no example; check what it reads")
+    rows(batch)
+    return batch
+
+
 def endless(data: Data, batch_size: int, *, device: torch.device) -> Iterator[Any]:
     """The batches of a stream; where it ends it begins again."""
     while True:
-        batch = None
-        for batch in batches(data, batch_size, device=device):
-            yield batch
-        if batch is None:
-            raise ValueError(f"the stream, a {type(_source(data)).__name__}, gave no example; check what it reads")
+        yield from batches(data, batch_size, device=device)
 
 
 # --- Batches of any kind.
 
 
 def is_pair(batch: Any) -> bool:
-    """Whether a batch is (x, y); a DataLoader makes a list of it."""
-    return isinstance(batch, (tuple, list)) and len(batch) == 2
+    """Whether a batch is (x, y); a DataLoader makes a list of it. A tuple with names for its entries is none."""
+    return type(batch) in (tuple, list) and len(batch) == 2
 
 
 def _mapped(change: Callable[[Any], Any], batch: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pacprune import philox
 from pacprune.data import trace
-from pacprune.data.batches import Objective, batches, device_of, is_pair, isolated_rng, rows, taken, use_of
+from pacprune.data.batches import Objective, batches, device_of, first_batch, is_pair, isolated_rng, rows, taken, use_of
 from pacprune.distributed import across, across_model, count, first_index, like, local, ranks, refuse_sharded
 from pacprune.masking import weights
 from pacprune.types import Data, Diverged, Forward, Loss, check_name
@@ -253,7 +253,7 @@ def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weight
     check("synflow", model)
     device = device_of(model)
     with isolated_rng(device, data, seed=0):
-        batch = next(batches(data, 1, device=device, limit=1))
+        batch = first_batch(data, 1, device=device)
     if not (is_pair(batch) and isinstance(batch[0], Tensor)):
         raise ValueError(
             f"synflow needs the shape of an input x, but a batch is a {type(batch).__name__}; give batches (x, y), or "

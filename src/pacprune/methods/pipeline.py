@@ -158,6 +158,8 @@ class Stage:
             return False
         if self.options.get("forward") is not None:  # which calls one model
             return False
+        if weights.masked_names(self.model) != weights.masked_names(stage.model):  # a budget holds the same tensors
+            return False
         if any((getattr(self, name) is None) != (getattr(stage, name) is None) for name in _OPTIONAL):
             return False
         if self.budget is not None and stage.budget is not None and together_(self.budget) != together_(stage.budget):

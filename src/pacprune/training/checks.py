@@ -4,11 +4,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pacprune.data import trace
-from pacprune.data.batches import Objective, batches, device_of, is_pair, is_stream, isolated_rng, tensors
+from pacprune.data.batches import Objective, batches, device_of, first_batch, is_pair, is_stream, isolated_rng, tensors
 from pacprune.distributed import across_model, count, ranks, refuse_sharded
 from pacprune.masking import weights
 from pacprune.training.config import MASKS, Config
@@ -47,7 +48,7 @@ def trial_pass(model: nn.Module, data: Data, objective: Objective) -> str:
         raise ValueError("every parameter has requires_grad=False, so nothing would be trained; unfreeze some")
     with weights.modes_kept(model), isolated_rng(device, data, seed=0):
         model.eval()
-        batch = next(batches(data, 2, device=device, limit=2))
+        batch = first_batch(data, 2, device=device)
         with torch.no_grad():
             out = _outputs(model, batch, objective)
         classifies = objective.is_classification(batch)
@@ -116,6 +117,8 @@ def _number(objective: Objective, out: Any, batch: Any) -> float:
     try:
         return float(objective.value(out, batch))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as failure:
+        if objective.loss is F.cross_entropy and isinstance(failure, ValueError):  # it says itself what is wrong
+            raise
         outputs = f"of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"that are a {type(out).__name__}"
         y = batch[1] if is_pair(batch) else None
         labels = f"labels of shape {tuple(y.shape)} ({y.dtype})" if isinstance(y, Tensor) else type(batch).__name__
