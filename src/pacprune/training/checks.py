@@ -213,6 +213,11 @@ def check_population(configs: Sequence[Config]) -> None:
                 f"{name} is {getattr(configs[0], name)}, which a population has no use of; "
                 f"set {name}=0, or train one by one"
             )
+    if callable(configs[0].optimizer):
+        raise ValueError(
+            f"the optimizer is a function, which moves one model, but {len(configs)} are trained as a population; name "
+            "one, or train one by one"
+        )
     if len({config.gate_lr is None for config in configs}) > 1:
         raise ValueError(
             "gate_lr is None for some members of the population and a number for others; give 0.0 to those that are "
@@ -223,4 +228,5 @@ def check_population(configs: Sequence[Config]) -> None:
 def in_step(first: Config, second: Config) -> bool:
     """Whether two models with these configs can be trained as one population."""
     same = all(getattr(first, name) == getattr(second, name) for name in SHARED)
-    return same and (first.gate_lr is None) == (second.gate_lr is None) and not (first.samples or first.patience)
+    alone = first.samples or first.patience or callable(first.optimizer)
+    return same and (first.gate_lr is None) == (second.gate_lr is None) and not alone

@@ -34,7 +34,7 @@ from pacprune.training import budget, estimators
 from pacprune.training.budget import Budget
 from pacprune.training.config import EXECUTIONS, MASKS, Config
 from pacprune.training.controls import NUMBERS, Stepper
-from pacprune.training.optim import Group, Optimizer
+from pacprune.training.optim import Group, Optimizer, rule_name
 from pacprune.types import Data
 
 
@@ -111,7 +111,7 @@ class Step:
         alike = not stage.members or len({_rates(config) for config in configs}) == 1
         for row, group in zip(self.clock, stage.groups, strict=False):
             group.rate = row[0] if alike and stage.members else row  # one rate for all: one launch for all parameters
-        self.optimizer = Optimizer(self.config.optimizer, stage.groups)
+        self.optimizer = Optimizer(rule_name(self.config.optimizer), stage.groups)
         self.holds = bool(self.sites) and stage.budgets is not None
         """Whether a budget holds the gates."""
         self.control = stage.budgets[0].control if stage.budgets else "none"
@@ -369,7 +369,8 @@ class Step:
 
     def _clip(self, most: float) -> None:
         """Scales every member's gradients so that their norm is at most this; that of what is not trained is zero."""
-        groups = [group for group in self.stage.groups if group.optimizer is None]  # others have a scale of their own
+        # Those with a rule of their own have a scale of their own.
+        groups = [group for group in self.stage.groups if not isinstance(group.optimizer, str)]
         grads = [local(p.grad) for group in groups for p in group.params if p.grad is not None]
         members = 1 if self.stage.members else 0
         norm = torch.stack([g.reshape(*g.shape[:members], -1).float().norm(dim=-1) for g in grads]).norm(dim=0)
