@@ -194,10 +194,10 @@ class Sampler(nn.Module):
         self._first: tuple[Tensor, ...] | None = first
         self._where = _Where()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
         for name in ("seed", "step"):  # a state dict without them is of a distribution alone
             state_dict.setdefault(f"{prefix}{name}", getattr(self, name))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, ...]:
         """Hands parametrize the starting values it registers as parameters."""

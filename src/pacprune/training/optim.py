@@ -54,8 +54,8 @@ def weights_group(params: list[nn.Parameter], factory: Factory) -> Group:
     optimizer = factory(params)
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            f"the optimizer function made a {type(optimizer).__name__}; make one of torch.optim's of the parameters that "
-            "it gets, but not LBFGS, which needs several passes per step"
+            f"the optimizer function made a {type(optimizer).__name__}; make one of torch.optim's of the parameters "
+            "that it gets, but not LBFGS, which needs several passes per step"
         )
     for entry in optimizer.param_groups:
         entry["initial_lr"] = float(entry["lr"])
