@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, rnn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pacprune as pp
@@ -152,6 +152,24 @@ def test_nested_batches_are_cut_into_micro_batches() -> None:
     pp.fit(plain, DataLoader(TensorDataset(X, Y), 32), config)
     pp.fit(own, nested, config, forward=forward)
     assert same(plain, own)
+
+
+def test_packed_sequences_are_inputs() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRU(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x: rnn.PackedSequence) -> Tensor:
+            return self.head(self.rnn(x)[1][0])
+
+    def collate(rows: list[tuple[Tensor, Tensor]]) -> tuple[rnn.PackedSequence, Tensor]:
+        x, y = zip(*rows, strict=True)
+        return rnn.pack_sequence([row.reshape(1, 6) for row in x]), torch.stack(y)
+
+    model, loader = Last(), DataLoader(TensorDataset(X, Y), 32, collate_fn=collate)
+    assert len(pp.fit(model, loader, CONFIG)) == 2
+    assert pp.osp(model, loader, CONFIG, sparsity=0.5).sparsity == pytest.approx(0.5, abs=0.01)
 
 
 def test_forward_is_for_one_model_and_together_trains_one_by_one() -> None:

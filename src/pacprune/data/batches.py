@@ -340,11 +340,10 @@ def _mapped(change: Callable[[Any], Any], batch: Any) -> Any:
     """The same nest of mappings, lists and tuples, of changed things."""
     if isinstance(batch, Mapping):
         return {name: _mapped(change, part) for name, part in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(change, part) for part in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_mapped(change, part) for part in batch)
-    return change(batch)
+    if not isinstance(batch, (tuple, list)) or hasattr(batch, "to"):  # a PackedSequence moves itself
+        return change(batch)
+    parts = [_mapped(change, part) for part in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
