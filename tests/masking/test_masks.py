@@ -413,7 +413,7 @@ def test_a_mapping_gives_every_tensor_the_sparsity_of_the_first_pattern_that_fit
         assert keep.all() or scores[name][keep].min() > scores[name][~keep].max()
     assert int(masks.top_k(scores, sparsity={"fc": 0.99}, min_per_layer=4)["fc.weight"].sum()) == 4
     with pytest.raises(
-        ValueError, match="sparsity names 'head', which fits none of the 4 weights; they are conv1.weight"
+        ValueError, match=r"sparsity names 'head', which fits none of the 4 weights; they are conv1\.weight"
     ):
         masks.top_k(scores, sparsity={"head": 0.5})
     with pytest.raises(ValueError, match="sparsity has 1 names of tensors and pattern is '2:4'"):
