@@ -365,3 +365,15 @@ def test_layers_are_held_by_themselves(control: str) -> None:
     assert float(value.detach()) == pytest.approx((600 * 5 * errors[0] ** 2 + 300 * 5 * errors[1] ** 2) / 900, rel=1e-4)
     multipliers = [float(site.sampler.multiplier) for site in sites]
     assert multipliers == pytest.approx(errors, rel=1e-4)  # strength e / patience = e
+
+
+def test_layers_that_do_not_make_up_the_sparsity_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 10))
+    pp.attach(model, pp.isotropic(model, sparsity=0.1))
+    plan = Budget(0.7, layers={"0.weight": 0.5, "1.weight": 0.8})
+    with pytest.raises(
+        ValueError, match=r"have sparsity 0\.6000 together, but its sparsity is 0\.7000; give the former"
+    ):
+        budget.check_budgets(model, [plan])
+    with pytest.raises(ValueError, match=r"sparsity 1\.2 is outside"):
+        Budget(0.7, layers={"0.weight": 1.2})

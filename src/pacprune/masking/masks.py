@@ -166,10 +166,22 @@ def layer_sparsities(names: Iterable[str], layers: Mapping[str, float]) -> dict[
     return {name: layers[pattern] for name, pattern in first.items() if pattern is not None}
 
 
-def layer_ratios(layers: Sequence[Mapping[str, float] | None], sizes: Mapping[str, int]) -> list[list[float]] | None:
-    """By tensor, for every member, its sparsity as a multiple of that of all tensors; None without such `layers`.
+def layer_ratios(
+    layers: Sequence[Mapping[str, float] | None],
+    sizes: Mapping[str, int],
+    *,
+    shape: Sequence[int],
+    device: torch.device,
+) -> list[Tensor] | None:
+    """By tensor, its sparsity as a multiple of that of all tensors; None without such `layers`.
 
     A tensor's density is 1 - (1 - d) ratio where that of all is d.
+
+    Args:
+        layers: For every member of a population, or the only model, the sparsity of each tensor.
+        sizes: How many weights a member's tensors have.
+        shape: (), or (K,) for K members.
+        device: Where the ratios are wanted.
     """
     if layers[0] is None:
         return None
@@ -178,7 +190,7 @@ def layer_ratios(layers: Sequence[Mapping[str, float] | None], sizes: Mapping[st
         by_name = layer_sparsities(sizes, entry or {})
         overall = sum(by_name.get(name, 0.0) * n for name, n in sizes.items()) / total
         rows.append([by_name.get(name, 0.0) / overall if overall else 0.0 for name in sizes])
-    return [list(column) for column in zip(*rows, strict=True)]
+    return list(torch.tensor(rows, dtype=torch.float64, device=device).T.reshape(len(sizes), *shape))
 
 
 def _counts_of_layers(scores: Scores, layers: Mapping[str, float], scope: str, min_per_layer: int) -> list[int]:

@@ -241,7 +241,8 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
     Args:
         verb: The method, such as `pp.pft`: the verb of any row of METHODS.
         models: K models; they are pruned in place.
-        *args: What the method takes after the model. A list has one entry per model; anything else serves all.
+        *args: What the method takes after the model. A list has one entry per model; anything else serves all, such
+            as a tuple of patterns for `exclude`.
         **kwargs: The method's keywords, by the same rule. One `folder` gets a folder inside it for every model, 0, 1,
             ...; a population's checkpoints lie in that of its first member.
 

@@ -107,7 +107,8 @@ class Budget:
     layers: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        masks.check_sparsity(self.sparsity)
+        for sparsity in (self.sparsity, *(self.layers or {}).values()):
+            masks.check_sparsity(sparsity)
         check_name("control", self.control, {**GATE_CONTROLS, **CONTROLS})
         self._check_schedule()
         if not 0 < self.ramp <= 1 or self.sharpen < 1 or self.strength <= 0 or self.patience <= 0:
@@ -273,6 +274,7 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
     if not budgets:
         return
     control, gates = _one_control(budgets), bool(attachment.sites(model))
+    _check_layers(model, budgets)
     if control in GATE_CONTROLS and not gates:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
@@ -295,6 +297,24 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
             "the budgets of one population differ in until, theta, limit or pattern, but all members take their steps "
             "together; train one population for each"
         )
+
+
+def _check_layers(model: nn.Module, budgets: Sequence[Budget]) -> None:
+    """Refuses layers that have another sparsity together than the budget says."""
+    held = {site.name: site.gate for site in attachment.sites(model)} or dict(
+        zip(weights.masked_names(model), (weight for weight, _ in weights.masked(model)), strict=True)
+    )
+    for budget in budgets:
+        if budget.layers is None or not held:
+            continue
+        by_name = masks.layer_sparsities(held, budget.layers)
+        pruned = sum(sparsity * held[name].numel() for name, sparsity in by_name.items()) / len(budgets)
+        together = pruned / weights.noted_total(model)
+        if abs(together - budget.sparsity) > 1e-4:
+            raise ValueError(
+                f"the layers of the budget have sparsity {together:.4f} together, but its sparsity is "
+                f"{budget.sparsity:.4f}; give the former"
+            )
 
 
 def together(budget: Budget) -> tuple[Any, ...]:
@@ -323,13 +343,8 @@ def enforce_(model: nn.Module, budget: Budget | Sequence[Budget], progress: floa
 def layer_ratios(sites: Sequence[AttachedWeight], budgets: Sequence[Budget]) -> list[Tensor] | None:
     """What every tensor's sparsity is of that of all, one number per member; None where all are held together."""
     sizes = {site.name: site.gate.numel() // len(budgets) for site in sites}
-    ratios = masks.layer_ratios([budget.layers for budget in budgets], sizes)
-    shape, device = sites[0].sampler.seed.shape, sites[0].gate.device
-    return (
-        None
-        if ratios is None
-        else [torch.tensor(row, dtype=torch.float64, device=device).reshape(shape) for row in ratios]
-    )
+    seed = sites[0].sampler.seed
+    return masks.layer_ratios([budget.layers for budget in budgets], sizes, shape=seed.shape, device=seed.device)
 
 
 def densities(model: nn.Module, budget: Budget | Sequence[Budget], progress: float) -> list[float]:

@@ -87,13 +87,8 @@ class Subject:
         """What every tensor's sparsity is of that of all, one number per member; None where all are held together."""
         sizes = [weight.numel() // len(self.budgets) for weight, _ in self.pairs]
         layers = [budget.layers for budget in self.budgets]
-        ratios = masks.layer_ratios(layers, dict(zip(self.names, sizes, strict=True)))
         shape, device = (len(layers),) if self.members else (), self.pairs[0][0].device
-        return (
-            None
-            if ratios is None
-            else [torch.tensor(row, dtype=torch.float64, device=device).reshape(shape) for row in ratios]
-        )
+        return masks.layer_ratios(layers, dict(zip(self.names, sizes, strict=True)), shape=shape, device=device)
 
     def over(self, number: Tensor, tensor: Tensor) -> Tensor:
         """A number per member, in a shape that multiplies the members' tensors; one number as it is."""
@@ -196,8 +191,9 @@ def _prune_finally_(subject: Subject) -> None:
 def keep_largest_(subject: Subject, k: int, progress: float) -> None:
     """Member k's masks keep the largest weights at the density of this moment; in place, and waits for the device."""
     budget, pairs = subject.budgets[k], _member_pairs(subject, k)
-    scores = {name: weight.abs() for name, (weight, _) in zip(subject.names, pairs, strict=True)}
     layers = budget.layer_sparsities(progress)
+    names = map(str, range(len(pairs))) if layers is None else subject.names
+    scores = {name: weight.abs() for name, (weight, _) in zip(names, pairs, strict=True)}
     if budget.pattern is not None:
         scores = patterns.protected_scores(scores, budget.pattern)
     # Tensors by themselves only where they have to be: every one more is looked at.
