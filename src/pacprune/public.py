@@ -12,7 +12,7 @@ from pacprune.masking import patterns
 from pacprune.masking.attachment import attach, harden, read, resample_
 from pacprune.masking.masks import entropy, overlap, top_k
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
-from pacprune.masking.weights import apply_mask, prunable, sparsity
+from pacprune.masking.weights import apply_mask, prunable, select, sparsity
 from pacprune.methods.acdc import acdc
 from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
@@ -84,6 +84,7 @@ __all__ = [
     "rigl",
     "score_monotone",
     "scores",
+    "select",
     "slim",
     "sparsity",
     "str_",

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from torch import Tensor
+import numpy as np
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -31,10 +32,12 @@ class Progress(Protocol):
         ...
 
 
-Data = tuple[Tensor, Tensor] | Labelled | Dataset[Any] | DataLoader[Any]
-"""(x, y) tensors, a `Part` of a split, a map-style Dataset of (x, y), or a DataLoader of (x, y) batches."""
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""(outputs, labels) -> one number, the mean over the examples."""
+Data = tuple[Tensor, Tensor] | tuple[np.ndarray, np.ndarray] | Labelled | Dataset[Any] | DataLoader[Any]
+"""(x, y) tensors or arrays, a `Part` of a split, a Dataset, or a DataLoader; see `Objective` for its batches."""
+Forward = Callable[[nn.Module, Any], Any]
+"""(model, batch) -> what the model makes of a batch."""
+Loss = Callable[[Any, Any], Tensor]
+"""(outputs, labels) -> one number, the mean over the examples; (output, batch) where a batch is no pair (x, y)."""
 History = list[dict[str, Any]]
 """One row per epoch, and of a population per member: stage, epoch, loss, lr, and what else was measured."""
 Table = list[dict[str, Any]]

@@ -332,3 +332,16 @@ def test_real_files_have_the_published_sizes_and_moments(name):
     expected = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530), "cifar10": (0.4914, 0.2470)}[name]
     assert abs(split.mean[0] - expected[0]) < 2e-3
     assert abs(split.std[0] - expected[1]) < 2e-3
+
+
+def test_images_of_bytes_are_standardised_by_channel_wherever_their_channels_are() -> None:
+    g = torch.Generator().manual_seed(0)
+    first = torch.randint(256, (20, 3, 8, 8), generator=g, dtype=torch.uint8)
+    y = torch.arange(20) % 2
+    expected, last = data.split(first, y), data.split(first.permute(0, 2, 3, 1).contiguous(), y)
+    assert len(expected.mean) == 3
+    assert torch.equal(expected.train.x, last.train.x)
+    assert expected.mean == last.mean
+    assert data.split(first[:, 0].numpy(), y.numpy()).train.x.shape == (20, 1, 8, 8)
+    with pytest.raises(ValueError, match=r"torch\.uint8 of shape \(20, 8, 8, 7\), of which neither dimension 1 nor"):
+        data.split(torch.zeros(20, 8, 8, 7, dtype=torch.uint8), y)

@@ -151,6 +151,7 @@ def test_independent_masks_give_the_mean_of_the_ranks_gradients(two: Path) -> No
             assert site.gate.grad is not None
             site.mean.sub_(config.lr * site.mean.grad)
             site.gate.sub_(float(config.gate_lr or 0) * site.gate.grad)
+            site.sampler.step.fill_(1)
         for p in attachment.rest_parameters(model):
             assert p.grad is not None
             p.sub_(config.lr * p.grad)

@@ -326,3 +326,21 @@ def test_a_slab_without_gradients_carries_the_seen_examples(case: str) -> None:
     with torch.set_grad_enabled(case == "frozen"):
         assert pp.read(model, detach=False).seen.equal(pp.read(model).seen)
     assert len(pp.read(model).seen.examples) == 8
+
+
+def test_a_state_dict_holds_seed_and_step_so_that_no_draw_is_repeated() -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+        return pp.attach(model, pp.isotropic(model, sparsity=0.5), seed=seed)
+
+    model, other, x = make(3), make(0), torch.randn(4, 6)
+    for _ in range(2):
+        pp.resample_(model)
+    state = copy.deepcopy(model.state_dict())
+    other.load_state_dict(state)
+    assert torch.equal(pp.resample_(other)(x), pp.resample_(model)(x))
+    # Without them it is of a distribution alone: draws go on as they would have.
+    kept, fresh = make(5), make(5)
+    kept.load_state_dict({name: t for name, t in state.items() if not name.endswith((".seed", ".step"))})
+    assert torch.equal(pp.resample_(kept)(x), pp.resample_(fresh)(x))

@@ -402,3 +402,19 @@ def test_entropy_is_the_mean_over_all_weights_and_sparsity_the_share_of_zeros():
     expected = -p * math.log(p) - (1 - p) * math.log(1 - p)
     assert entropy({"w": torch.tensor([p, 1.0])}) == pytest.approx(expected / 2, rel=1e-6)
     assert masks.sparsity({"w": torch.tensor([1, 0, 0]).bool(), "v": torch.tensor([1]).bool()}) == 0.5
+
+
+def test_a_mapping_gives_every_tensor_the_sparsity_of_the_first_pattern_that_fits() -> None:
+    g = torch.Generator().manual_seed(0)
+    scores = {name: torch.rand(10, 10, generator=g) for name in ("conv1.weight", "conv2.weight", "fc.weight", "rest")}
+    mask = masks.top_k(scores, sparsity={"conv1": 0.2, "conv*": 0.5, "fc.weight": 0.9})
+    assert [int(keep.sum()) for keep in mask.values()] == [80, 50, 10, 100]
+    for name, keep in mask.items():
+        assert keep.all() or scores[name][keep].min() > scores[name][~keep].max()
+    assert int(masks.top_k(scores, sparsity={"fc": 0.99}, min_per_layer=4)["fc.weight"].sum()) == 4
+    with pytest.raises(
+        ValueError, match=r"sparsity names 'head', which fits none of the 4 weights; they are conv1\.weight"
+    ):
+        masks.top_k(scores, sparsity={"head": 0.5})
+    with pytest.raises(ValueError, match="sparsity has 1 names of tensors and pattern is '2:4'"):
+        masks.top_k(scores, sparsity={"fc": 0.5}, pattern="2:4")

@@ -1,6 +1,7 @@
 """What is prunable, how zeros are counted and kept, and what is noted about a model."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -215,3 +216,46 @@ def test_members_that_saw_the_same_examples_share_one_tensor() -> None:
     assert weights.seen(models[0]) is weights.seen(models[1])
     weights.mark_seen(models[0], weights.seen(models[0]))
     assert weights.seen(models[0]) is weights.seen(models[1])
+
+
+# --- What is selected.
+
+
+class LanguageModel(nn.Module):
+    """A language model whose last layer is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def selected(**options: Any) -> list[str]:
+    return list(pp.select(**options)(LanguageModel()))
+
+
+def test_weights_are_selected_by_pattern_type_and_module() -> None:
+    everything = ["embedding.weight", "blocks.0.weight", "blocks.1.weight"]
+    assert selected() == everything
+    assert (
+        selected(include="blocks") == selected(include="blocks.*") == selected(exclude=nn.Embedding) == everything[1:]
+    )
+    assert selected(include="*.weight", exclude=["blocks.0"]) == [everything[0], everything[2]]
+    assert selected(exclude="head") == everything[1:]  # a tied weight has all its names
+    model = LanguageModel()
+    assert list(pp.select(include=[model.blocks[0], "embedding"])(model)) == everything[:2]
+
+
+def test_frozen_weights_are_selected_by_name_alone() -> None:
+    model = LanguageModel()
+    model.blocks.requires_grad_(False)
+    assert list(pp.select()(model)) == ["embedding.weight"]
+    assert list(pp.select(include="*")(model)) == ["embedding.weight", "blocks.0.weight", "blocks.1.weight"]
+
+
+def test_an_error_about_names_lists_some() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
+    with pytest.raises(ValueError, match=r"it has 0\.weight, .*, 5\.weight and 3 more$"):
+        pp.select(exclude="classifier")(model)

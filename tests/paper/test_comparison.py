@@ -13,7 +13,7 @@ from torch import nn
 import pacprune as pp
 from pacprune import data
 from pacprune.masking import weights
-from pacprune.methods.pipeline import Pipeline, Pruned, fine_tune, pipeline, split_epochs, stage_maker
+from pacprune.methods.pipeline import Pipeline, Pruned, Stages, fine_tune, pipeline, split_epochs
 from pacprune.methods.table import METHODS, Method, pruning_methods
 from pacprune.paper import comparison, frame, pft_vs_osp
 from pacprune.paper.comparison import Contest
@@ -183,7 +183,7 @@ def exchange_globally(
     progress: Progress | None = None,
 ) -> Pipeline[Pruned]:
     """Like RigL (Evci et al. 2020) over all layers: after every epoch the smallest weights go, and others grow."""
-    stage = stage_maker(model, data, loss, seed, folder, progress)
+    stage = Stages(model, data, loss=loss, seed=seed, folder=folder, progress=progress)
     mask_config, tune_config = split_epochs(config, mask_share)
     mask = pp.top_k(pp.scores.magnitude(model), sparsity=sparsity)
     weights.apply_mask(model, mask)
@@ -194,7 +194,7 @@ def exchange_globally(
         mask = regrown(model, mask, data, loss, exchange)
         weights.apply_mask(model, None)
         weights.apply_mask(model, mask)
-    return Pruned(model, mask, history + (yield from fine_tune(model, data, tune_config, stage)))
+    return Pruned(model, mask, history + (yield from fine_tune(tune_config, stage)))
 
 
 def regrown(model: nn.Module, mask: Any, data: Any, loss: Loss, exchange: float) -> dict[str, torch.Tensor]:

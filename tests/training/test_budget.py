@@ -341,3 +341,39 @@ def test_holding_a_population_does_not_wait_for_the_device(control):
         once()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("control", ["shift", "projection", "lagrangian"])
+def test_layers_are_held_by_themselves(control: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 10))
+    mapping = "clamp" if control == "projection" else "sigmoid"
+    pp.attach(model, pp.isotropic(model, sparsity=0.1), mapping=mapping)
+    layers = {"0.weight": 0.5, "1.weight": 0.8}
+    plan = Budget(0.6, control=control, schedule="cubic", layers=layers)
+    assert plan.layer_sparsities(0.0) == {"0.weight": 0.0, "1.weight": 0.0}
+    assert plan.layer_sparsities(1.0) == pytest.approx(layers)
+    if control != "lagrangian":
+        budget.enforce_(model, plan, 1.0)
+        shares = {name: float(1 - p.mean()) for name, p in pp.read(model).keep_prob.items()}
+        assert shares == pytest.approx(layers, abs=1e-5)
+        return
+    sites = attachment.sites(model)
+    ratios = budget.layer_ratios(sites, [plan])
+    value = budget.penalty(sites, plan, torch.tensor(0.4), ratios=ratios)
+    errors = [float(site.keep_prob().mean()) - (1 - s) for site, s in zip(sites, layers.values(), strict=True)]
+    assert float(value.detach()) == pytest.approx((600 * 5 * errors[0] ** 2 + 300 * 5 * errors[1] ** 2) / 900, rel=1e-4)
+    multipliers = [float(site.sampler.multiplier) for site in sites]
+    assert multipliers == pytest.approx(errors, rel=1e-4)  # strength e / patience = e
+
+
+def test_layers_that_do_not_make_up_the_sparsity_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 10))
+    pp.attach(model, pp.isotropic(model, sparsity=0.1))
+    plan = Budget(0.7, layers={"0.weight": 0.5, "1.weight": 0.8})
+    with pytest.raises(
+        ValueError, match=r"have sparsity 0\.6000 together, but its sparsity is 0\.7000; give the former"
+    ):
+        budget.check_budgets(model, [plan])
+    with pytest.raises(ValueError, match=r"sparsity 1\.2 is outside"):
+        Budget(0.7, layers={"0.weight": 1.2})

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pacprune as pp
 from pacprune.files import digest, write_atomically
-from pacprune.masking import attachment, weights
-from pacprune.methods import pft as pft_module
+from pacprune.masking import attachment, criteria, weights
 from pacprune.training import budget
 from pacprune.types import History
 
@@ -327,7 +326,7 @@ def test_frozen_parameters_and_labels_identify_a_run(case: str, tmp_path: Path) 
 def test_masks_from_scores_that_do_not_repeat_to_the_bit_are_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = pft_module.score, []
+    real, calls = criteria.score, []
 
     def score(*arguments: Any, **options: Any) -> dict[str, Tensor]:  # as on a GPU
         calls.append(1)
@@ -343,7 +342,7 @@ def test_masks_from_scores_that_do_not_repeat_to_the_bit_are_resumed(
             **options,
         )
 
-    monkeypatch.setattr(pft_module, "score", score)
+    monkeypatch.setattr(criteria, "score", score)
     whole, resumed = net(), net()
     run(whole)
     calls.clear()

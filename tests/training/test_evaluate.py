@@ -192,8 +192,6 @@ assert [kind.fp32_precision for kind in kinds] == ["{precision}", "tf32", "tf32"
 def test_labels_that_do_not_pair_up_with_the_outputs_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"outputs have shape \(50, 3\) and the labels .* reshape the labels"):
         evaluate.mistakes(torch.zeros(50, 3), torch.zeros(shape, dtype=torch.int64))
-    with pytest.raises(ValueError, match="at least 2 outputs"):
-        evaluate.mistakes(torch.zeros(50, 1), torch.zeros(50, dtype=torch.int64))
 
 
 def test_an_error_needs_logits() -> None:
@@ -203,3 +201,26 @@ def test_an_error_needs_logits() -> None:
 
     with pytest.raises(ValueError, match="the model returns a dict, but an error needs its logits"):
         pp.error(Named(3, 2), (torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("shape", ["column", "flat"])
+def test_one_logit_tells_two_classes_apart(shape: str) -> None:
+    class Signed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * (x[:, :1] if shape == "column" else x[:, 0])
+
+    x = torch.tensor([[1.0, 0.0], [2.0, 0.0], [-1.0, 0.0], [-3.0, 0.0]])
+    y = torch.tensor([1, 0, 0, 0])
+    assert pp.error(Signed(), (x, y)) == 0.25
+    assert pp.error(Signed(), (x, y.float())) == 0.25
+    assert pp.error([Signed(), Signed()], (x, y)) == [0.25, 0.25]
+    if shape == "column":
+        assert pp.error(Signed(), (x, y[:, None].float())) == 0.25
+    with pytest.raises(
+        ValueError, match="one output, but the labels run from 0 to 2; one output tells class 0 from class"
+    ):
+        pp.error(Signed(), (x, 2 * y))

@@ -76,7 +76,7 @@ def test_gate_lr_none_freezes_gates_and_lr_zero_everything_else(pair: Pair) -> N
         model = attached()
         before = state(model)
         pp.fit(model, pair, pp.Config(epochs=2, **options))
-        changed = {n for n, t in model.state_dict().items() if not torch.equal(t, before[n])}
+        changed = {n for n, t in model.state_dict().items() if not (n.endswith(".step") or torch.equal(t, before[n]))}
         expected = {f"{i}.parametrizations.weight.original{moved}" for i in (0, 3)}
         assert changed == expected | ({"0.bias", "3.bias"} if moved == "0" else set())
         assert all(p.requires_grad for p in model.parameters())
@@ -235,9 +235,8 @@ def test_the_loss_of_an_epoch_is_the_mean_over_the_examples_it_saw(pair: Pair) -
     everything = F.cross_entropy(model(pair[0]), pair[1]).item()
     first = F.cross_entropy(model(pair[0][:60]), pair[1][:60]).item()
     assert pp.fit(net(), pair, no_lr)[0]["loss"] == pytest.approx(everything, rel=1e-5)
-    assert pp.fit(net(), DataLoader(TensorDataset(*pair), 60, drop_last=True), no_lr)[0]["loss"] == pytest.approx(
-        first, rel=1e-5
-    )
+    loader = DataLoader(TensorDataset(*pair), 60, drop_last=True)
+    assert pp.fit(net(), loader, pp.Config(epochs=1, lr=0.0))[0]["loss"] == pytest.approx(first, rel=1e-5)
 
 
 @pytest.mark.parametrize("control", GATE_CONTROLS)

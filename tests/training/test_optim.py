@@ -1,12 +1,17 @@
 """The optimiser with rates on the device: torch.optim's formulas, a rate for every member, and its stored state."""
 
 import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import pacprune as pp
 from pacprune.training.optim import OPTIMIZERS, Group, Optimizer
+from pacprune.training.step import _order
 
 SHAPES = ((3, 4), (4,), (2, 3, 2), ())
 STEPS = 6
@@ -229,3 +234,72 @@ def test_bfloat16_weights_and_float32_gates_share_a_group(kind: str, several_rat
     assert weight.dtype == torch.bfloat16
     for p in (weight, gate):
         assert p.detach().float() == pytest.approx(torch.full((2, 3), 0.75), abs=1e-6)
+
+
+# --- An optimiser of the user's own.
+
+
+def factory(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(params, lr=0.02)
+
+
+def classifier() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(3))
+LABELS = (INPUTS[:, 0] > 0).long()
+
+
+def test_a_function_makes_the_optimiser_of_the_weights_and_its_rate_follows_the_schedule() -> None:
+    model, expected = classifier(), classifier()
+    config = pp.Config(epochs=4, batch_size=40, optimizer=factory, schedule="step")
+    rows = pp.fit(model, (INPUTS, LABELS), config)
+    assert [row["lr"] for row in rows] == pytest.approx([0.02, 0.02, 0.002, 0.0002])
+    optimizer = factory(list(expected.parameters()))
+    for row in rows:
+        order = _order(40, 0, row["epoch"] - 1)
+        optimizer.param_groups[0]["lr"] = row["lr"]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(expected(INPUTS[order]), LABELS[order]).backward()
+        optimizer.step()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_a_run_with_an_optimiser_of_ones_own_goes_on_to_the_bit(tmp_path: Path) -> None:
+    def stop(stage: str, done: int, total: int, row: dict[str, Any]) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    config, whole, resumed = pp.Config(epochs=3, batch_size=20, optimizer=factory), classifier(), classifier()
+    pp.fit(whole, (INPUTS, LABELS), config)
+    with pytest.raises(KeyboardInterrupt):
+        pp.fit(classifier(), (INPUTS, LABELS), config, checkpoint=tmp_path / "run", every=1, progress=stop)
+    pp.fit(resumed, (INPUTS, LABELS), config, checkpoint=tmp_path / "run", every=1)
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), resumed.parameters(), strict=True))
+    other = dataclasses.replace(config, optimizer=lambda params: torch.optim.NAdam(params, lr=0.03))
+    with pytest.raises(ValueError, match="belongs to another run"):
+        pp.fit(classifier(), (INPUTS, LABELS), other, checkpoint=tmp_path / "run", every=1)
+
+
+@pytest.mark.parametrize("verb", [pp.pft, pp.gmp, pp.l0, pp.str_])
+def test_methods_take_an_optimiser_of_ones_own(verb: Any) -> None:
+    config = pp.Config(epochs=4, batch_size=20, optimizer=factory, clip=1.0)
+    assert verb(classifier(), (INPUTS, LABELS), config, sparsity=0.5).sparsity == 0.5
+
+
+def test_what_an_optimiser_of_ones_own_cannot_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lr is 0\.1, but the optimizer is a function, which has its own"):
+        pp.Config(lr=0.1, optimizer=factory)
+    with pytest.raises(ValueError, match="execution is 'graph', but an optimizer that is a function"):
+        pp.Config(execution="graph", optimizer=factory)
+    with pytest.raises(ValueError, match="moves one model, but 2 are trained as a population"):
+        pp.fit([classifier(), classifier()], (INPUTS, LABELS), pp.Config(optimizer=factory))
+    with pytest.raises(ValueError, match="the optimizer function made a LBFGS"):
+        pp.fit(classifier(), (INPUTS, LABELS), pp.Config(optimizer=lambda params: torch.optim.LBFGS(params)))
+    results = pp.together(
+        pp.osp, [classifier(), classifier()], (INPUTS, LABELS), pp.Config(optimizer=factory), sparsity=0.5
+    )
+    assert [result.sparsity for result in results] == [0.5, 0.5]

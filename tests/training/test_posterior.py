@@ -171,7 +171,7 @@ LEAKS = {
     "raw tensors": ((SPLIT.bound.x[:3].clone(), SPLIT.bound.y[:3].clone()), 3),
     "a part of it": (SPLIT.bound.subset(torch.arange(5)), 5),
     "a dataset": (TensorDataset(SPLIT.bound.x[:4], SPLIT.bound.y[:4]), 4),
-    "a loader": (DataLoader(SPLIT.bound, 8), 40),
+    "a loader": (DataLoader(SPLIT.bound, 16), 40),
     "another split": (pp.data.split(X, Y, prior_fraction=0.9, seed=0).prior, 32),
 }
 

@@ -60,13 +60,13 @@ def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, A
     records: list[dict[str, Any]] = []
     plain = step.Step._take
 
-    def take(self: step.Step, x: Tensor, y: Tensor, word: Tensor | None) -> None:
-        plain(self, x, y, word)
+    def take(self: step.Step, batch: Any, word: Tensor | None) -> None:
+        plain(self, batch, word)
         records.append(
             {
                 "clock": self.clock.clone(),
                 "rates": [group.rate.clone() for group in self.stage.groups],
-                "x": x.clone(),
+                "x": batch[0].clone(),
                 "word": word,
             }
         )

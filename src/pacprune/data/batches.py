@@ -1,15 +1,20 @@
-"""Data in any form (a pair of tensors, a Part, a Dataset, a DataLoader) as batches on a device; augmentation there."""
+"""Data in any form (a pair of tensors, a Part, a Dataset, a DataLoader) as batches on a device; augmentation there.
+
+A batch is a pair (x, y), or any nest of tensors in mappings, lists and tuples; `Objective` says what becomes of it.
+"""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,7 +26,7 @@ from torch.utils.data import (
 
 from pacprune.data import splits, trace
 from pacprune.data.trace import Trace
-from pacprune.types import Data
+from pacprune.types import Data, Forward, Loss
 
 
 class Contents(NamedTuple):
@@ -42,18 +47,16 @@ def tensors(data: Data) -> tuple[Tensor, Tensor] | None:
     """The (x, y) behind a Part or a pair, or None when the data is a Dataset or a DataLoader."""
     if isinstance(data, splits.Part):
         pair = (data.x, data.y)
-    elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(t, Tensor) for t in data):
-        pair = data
+    elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(t, (Tensor, np.ndarray)) for t in data):
+        pair = torch.as_tensor(data[0]), torch.as_tensor(data[1])  # over the same memory
     elif isinstance(data, (Dataset, DataLoader)):
-        if isinstance(_source(data), IterableDataset):
-            raise ValueError(f"data is a stream, a {type(_source(data)).__name__}; give a map-style Dataset")
-        _check_size(data)
+        if not is_stream(data):
+            _check_size(data)
         return None
     else:
         types = f" of {', '.join(type(t).__name__ for t in data)}" if isinstance(data, tuple) else ""
         raise ValueError(
-            f"data is a {type(data).__name__}{types}; give (x, y) tensors (torch.from_numpy makes them of arrays), "
-            "a Part, a Dataset or a DataLoader"
+            f"data is a {type(data).__name__}{types}; give (x, y) tensors or arrays, a Part, a Dataset or a DataLoader"
         )
     if len(pair[0]) != len(pair[1]):
         raise ValueError(f"x has {len(pair[0])} examples but y has {len(pair[1])}; they must pair up")
@@ -66,8 +69,23 @@ def _check_size(data: Any) -> None:
         raise ValueError("the data is empty: 0 examples; choose another split, fraction or batch size")
 
 
+def is_stream(data: Data) -> bool:
+    """Whether examples come one after another, perhaps without an end, and cannot be asked for by number."""
+    return isinstance(_source(data), IterableDataset)
+
+
+def refuse_stream(data: Data, purpose: str) -> None:
+    """Refuses a stream where all examples are needed."""
+    if is_stream(data):
+        raise ValueError(
+            f"the data are a stream, a {type(_source(data)).__name__}, but {purpose} needs all examples; give a "
+            "map-style Dataset"
+        )
+
+
 def size(data: Data) -> int:
     """The number of examples."""
+    refuse_stream(data, "an order of them")
     pair = tensors(data)
     return len(pair[0]) if pair else len(_source(data))
 
@@ -85,6 +103,8 @@ def use_of(data: Data) -> Trace:
     part = _part(data)
     if part is not None:
         return part.trace | trace.looked()
+    if is_stream(data):  # to read it for its hashes would take examples from it
+        return trace.foreign() | trace.looked()
     pair = tensors(data)
     x, y = _read(data)[:2] if pair is None else (_hashes_of(pair[0]), trace.label_hashes(pair[1]))
     return trace.of(x, trace.labelled(x, y)) | trace.looked()
@@ -92,6 +112,7 @@ def use_of(data: Data) -> Trace:
 
 def look_at(data: Data) -> None:
     """Notes that something is evaluated on these data."""
+    refuse_stream(data, "an evaluation")
     part, pair = _part(data), tensors(data)
     if part is not None:
         trace.look(part.known.examples)
@@ -126,7 +147,9 @@ def _fixed_indices(data: Data) -> Sequence[int] | None:
 
 
 def example_hashes(data: Data) -> Tensor:
-    """64-bit hashes of all examples by their content, in their order."""
+    """64-bit hashes of all examples by their content, in their order; a stream has none."""
+    if is_stream(data):
+        return torch.empty(0, dtype=torch.int64)
     part, pair = _part(data), tensors(data)
     if part is not None:
         return part.example_hashes
@@ -152,7 +175,9 @@ def _checksum(x: Tensor) -> int:
 
 
 def label_hashes(data: Data) -> Tensor:
-    """64-bit hashes of all labels, in the order of the examples."""
+    """64-bit hashes of all labels, in the order of the examples; a stream has none."""
+    if is_stream(data):
+        return torch.empty(0, dtype=torch.int64)
     pair = tensors(data)
     return _read(data)[1] if pair is None else trace.label_hashes(pair[1])
 
@@ -163,14 +188,21 @@ def _read(data: Data) -> Contents:
     if reads is not None and id(data) in reads:
         return reads[id(data)][1]
     with isolated_rng(torch.device("cpu"), data, seed=0):  # random augmentation gives the same hashes every time
-        rows = [
-            (trace.example_hashes(x), trace.label_hashes(torch.as_tensor(y)), trace.sketches(x))
-            for x, y in _pairs(data, _source(data))
-        ]
-    contents = Contents(*(torch.cat(column) for column in zip(*rows, strict=True)))
+        parts = [_contents(batch) for batch in _collated(data, _source(data))]
+    contents = Contents(*(torch.cat(column) for column in zip(*parts, strict=True)))
     if reads is not None:
         reads[id(data)] = data, contents
     return contents
+
+
+def _contents(batch: Any) -> Contents:
+    """What is noted of a batch. One that is no (x, y) has no labels that could be told from the rest of it."""
+    if is_pair(batch) and isinstance(batch[0], Tensor):
+        x, y = batch
+        return Contents(trace.example_hashes(x), trace.label_hashes(torch.as_tensor(y)), trace.sketches(x))
+    count = rows(batch)
+    examples = torch.cat([trace.example_hashes(t) for t in _leaves(batch) if t.ndim and len(t) == count])
+    return Contents(examples, torch.zeros_like(examples), torch.empty(len(examples), 0))
 
 
 @contextmanager
@@ -186,7 +218,7 @@ def reading_once() -> Iterator[None]:
         _reads.reset(token)
 
 
-def _pairs(data: Any, source: Any) -> Iterator[Any]:
+def _collated(data: Any, source: Any) -> Iterator[Any]:
     """Every example of a Dataset or a DataLoader, in batches of one or as they come."""
     if isinstance(data, DataLoader) and (type(data) is not DataLoader or data.batch_sampler is None):
         yield from data  # a subclass may give other batches; without a sampler of batches, what it reads are batches
@@ -244,22 +276,29 @@ def portions(whole: Tensor, most: int) -> list[Tensor]:
     return pieces
 
 
-def per_epoch(data: Data, batch_size: int) -> int:
-    """The number of steps of an epoch; a DataLoader has its own batches."""
+def per_epoch(data: Data, batch_size: int, steps: int | None = None) -> int:
+    """The number of steps of an epoch: that of a stream is given; a DataLoader has its own batches."""
+    if is_stream(data) != (steps is not None):
+        kind = f"a stream, a {type(_source(data)).__name__}" if steps is None else f"a {type(data).__name__}, no stream"
+        remedy = "give Config(steps_per_epoch=), or a map-style Dataset" if steps is None else "leave it out"
+        raise ValueError(f"steps_per_epoch is {steps} and the data are {kind}; {remedy}")
+    if steps is not None:
+        return steps
     return len(data) if isinstance(data, DataLoader) else len(portions(torch.arange(size(data)), batch_size))
 
 
 def batches(
     data: Data, batch_size: int, *, device: torch.device, order: Tensor | None = None, limit: int | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of (x, y) on `device`, in `order` (default: as stored; a DataLoader keeps its own), `limit` at most.
+) -> Iterator[Any]:
+    """Batches on `device`, in `order` (default: as stored; a DataLoader keeps its own), of `limit` examples at most.
 
     An `order` is cut by `portions`. Tensors move to the device once, whole, so that an epoch has no copies in it.
     """
-    if isinstance(data, DataLoader):
-        for x, y in data:
-            yield x.to(device), y.to(device)
-            if limit is not None and (limit := limit - len(x)) <= 0:
+    if isinstance(data, DataLoader) or is_stream(data):
+        loader = data if isinstance(data, DataLoader) else DataLoader(_source(data), batch_size)
+        for batch in loader:
+            yield to_device(batch, device)
+            if limit is not None and (limit := limit - rows(batch)) <= 0:
                 return
         return
     pair = tensors(data)
@@ -271,8 +310,165 @@ def batches(
             yield x[index], y[index]
     else:
         for index in cut:
-            x, y = default_collate([_source(data)[int(i)] for i in index])
-            yield x.to(device), torch.as_tensor(y).to(device)
+            yield to_device(default_collate([_source(data)[int(i)] for i in index]), device)
+
+
+def first_batch(data: Data, examples: int, *, device: torch.device) -> Any:
+    """A batch of the first examples; a DataLoader's whole first batch."""
+    batch = next(batches(data, examples, device=device, limit=examples), None)
+    if batch is None:
+        raise ValueError(f"the data, a {type(_source(data)).__name__}, gave no example; check what it reads")
+    rows(batch)
+    return batch
+
+
+def endless(data: Data, batch_size: int, *, device: torch.device) -> Iterator[Any]:
+    """The batches of a stream; where it ends it begins again."""
+    while True:
+        yield from batches(data, batch_size, device=device)
+
+
+# --- Batches of any kind.
+
+
+def is_pair(batch: Any) -> bool:
+    """Whether a batch is (x, y); a DataLoader makes a list of it. A tuple with names for its entries is none."""
+    return type(batch) in (tuple, list) and len(batch) == 2
+
+
+def _mapped(change: Callable[[Any], Any], batch: Any) -> Any:
+    """The same nest of mappings, lists and tuples, of changed things."""
+    if isinstance(batch, Mapping):
+        return {name: _mapped(change, part) for name, part in batch.items()}
+    if not isinstance(batch, (tuple, list)) or hasattr(batch, "to"):  # a PackedSequence moves itself
+        return change(batch)
+    parts = [_mapped(change, part) for part in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with all its tensors on a device; numbers, words and None stay as they are."""
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, np.ndarray):
+            part = torch.as_tensor(part)
+        if part is None or isinstance(part, (bool, int, float, str, bytes)):
+            return part
+        if not callable(getattr(part, "to", None)):
+            raise ValueError(
+                f"a batch holds a {type(part).__name__}, which has no .to(device); give tensors, in mappings, lists "
+                "and tuples, or a collate_fn that makes them"
+            )
+        return part.to(device)
+
+    return _mapped(moved, batch)
+
+
+def _leaves(batch: Any) -> list[Tensor]:
+    """All tensors of a batch, in their order."""
+    leaves: list[Tensor] = []
+    _mapped(lambda part: leaves.append(part) if isinstance(part, Tensor) else None, batch)
+    return leaves
+
+
+def rows(batch: Any) -> int:
+    """How many examples a batch has: the first dimension of its first tensor that has one."""
+    counts = [len(t) for t in _leaves(batch) if t.ndim]
+    if not counts:
+        raise ValueError(
+            f"a batch is a {type(batch).__name__} without a tensor whose first dimension counts its examples; give one"
+        )
+    return counts[0]
+
+
+def taken(batch: Any, index: Tensor) -> Any:
+    """The examples of a batch at an index; what does not count examples stays as it is."""
+    count = rows(batch)
+    return _mapped(lambda part: part[index] if _counts(part, count) else part, batch)
+
+
+def pieces(batch: Any, sizes: Sequence[int], along: int = 0) -> list[Any]:
+    """The batch in pieces of these sizes, along this dimension."""
+    if len(sizes) == 1:
+        return [batch]
+    count = sum(sizes)
+
+    def piece(start: int, length: int) -> Any:
+        return _mapped(lambda t: t.narrow(along, start, length) if _counts(t, count, along) else t, batch)
+
+    return [piece(sum(sizes[:i]), length) for i, length in enumerate(sizes)]
+
+
+def _counts(part: Any, count: int, along: int = 0) -> bool:
+    return isinstance(part, Tensor) and part.ndim > along and part.shape[along] == count
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How a batch becomes a loss: what the network makes of it, and what that is worth.
+
+    Without a `forward`, a pair (x, y) is model(x), and its loss is loss(output, y); a mapping is model(**batch). In all
+    other cases the loss is loss(output, batch). Where no loss is given, it is the output itself, if that is one number,
+    or its `loss`, and else the cross-entropy with the labels y of a pair.
+    """
+
+    loss: Loss = F.cross_entropy
+    forward: Forward | None = None
+
+    def is_classification(self, batch: Any) -> bool:
+        """Whether the loss is the cross-entropy of model(x) with class numbers."""
+        return self.loss is F.cross_entropy and self.forward is None and is_pair(batch)
+
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        """What the network makes of a batch."""
+        if self.forward is not None:
+            return self.forward(model, batch)
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        if is_pair(batch):
+            return model(batch[0])
+        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise ValueError(
+            f"a batch is a {type(batch).__name__}{size}, neither a pair (x, y) nor a mapping of the model's arguments; "
+            "give forward=(model, batch) -> output"
+        )
+
+    def value(self, output: Any, batch: Any) -> Tensor:
+        """The loss of that."""
+        if self.forward is None and is_pair(batch):
+            return self.loss(output, batch[1])
+        if self.loss is not F.cross_entropy:
+            return self.loss(output, batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        loss = output if isinstance(output, Tensor) and output.ndim == 0 else loss
+        if loss is None and isinstance(output, Tensor) and is_pair(batch):
+            return F.cross_entropy(output, batch[1])
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"the output for a batch is a {type(output).__name__} without a loss; give the model its labels, or "
+                "give loss=(output, batch) -> one number"
+            )
+        return loss
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean loss of a batch."""
+        return self.value(self.outputs(model, batch), batch)
+
+    def with_tensors(self, model: nn.Module, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
+        """The mean loss of a batch with these parameters and buffers in place of the model's."""
+        return functional_call(_Call(model, self), {f"model.{name}": t for name, t in tensors.items()}, (batch,))
+
+
+class _Call(nn.Module):
+    """A model and its objective as one module, whose tensors functional_call can replace."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model, self.objective = model, objective
+        self.training = model.training
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.objective(self.model, batch)
 
 
 def crop_flip(x: Tensor, word: Tensor) -> Tensor:

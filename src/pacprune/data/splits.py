@@ -16,6 +16,8 @@ from pacprune.data.trace import Trace, as_bytes, example_hashes
 
 _SKETCH = 64
 """How many hashes of its examples a pool is known by."""
+_CHANNELS = (1, 3, 4)
+"""How many channels images of bytes have: grey, colour, or colour with transparency."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -272,8 +274,10 @@ def split(
     Of the n' examples left before `unlabelled`, the first round(prior_fraction * n') are the prior part: at one seed,
     a smaller prior part is contained in a larger one.
 
-    uint8 x becomes float32 in [0, 1]. Floating x is standardised by the mean and standard deviation of the prior
-    part, one pair for each entry of dimension 1 (channels or features). Integer x (token ids) stays as it is.
+    uint8 x becomes float32 in [0, 1]. With 3 or 4 dimensions it is taken for images: channels (1, 3 or 4 of them) that
+    come last are put first, and images without channels get one. Floating x is standardised by the mean and standard
+    deviation of the prior part, one pair for each entry of dimension 1 (channels or features). Integer x (token ids)
+    stays as it is.
 
     Args:
         x: The inputs, one example per row.
@@ -354,8 +358,24 @@ class Examples:
 
 
 def _hashed(x: Tensor, y: Tensor, prefix: str = "") -> Examples:
-    x, y = torch.as_tensor(x), torch.as_tensor(y)
+    x, y = _channels_first(torch.as_tensor(x)), torch.as_tensor(y)
     return Examples(x, y, {f"{prefix}x": _sha256(x), f"{prefix}y": _sha256(y)})
+
+
+def _channels_first(x: Tensor) -> Tensor:
+    """Images of bytes as (n, channels, height, width): files and arrays often have channels last, or none."""
+    if x.dtype != torch.uint8 or x.ndim not in (3, 4):
+        return x
+    if x.ndim == 3:
+        return x[:, None]
+    if x.shape[1] in _CHANNELS:
+        return x
+    if x.shape[3] in _CHANNELS:
+        return x.permute(0, 3, 1, 2).contiguous()
+    raise ValueError(
+        f"x is torch.uint8 of shape {tuple(x.shape)}, of which neither dimension 1 nor dimension 3 counts 1, 3 or 4 "
+        "channels; give x.float() / 255 as (n, channels, height, width)"
+    )
 
 
 def cut(

@@ -355,10 +355,16 @@ def read(model: nn.Module, *, detach: bool = True) -> SpikeSlab:
 
 def _rest(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers that belong to no sampler, by their plain names."""
-    samples = {id(p) for p in sample_parameters(model)}
+    known = sampled_tensors(model) | {id(p) for p in sample_parameters(model)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if ".parametrizations." not in f".{name}" and id(tensor) not in samples:
+        if id(tensor) not in known:
             yield name, tensor
+
+
+def sampled_tensors(model: nn.Module) -> set[int]:
+    """The ids of all that samplers own: means, gates, counters; not of what a user's parametrization owns."""
+    lists = [site.where for site in sites(model)]
+    return {id(tensor) for where in lists for tensor in (*where.parameters(), *where.buffers())}
 
 
 def rest_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -421,7 +427,9 @@ def forget(model: nn.Module) -> nn.Module:
     return model
 
 
-def final_mask(model: nn.Module, *, sparsity: float | None = None, min_per_layer: int = 0) -> dict[str, Tensor]:
+def final_mask(
+    model: nn.Module, *, sparsity: float | Mapping[str, float] | None = None, min_per_layer: int = 0
+) -> dict[str, Tensor]:
     """The mask that the gates have come to: `top_mask` of their keep_prob, or the likeliest choices of a pattern."""
     listed = require_sites(model)
     if listed[0].sampler.pattern is None:

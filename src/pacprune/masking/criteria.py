@@ -1,8 +1,8 @@
 """Criteria: each is a function that returns scores, one number per prunable weight, larger = keep.
 
 A new criterion is a function `f(model, data) -> scores` and its row in `CRITERIA`. It may name any of the keywords
-`loss`, `seed` and `prunable`, which `score` then hands on. Its data count as seen by the model, unless `_declared` says
-that it does not read them.
+`loss`, `forward`, `seed` and `prunable`, which `score` then hands on. Its data count as seen by the model, unless
+`_declared` says that it does not read them.
 Whatever takes a criterion by name takes such a function too.
 """
 
@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +21,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pacprune import philox
 from pacprune.data import trace
-from pacprune.data.batches import batches, device_of, isolated_rng, use_of
+from pacprune.data.batches import Objective, batches, device_of, first_batch, is_pair, isolated_rng, rows, taken, use_of
 from pacprune.distributed import across, across_model, count, first_index, like, local, ranks, refuse_sharded
 from pacprune.masking import weights
-from pacprune.types import Data, Diverged, Loss, check_name
+from pacprune.types import Data, Diverged, Forward, Loss, check_name
 
 __all__ = ["CRITERIA", "EXAMPLES", "Criterion", "grasp", "magnitude", "random", "score", "snip", "synflow"]
 
 Criterion = Callable[..., Mapping[str, Tensor]]
-"""f(model, data) -> scores, with any of the keywords loss, seed and prunable."""
+"""f(model, data) -> scores, with any of the keywords loss, forward, seed and prunable."""
 _P = ParamSpec("_P")
 EXAMPLES = 4096
 """How many examples snip and grasp look at, unless `examples` says otherwise."""
@@ -153,6 +153,7 @@ def snip(
     data: Data,
     *,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
     examples: int = EXAMPLES,
     prunable: weights.Prunable = weights.prunable,
 ) -> dict[str, Tensor]:
@@ -161,7 +162,8 @@ def snip(
     Args:
         model: A plain model; it is left as it is, but the data is noted as seen.
         data: Labelled examples, such as `split.train`.
-        loss: (outputs, labels) -> the mean loss L of a batch.
+        loss: (outputs, labels) -> the mean loss L of a batch; see `pp.fit` for other batches.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments.
         examples: At most so many examples are used, from the first one on.
         prunable: Which weights are scored; by default all tensors of two or more dimensions.
 
@@ -178,7 +180,7 @@ def snip(
     """
     chosen = prunable(model)
     gradient_of = _shards_gradient if across(chosen.values()) is not None else _gradient
-    gradient = gradient_of(model, chosen, data, loss, examples)
+    gradient = gradient_of(model, chosen, data, Objective(loss, forward), examples)
     return {name: (w.detach() * g).abs() for (name, w), g in zip(chosen.items(), gradient, strict=True)}
 
 
@@ -188,6 +190,7 @@ def grasp(
     data: Data,
     *,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
     examples: int = EXAMPLES,
     prunable: weights.Prunable = weights.prunable,
 ) -> dict[str, Tensor]:
@@ -199,7 +202,9 @@ def grasp(
     Args:
         model: A plain model; it is left as it is, but the data is noted as seen.
         data: Labelled examples, such as `split.train`.
-        loss: (outputs, labels) -> the mean loss of a batch, of which g is the gradient and H the Hessian.
+        loss: (outputs, labels) -> the mean loss of a batch, of which g is the gradient and H the Hessian; see `pp.fit`
+            for other batches.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments.
         examples: At most so many examples are used, from the first one on.
         prunable: Which weights are scored; by default all tensors of two or more dimensions.
 
@@ -216,8 +221,9 @@ def grasp(
     """
     check("grasp", model)
     chosen = prunable(model)
-    fixed = _gradient(model, chosen, data, loss, examples)
-    product = _gradient(model, chosen, data, loss, examples, times=fixed)
+    objective = Objective(loss, forward)
+    fixed = _gradient(model, chosen, data, objective, examples)
+    product = _gradient(model, chosen, data, objective, examples, times=fixed)
     return {name: w.detach() * hg for (name, w), hg in zip(chosen.items(), product, strict=True)}
 
 
@@ -247,7 +253,13 @@ def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weight
     check("synflow", model)
     device = device_of(model)
     with isolated_rng(device, data, seed=0):
-        x = next(batches(data, 1, device=device, limit=1))[0][:1]
+        batch = first_batch(data, 1, device=device)
+    if not (is_pair(batch) and isinstance(batch[0], Tensor)):
+        raise ValueError(
+            f"synflow needs the shape of an input x, but a batch is a {type(batch).__name__}; give batches (x, y), or "
+            "another criterion"
+        )
+    x = batch[0][:1]
     if not x.is_floating_point():
         weights.mark_seen(model, use_of(data))
     chosen = prunable(model)
@@ -282,20 +294,22 @@ def score(
     data: Data | None,
     *,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
     seed: int = 0,
     prunable: weights.Prunable = weights.prunable,
 ) -> dict[str, Tensor]:
     """The scores of a criterion, given by its name or as a function.
 
-    A function is called as f(model, data), with those of the keywords loss, seed and prunable that it names. All of
-    `data` is then noted as seen by the model, since nobody knows what the function looked at; of those in this module
-    it is known.
+    A function is called as f(model, data), with those of the keywords loss, forward, seed and prunable that it names.
+    All of `data` is then noted as seen by the model, since nobody knows what the function looked at; of those in this
+    module it is known.
 
     Args:
         criterion: A key of `CRITERIA`, such as "magnitude", or a function f(model, data) -> scores.
         model: A plain model.
         data: Labelled examples, such as `split.train`; None where the criterion reads none.
-        loss: (outputs, labels) -> the mean loss of a batch.
+        loss: (outputs, labels) -> the mean loss of a batch; see `pp.fit` for other batches.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments.
         seed: What "random" follows from.
         prunable: Which weights are scored; by default all tensors of two or more dimensions.
 
@@ -314,7 +328,7 @@ def score(
         True
     """
     check(criterion, model)
-    options = {"loss": loss, "seed": seed, "prunable": prunable}
+    options = {"loss": loss, "forward": forward, "seed": seed, "prunable": prunable}
     function = CRITERIA[criterion] if isinstance(criterion, str) else criterion
     scores = _called(function, model, data, options)
     if declaration(function) is not None:
@@ -398,7 +412,7 @@ def _gradient(
     model: nn.Module,
     chosen: Mapping[str, Tensor],
     data: Data,
-    loss: Loss,
+    objective: Objective,
     examples: int,
     times: list[Tensor] | None = None,
 ) -> list[Tensor]:
@@ -411,30 +425,30 @@ def _gradient(
     state, device = _copies(model), device_of(model)
     leaves = [state[name].requires_grad_() for name in chosen]
     with torch.enable_grad(), isolated_rng(device, data, seed=0):
-        for x, y in batches(data, 256, device=device, limit=examples):
+        for batch in batches(data, 256, device=device, limit=examples):
             with _plain_kernels(model):
-                value = loss(functional_call(model, state, (x,)), y)
+                value = objective.with_tensors(model, state, batch)
             if not torch.isfinite(value):
                 raise Diverged(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
             gradient = torch.autograd.grad(value, leaves, create_graph=times is not None, materialize_grads=True)
             if times is not None:
                 dot = torch.stack([(g * v).sum() for g, v in zip(gradient, times, strict=True)]).sum()
                 gradient = torch.autograd.grad(dot, leaves, materialize_grads=True)
-            sums = [s + g.detach() * len(x) for s, g in zip(sums, gradient, strict=True)]
-            seen += len(x)
+            sums = [s + g.detach() * rows(batch) for s, g in zip(sums, gradient, strict=True)]
+            seen += rows(batch)
     return [s / seen for s in sums]
 
 
 def _shards_gradient(
-    model: nn.Module, chosen: Mapping[str, Tensor], data: Data, loss: Loss, examples: int
+    model: nn.Module, chosen: Mapping[str, Tensor], data: Data, objective: Objective, examples: int
 ) -> list[Tensor]:
     """`_gradient` of a sharded model, by its own backward pass: each rank takes its part of every batch."""
     seen, sums = 0, [torch.zeros_like(w) for w in chosen.values()]
     device = device_of(model)
     with torch.enable_grad(), isolated_rng(device, data, seed=0), _gradients_and_buffers_kept(model):
-        for x, y in batches(data, 256, device=device, limit=examples):
-            _add_shards_gradient(sums, model, chosen, x, y, loss)
-            seen += len(x)
+        for batch in batches(data, 256, device=device, limit=examples):
+            _add_shards_gradient(sums, model, chosen, batch, objective)
+            seen += rows(batch)
     return [s / seen for s in sums]
 
 
@@ -454,21 +468,22 @@ def _gradients_and_buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _add_shards_gradient(
-    sums: list[Tensor], model: nn.Module, chosen: Mapping[str, Tensor], x: Tensor, y: Tensor, loss: Loss
+    sums: list[Tensor], model: nn.Module, chosen: Mapping[str, Tensor], batch: Any, objective: Objective
 ) -> None:
     """Adds the gradient of the loss, summed over the examples of a batch, to `sums`."""
-    low, high = ranks.part(len(x))
-    if high - low < 1 or len(x) < 2 * ranks.world():  # too few to split: all do all of it
-        low, high = 0, len(x)
+    size = rows(batch)
+    low, high = ranks.part(size)
+    if high - low < 1 or size < 2 * ranks.world():  # too few to split: all do all of it
+        low, high = 0, size
     for p in model.parameters():
         p.grad = None
-    value = loss(model(x[low:high]), y[low:high]) * (high - low)
+    value = objective(model, taken(batch, torch.arange(low, high, device=device_of(model)))) * (high - low)
     bad = ranks.sum_((~torch.isfinite(value.detach())).long())
     if bad:
         raise Diverged(f"the loss is {value.item()} on the scoring data; check the inputs and the labels")
     value.backward()
     # fully_shard takes the mean over ranks; of parts, the sum is meant.
-    times = 1 if high - low == len(x) else ranks.world()
+    times = 1 if high - low == size else ranks.world()
     for total, w in zip(sums, chosen.values(), strict=True):
         if w.grad is not None:
             total += w.grad * times

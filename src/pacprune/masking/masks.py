@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from types import ModuleType
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from pacprune.data import trace
 from pacprune.distributed import Across, across, count, like, local, refuse_sharded
 from pacprune.kernels.law import LOGIT_MAX
 from pacprune.masking import patterns
+from pacprune.masking.weights import matches, some
 from pacprune.types import Diverged, check_name
 
 BLIND_TRIALS = 5
@@ -42,8 +43,18 @@ def check_sparsity(sparsity: float) -> float:
     return sparsity
 
 
-def asked_sparsity(sparsity: float | None, pattern: str | None) -> float:
-    """The sparsity that is requested by itself, or by an N:M pattern; by both when they agree."""
+def asked_sparsity(sparsity: float | Mapping[str, float] | None, pattern: str | None) -> float:
+    """The sparsity that is requested by itself, or by an N:M pattern; by both when they agree.
+
+    Of tensors with sparsities of their own, the largest.
+    """
+    if isinstance(sparsity, Mapping):
+        if pattern is not None or not sparsity:
+            raise ValueError(
+                f"sparsity has {len(sparsity)} names of tensors and pattern is {pattern!r}; give sparsities by name, "
+                "or one N:M pattern"
+            )
+        return max(check_sparsity(entry) for entry in sparsity.values())
     if pattern is None:
         if sparsity is None:
             raise ValueError("neither a sparsity nor a pattern is given; give sparsity=0.9, say, or pattern='2:4'")
@@ -70,7 +81,7 @@ def density(sparsity: float, *, size: int, total: int) -> float:
 def top_k(
     scores: Scores,
     *,
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     pattern: str | None = None,
     scope: str = "global",
     min_per_layer: int = 0,
@@ -81,7 +92,9 @@ def top_k(
 
     Args:
         scores: One number per weight, by tensor; larger = keep.
-        sparsity: Fraction to prune, such as 0.9. Leave it out where a pattern is given.
+        sparsity: Fraction to prune, such as 0.9. Leave it out where a pattern is given. A mapping from patterns of
+            names to fractions, such as {"conv*": 0.5, "fc*": 0.9}, gives every tensor its own: that of the first
+            pattern that fits. A tensor that none fits is kept whole.
         pattern: "2:4" or "1:4": the N largest of every M consecutive scores of a row are kept, and the sparsity is
             1 - N / M.
         scope: "global" is one ranking of all scores. "layer" is the same sparsity in every tensor. "erk" is a density
@@ -103,6 +116,7 @@ def top_k(
         >>> sum(int(keep.sum()) for keep in mask.values())  # of 1,184
         118
     """
+    layers = sparsity if isinstance(sparsity, Mapping) else None
     sparsity = asked_sparsity(sparsity, pattern)
     check_name("scope", scope, SCOPES)
     _check_scores(scores)
@@ -114,19 +128,23 @@ def top_k(
                 f"min_per_layer={min_per_layer} have nothing to decide; leave them out"
             )
         return patterns.top(scores, pattern, ties)  # which carries the trace
-    sizes = [s.numel() for s in scores.values()]
-    k = _kept_count(sizes, sparsity, total)
-    floors = _floors(sizes, min_per_layer, k, sparsity)
     between = across(scores.values())
     rank = _largest if between is None else between.largest
     flat = [_flat(s) for s in scores.values()]
     second = [_flat(ties[name]) for name in scores] if ties is not None else None
-    density_of = SCOPES[scope]
-    if density_of is None:
-        chosen = _largest_overall(flat, second, k, floors, rank)
-    else:
-        counts = _apportion([density_of(s.shape) for s in scores.values()], sizes, floors, k)
+    sizes = [s.numel() for s in scores.values()]
+    if layers is not None:
+        counts = _counts_of_layers(scores, layers, scope, min_per_layer)
         chosen = _largest_of_each(flat, second, counts, rank)
+    else:
+        k = _kept_count(sizes, sparsity, total)
+        floors = _floors(sizes, min_per_layer, k, sparsity)
+        density_of = SCOPES[scope]
+        if density_of is None:
+            chosen = _largest_overall(flat, second, k, floors, rank)
+        else:
+            counts = _apportion([density_of(s.shape) for s in scores.values()], sizes, floors, k)
+            chosen = _largest_of_each(flat, second, counts, rank)
     pairs = zip(scores.items(), chosen, strict=True)
     if between is None:
         mask = {name: keep.reshape(s.shape) for (name, s), keep in pairs}
@@ -134,6 +152,56 @@ def top_k(
         mask = {name: like(keep.reshape(local(s).shape), s) for (name, s), keep in pairs}
     trace.note(mask, trace.noted([*scores.values(), *({} if ties is None else ties).values()]))
     return mask
+
+
+def layer_sparsities(names: Iterable[str], layers: Mapping[str, float]) -> dict[str, float]:
+    """The sparsity of every tensor that a pattern fits: that of the first one; refuses patterns that fit none."""
+    names = list(names)
+    for pattern in layers:
+        if not any(matches(pattern, [name]) for name in names):
+            raise ValueError(
+                f"sparsity names {pattern!r}, which fits none of the {len(names)} weights; they are {some(names)}"
+            )
+    first = {name: next((p for p in layers if matches(p, [name])), None) for name in names}
+    return {name: layers[pattern] for name, pattern in first.items() if pattern is not None}
+
+
+def layer_ratios(
+    layers: Sequence[Mapping[str, float] | None],
+    sizes: Mapping[str, int],
+    *,
+    shape: Sequence[int],
+    device: torch.device,
+) -> list[Tensor] | None:
+    """By tensor, its sparsity as a multiple of that of all tensors; None without such `layers`.
+
+    A tensor's density is 1 - (1 - d) ratio where that of all is d.
+
+    Args:
+        layers: For every member of a population, or the only model, the sparsity of each tensor.
+        sizes: How many weights a member's tensors have.
+        shape: (), or (K,) for K members.
+        device: Where the ratios are wanted.
+    """
+    if layers[0] is None:
+        return None
+    total, rows = sum(sizes.values()), []
+    for entry in layers:
+        by_name = layer_sparsities(sizes, entry or {})
+        overall = sum(by_name.get(name, 0.0) * n for name, n in sizes.items()) / total
+        rows.append([by_name.get(name, 0.0) / overall if overall else 0.0 for name in sizes])
+    return list(torch.tensor(rows, dtype=torch.float64, device=device).T.reshape(len(sizes), *shape))
+
+
+def _counts_of_layers(scores: Scores, layers: Mapping[str, float], scope: str, min_per_layer: int) -> list[int]:
+    """How many weights are kept of every tensor, where each has a sparsity of its own."""
+    if scope != "global":
+        raise ValueError(
+            f"sparsity names layers of its own, so that scope={scope!r} has nothing to decide; leave it out"
+        )
+    by_name = layer_sparsities(scores, layers)
+    sizes = {name: score.numel() for name, score in scores.items()}
+    return [max(min(min_per_layer, n), round((1 - by_name.get(name, 0.0)) * n)) for name, n in sizes.items()]
 
 
 def all_kept(weights: Scores) -> Mask:

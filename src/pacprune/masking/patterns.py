@@ -58,7 +58,7 @@ def grouped(weight: Tensor, m: int, *, name: str = "the weight", members: bool =
     if weight.ndim <= lead or inner % m:
         raise ValueError(
             f"{name} has rows of {inner} weights, which cannot be cut into groups of {m}; "
-            "leave this layer out by prunable="
+            "leave this layer out by exclude="
         )
     return weight.reshape(*weight.shape[:lead], inner // m, m)
 

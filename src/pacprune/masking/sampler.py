@@ -4,7 +4,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -152,8 +152,8 @@ class Sampler(nn.Module):
 
     The mapping is keep_prob = sigmoid(sharpness * (gate + coupling * log(|mean| + 1e-8) - shift)), or clamp(gate). Soft
     gates in train mode, hard ones in eval mode. seed and step are tensors, since a Python number would recompile every
-    step, and not part of the state dict: they belong to a run, not to a distribution. For K models at once, seed, step,
-    shift and sharpness have shape [K], and mean, gate and std a leading K.
+    step. They are part of the state dict, so that a run that goes on from it repeats no draw. For K models at once,
+    seed, step, shift and sharpness have shape [K], and mean, gate and std a leading K.
 
     With an N:M pattern as its mapping, the gate has shape [C(M, N), rows, groups]: a group's choice c has the logit
     sharpness * (gate_c + coupling * sum_{i in c} log(|mean_i| + 1e-8)), and a weight is multiplied by the share of the
@@ -186,13 +186,18 @@ class Sampler(nn.Module):
         self.cast, self.pool = cast, pool
         self.pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
         device = first[0].device
-        self.register_buffer("seed", torch.tensor(seed, device=device), persistent=False)
-        self.register_buffer("step", torch.tensor(0, device=device), persistent=False)
+        self.register_buffer("seed", torch.tensor(seed, device=device))
+        self.register_buffer("step", torch.tensor(0, device=device))
         for name, value in (("shift", 0.0), ("sharpness", 1.0), ("multiplier", 0.0)):
             self.register_buffer(name, torch.tensor(value, device=device))
         self.register_buffer("std", std)
         self._first: tuple[Tensor, ...] | None = first
         self._where = _Where()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in ("seed", "step"):  # a state dict without them is of a distribution alone
+            state_dict.setdefault(f"{prefix}{name}", getattr(self, name))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, ...]:
         """Hands parametrize the starting values it registers as parameters."""

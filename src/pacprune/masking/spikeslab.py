@@ -277,7 +277,9 @@ def log_scores(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: torch.log(s / (mean or 1.0) + 1e-8).float() for n, s in raised.items()}
 
 
-def top_mask(slab: SpikeSlab, *, sparsity: float | None = None, min_per_layer: int = 0) -> dict[str, Tensor]:
+def top_mask(
+    slab: SpikeSlab, *, sparsity: float | Mapping[str, float] | None = None, min_per_layer: int = 0
+) -> dict[str, Tensor]:
     """The mask that keeps the top k of keep_prob, ties by magnitude; k is the expected number of kept weights.
 
     Another `sparsity` gives another k.

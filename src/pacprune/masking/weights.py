@@ -1,9 +1,10 @@
 """Which weights can be pruned, how many are zero, and what pacprune has noted about a model."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NoReturn, TypedDict
 
 import torch
@@ -16,6 +17,8 @@ from pacprune.types import Diverged
 
 Prunable = Callable[[nn.Module], Mapping[str, Tensor]]
 """The type of `prunable`: pass your own function wherever a `prunable=` is taken to restrict what is pruned."""
+Which = str | type[nn.Module] | nn.Module | Sequence["str | type[nn.Module] | nn.Module"]
+"""Weights by a pattern of their names, by the type of the modules they lie in, or by these modules; or several such."""
 
 
 def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -60,6 +63,96 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
                 f"{name} has {bad} NaN or infinite weights of {weight.numel()}; train it again with a smaller lr"
             )
     return weights
+
+
+def select(*, include: Which | None = None, exclude: Which | None = None, among: Prunable = prunable) -> Prunable:
+    """What `include=` and `exclude=` of the methods choose, as a function of the model for criteria's `prunable=`.
+
+    A pattern is one of a shell, such as "encoder.*.attention" or "head*". It stands for the weights with such a name,
+    and for those inside a module with such a name. A type of module, such as torch.nn.Embedding, or a module itself,
+    stands for all weights in it. Parameters with requires_grad=False are left out unless `include` names them.
+
+    Args:
+        include: What may be pruned: a pattern, a type, a module or a list of these; None is everything.
+        exclude: What of that is left alone, likewise; None is nothing.
+        among: What there is to choose from: model -> {name: weight}.
+
+    Returns:
+        A function model -> {name: weight}.
+
+    Example:
+        >>> body = pp.select(exclude="3")
+        >>> list(body(model))
+        ['1.weight']
+        >>> mask = pp.top_k(pp.scores.magnitude(model, prunable=body), sparsity=0.9)
+        >>> pruned = pp.osp(model, split.train, pp.Config(epochs=1), sparsity=0.9, exclude="3")
+        >>> round(pruned.selected_sparsity, 3), int((model[3].weight == 0).sum())
+        (0.9, 0)
+    """
+
+    def selected(model: nn.Module) -> dict[str, Tensor]:
+        weights = among(model)
+        if include is None:
+            chosen = {name for name, weight in weights.items() if weight.requires_grad}
+        else:
+            chosen = _named(model, weights, include, "include")
+        if exclude is not None:
+            chosen -= _named(model, weights, exclude, "exclude")
+        if not chosen:
+            raise ValueError(
+                f"include={include!r} and exclude={exclude!r} leave nothing to prune of {some(weights)}; frozen "
+                "weights are left alone unless include names them"
+            )
+        return {name: weight for name, weight in weights.items() if name in chosen}
+
+    return selected
+
+
+def _named(model: nn.Module, weights: Mapping[str, Tensor], which: Which, keyword: str) -> set[str]:
+    """The names of the weights that are meant; refuses what means none."""
+    names: set[str] = set()
+    for entry in which if isinstance(which, (list, tuple, set)) else [which]:
+        if isinstance(entry, str):
+            meant = {name for name in weights if matches(entry, _names_of(model, weights[name]) or [name])}
+        elif isinstance(entry, nn.Module):
+            meant = _inside(weights, [entry])
+        elif isinstance(entry, type) and issubclass(entry, nn.Module):
+            meant = _inside(weights, [module for module in model.modules() if isinstance(module, entry)])
+        else:
+            raise ValueError(
+                f"{keyword} has {entry!r}, a {type(entry).__name__}; give patterns of names, types of module or modules"
+            )
+        if not meant:
+            shown = entry if isinstance(entry, str) else getattr(entry, "__name__", type(entry).__name__)
+            raise ValueError(f"{keyword}={shown!r} names no weight of the model; it has {some(weights)}")
+        names |= meant
+    return names
+
+
+def matches(pattern: str, names: Sequence[str]) -> bool:
+    """Whether a pattern fits one of a weight's names, or the name of a module that it lies in."""
+    return pattern in names or any(
+        fnmatchcase(".".join(parts[:length]), pattern)
+        for parts in (name.split(".") for name in names)
+        for length in range(1, len(parts) + 1)
+    )
+
+
+def _names_of(model: nn.Module, weight: Tensor) -> list[str]:
+    """All names of a weight: a tied one has several."""
+    return [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
+
+
+def _inside(weights: Mapping[str, Tensor], modules: Iterable[nn.Module]) -> set[str]:
+    """The names of the weights that lie in these modules."""
+    inner = {id(p) for module in modules for p in module.parameters()}
+    return {name for name, weight in weights.items() if id(weight) in inner}
+
+
+def some(names: Iterable[str], most: int = 6) -> str:
+    """Some names, in words."""
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
 def _refuse_hooks(model: nn.Module) -> None:

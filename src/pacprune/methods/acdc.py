@@ -1,5 +1,6 @@
 """AC/DC: dense and sparse phases take turns, and the last one is sparse."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,18 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pacprune.masking import weights
-from pacprune.methods.pipeline import (
-    Pipeline,
-    Pruned,
-    check_request,
-    magnitude_mask,
-    pipeline,
-    reachable_sparsity,
-    stage_maker,
-)
+from pacprune.methods.pipeline import Pipeline, Pruned, Stages, check_request, make_plan, pipeline
 from pacprune.training.config import Config
-from pacprune.training.evaluate import reestimate_batchnorm
-from pacprune.types import Data, Loss, Progress
+from pacprune.types import Data, Forward, Loss, Progress
 
 
 @pipeline
@@ -27,12 +19,17 @@ def acdc(
     data: Data,
     config: Config,
     *,
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     pattern: str | None = None,
     rounds: int = 5,
     dense: Config | None = None,
+    scope: str = "global",
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
+    validation: Data | None = None,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
     prunable: weights.Prunable = weights.prunable,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -51,13 +48,20 @@ def acdc(
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training, on one learning-rate schedule.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
         rounds: Sparse phases into which the epochs are cut. There are at most a third as many as epochs.
         dense: How the network is trained before pruning; None prunes it as it is.
+        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
-        prunable: Which weights may be pruned: model -> {name: weight}.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
+        validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these. Frozen weights have to be named.
+        exclude: Weights that are left alone, likewise.
+        prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
@@ -75,20 +79,30 @@ def acdc(
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; at least 1 sparse phase must prune to the sparsity")
-    sparsity = check_request(model, sparsity, pattern=pattern)
-    stage = stage_maker(model, data, loss, seed, folder, progress)
-    sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
+    check_request(model, sparsity, pattern=pattern)
+    stage = Stages(
+        model,
+        data,
+        loss=loss,
+        forward=forward,
+        validation=validation,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+    )
+    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
+    plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
     phases, mask = _phases(config, rounds), {}
     for number, phase in enumerate(phases):
         name = f"{'sparse' if number % 2 else 'dense'} {number // 2 + 1}"
         if number % 2:
-            mask = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)
+            mask = plan.magnitude_mask()
         weights.apply_mask(model, mask if number % 2 else None)
         if phase.epochs:
             history += yield stage(name, phase)
     if not config.epochs:
-        reestimate_batchnorm(model, data)
+        stage.reestimate_batchnorm()
     return Pruned(model, mask, history, pattern)
 
 

@@ -1,5 +1,6 @@
 """Feather's threshold: all weights are trained, and a shrinking threshold decides at every step which ones count."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,33 +10,35 @@ from torch import nn
 from pacprune.masking import weights
 from pacprune.methods.pipeline import (
     Pipeline,
+    Plan,
     Pruned,
     Request,
+    Stages,
     Start,
     begin_dense,
     check_request,
+    make_plan,
     pipeline,
     pruned,
-    reachable_sparsity,
-    stage_maker,
 )
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
-from pacprune.types import Data, Loss, Progress
+from pacprune.types import Data, Forward, Loss, Progress
 
 RAMP = 0.5
 """The share of the steps in which the sparsity rises; the mask moves on to the end."""
 
 
-def threshold_budget(sparsity: float, **options: object) -> Budget:
+def threshold_budget(plan: Plan, **options: object) -> Budget:
     """Feather's threshold, which rises with the sparsity."""
-    return Budget(sparsity, **{"control": "threshold", "schedule": "cubic", "ramp": RAMP, "sharpen": 4.0, **options})
+    control = {"control": "threshold", "schedule": "cubic", "ramp": RAMP, "sharpen": 4.0}
+    return plan.budget(**{**control, "min_per_layer": plan.min_per_layer, "pattern": plan.pattern, **options})
 
 
-def begin(model: nn.Module, request: Request) -> Start:
+def begin(request: Request) -> Start:
     """Begins dense, under a threshold that rises."""
-    begin_dense(model, request.prunable)
-    return Start(threshold_budget(request.sparsity, min_per_layer=request.min_per_layer, pattern=request.pattern))
+    begin_dense(request.plan)
+    return Start(threshold_budget(request.plan))
 
 
 @pipeline
@@ -44,12 +47,17 @@ def feather(
     data: Data,
     config: Config,
     *,
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     pattern: str | None = None,
     theta: float = 0.5,
     dense: Config | None = None,
+    scope: str = "global",
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
+    validation: Data | None = None,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
     prunable: weights.Prunable = weights.prunable,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -65,14 +73,21 @@ def feather(
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training. At 98 % sparsity and above, clip=1.0 keeps it from collapsing.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it. A weight then is
             shrunk by the largest one of its group that is pruned.
         theta: Share of its gradient that a weight below the threshold gets. 1 lets the mask move most.
         dense: How the network is trained before pruning; None prunes it as it is.
+        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number.
-        prunable: Which weights may be pruned: model -> {name: weight}.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
+        validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these. Frozen weights have to be named.
+        exclude: Weights that are left alone, likewise.
+        prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order.
         folder: Where checkpoints are kept, so that a broken run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
@@ -88,11 +103,21 @@ def feather(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    sparsity = check_request(model, sparsity, pattern=pattern)
-    sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
-    budget = threshold_budget(sparsity, theta=theta, min_per_layer=min_per_layer, pattern=pattern)
-    stage = stage_maker(model, data, loss, seed, folder, progress)
+    check_request(model, sparsity, pattern=pattern)
+    stage = Stages(
+        model,
+        data,
+        loss=loss,
+        forward=forward,
+        validation=validation,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+    )
+    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
+    plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
+    budget = threshold_budget(plan, theta=theta)
     history = (yield stage("dense", dense)) if dense else []
-    begin_dense(model, prunable)
+    begin_dense(plan)
     history += yield stage("masks", replace(config, gate_lr=None), budget)
-    return pruned(model, data, config, history, pattern)
+    return pruned(plan, stage, config, history)

@@ -1,5 +1,6 @@
 """Gradual magnitude pruning: the smallest weights go while the network trains (GMP), and may come back (DPF)."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -8,20 +9,21 @@ from torch import nn
 from pacprune.masking import weights
 from pacprune.methods.pipeline import (
     Pipeline,
+    Plan,
     Pruned,
     Request,
+    Stages,
     Start,
     begin_dense,
     check_request,
     check_share,
+    make_plan,
     pipeline,
     pruned,
-    reachable_sparsity,
-    stage_maker,
 )
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
-from pacprune.types import Data, Loss, Progress
+from pacprune.types import Data, Forward, Loss, Progress
 
 RAMP = 0.8
 """The share of the steps with moving masks in which the sparsity rises."""
@@ -31,19 +33,24 @@ MASK_SHARE = 0.5
 """The share of the steps with moving masks, unless one is given."""
 
 
-def gradual_budget(sparsity: float, *, feedback: bool, mask_share: float, **options: object) -> Budget:
+def gradual_budget(plan: Plan, *, feedback: bool, mask_share: float, every: int | None = None) -> Budget:
     """The largest weights of every moment, with masks that move in the first `mask_share` of the steps."""
-    control, ramp = "feedback" if feedback else "magnitude", RAMP * check_share(mask_share)
-    return Budget(sparsity, **{"control": control, "schedule": "cubic", "ramp": ramp, "until": mask_share, **options})
+    return plan.budget(
+        control="feedback" if feedback else "magnitude",
+        schedule="cubic",
+        ramp=RAMP * check_share(mask_share),
+        until=mask_share,
+        every=every,
+        min_per_layer=plan.min_per_layer,
+        pattern=plan.pattern,
+    )
 
 
-def begin(model: nn.Module, request: Request, *, feedback: bool = False) -> Start:
+def begin(request: Request, *, feedback: bool = False) -> Start:
     """Begins dense; the smallest weights go step by step."""
     share = MASK_SHARE if request.mask_share is None else request.mask_share
-    shape = {"min_per_layer": request.min_per_layer, "pattern": request.pattern}
-    budget = gradual_budget(request.sparsity, feedback=feedback, mask_share=share, **shape)
-    begin_dense(model, request.prunable)
-    return Start(budget)
+    begin_dense(request.plan)
+    return Start(gradual_budget(request.plan, feedback=feedback, mask_share=share))
 
 
 @pipeline
@@ -52,14 +59,19 @@ def gmp(
     data: Data,
     config: Config,
     *,
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     pattern: str | None = None,
     feedback: bool = False,
     mask_share: float = MASK_SHARE,
     every: int | None = None,
     dense: Config | None = None,
+    scope: str = "global",
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
+    validation: Data | None = None,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
     prunable: weights.Prunable = weights.prunable,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -75,16 +87,23 @@ def gmp(
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training, on one learning-rate schedule.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it. The largest of
             every group are the last to go.
         feedback: Whether pruned weights are trained on and can come back: DPF.
         mask_share: Share of the steps after which the mask is final, such as 0.5; the rest fine-tunes.
         every: Steps from one mask to the next. 16 unless given; with `feedback`, 1.
         dense: How the network is trained before pruning; None prunes it as it is.
+        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
-        prunable: Which weights may be pruned: model -> {name: weight}.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
+        validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these. Frozen weights have to be named.
+        exclude: Weights that are left alone, likewise.
+        prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
@@ -100,12 +119,21 @@ def gmp(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    sparsity = check_request(model, sparsity, pattern=pattern)
-    sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
-    shape = {"min_per_layer": min_per_layer, "pattern": pattern}
-    budget = gradual_budget(sparsity, feedback=feedback, mask_share=mask_share, every=every, **shape)
-    stage = stage_maker(model, data, loss, seed, folder, progress)
+    check_request(model, sparsity, pattern=pattern)
+    stage = Stages(
+        model,
+        data,
+        loss=loss,
+        forward=forward,
+        validation=validation,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+    )
+    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
+    plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
+    budget = gradual_budget(plan, feedback=feedback, mask_share=mask_share, every=every)
     history = (yield stage("dense", dense)) if dense else []
-    begin_dense(model, prunable)
+    begin_dense(plan)
     history += yield stage("masks", config, budget)
-    return pruned(model, data, config, history, pattern)
+    return pruned(plan, stage, config, history)

@@ -1,5 +1,6 @@
 """Iterative magnitude pruning with learning-rate rewinding."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,18 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pacprune.masking import weights
-from pacprune.methods.pipeline import (
-    Pipeline,
-    Pruned,
-    check_request,
-    pipeline,
-    reachable_mask,
-    reachable_sparsity,
-    stage_maker,
-)
+from pacprune.methods.pipeline import Pipeline, Pruned, Stages, check_request, make_plan, pipeline
 from pacprune.training.config import Config
-from pacprune.training.evaluate import reestimate_batchnorm
-from pacprune.types import Data, Loss, Progress
+from pacprune.types import Data, Forward, Loss, Progress
 
 
 @pipeline
@@ -27,12 +19,17 @@ def imp(
     data: Data,
     config: Config,
     *,
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     pattern: str | None = None,
     rounds: int = 3,
     dense: Config | None = None,
+    scope: str = "global",
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
+    validation: Data | None = None,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
     prunable: weights.Prunable = weights.prunable,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -47,14 +44,21 @@ def imp(
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training; its schedule is that of every round.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it. The largest of
             every group are the last to go.
         rounds: Rounds into which the epochs are cut. Each has at least one epoch.
         dense: How the network is trained before pruning; None prunes it as it is.
+        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
-        prunable: Which weights may be pruned: model -> {name: weight}.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
+        validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these. Frozen weights have to be named.
+        exclude: Weights that are left alone, likewise.
+        prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
@@ -72,18 +76,27 @@ def imp(
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; at least 1 round must prune to the sparsity")
-    sparsity = check_request(model, sparsity, pattern=pattern)
-    stage = stage_maker(model, data, loss, seed, folder, progress)
-    sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
+    check_request(model, sparsity, pattern=pattern)
+    stage = Stages(
+        model,
+        data,
+        loss=loss,
+        forward=forward,
+        validation=validation,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+    )
+    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
+    plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
     rounds, mask = min(rounds, max(1, config.epochs)), {}
     for i in range(1, rounds + 1):
-        round_sparsity = sparsity if i == rounds else 1 - (1 - sparsity) ** (i / rounds)
-        mask = reachable_mask(model, round_sparsity, prunable, min_per_layer, pattern)
+        mask = plan.mask_on_the_way(i / rounds)
         weights.apply_mask(model, mask)
         epochs = i * config.epochs // rounds - (i - 1) * config.epochs // rounds
         if epochs:
             history += yield stage(f"round {i}", replace(config, epochs=epochs))
         else:
-            reestimate_batchnorm(model, data)
+            stage.reestimate_batchnorm()
     return Pruned(model, mask, history, pattern)

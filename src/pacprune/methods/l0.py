@@ -1,5 +1,6 @@
 """L0 regularisation: hard-concrete gates, and a price on every gate that stays open."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +15,15 @@ from pacprune.masking.spikeslab import SpikeSlab, isotropic, top_mask
 from pacprune.methods.pipeline import (
     Pipeline,
     Pruned,
-    check_reachable,
+    Stages,
     check_request,
     fine_tune,
+    make_plan,
     pipeline,
     split_epochs,
-    stage_maker,
 )
-from pacprune.training.budget import Budget
 from pacprune.training.config import Config
-from pacprune.types import Data, Loss, Progress
+from pacprune.types import Data, Forward, Loss, Progress
 
 START = 0.9
 """keep_prob of every gate at the start: nearer to 1, a gate hardly feels its penalty."""
@@ -35,11 +35,16 @@ def l0(
     data: Data,
     config: Config,
     *,
-    sparsity: float,
+    sparsity: float | Mapping[str, float],
     mask_share: float = 0.5,
     dense: Config | None = None,
+    scope: str = "global",
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
+    validation: Data | None = None,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
     prunable: weights.Prunable = weights.prunable,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -55,12 +60,19 @@ def l0(
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training, on one learning-rate schedule; its gate_lr is above 0.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         mask_share: Share of the epochs that trains the gates; the rest fine-tunes.
         dense: How the network is trained before pruning; None prunes it as it is.
+        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
-        prunable: Which weights may be pruned: model -> {name: weight}.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
+        validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these. Frozen weights have to be named.
+        exclude: Weights that are left alone, likewise.
+        prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order and the gates' noise.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
@@ -80,19 +92,29 @@ def l0(
     if not config.gate_lr:
         raise ValueError(f"gate_lr is {config.gate_lr}, so the gates of L0 would stay as they are; give one above 0")
     mask_config, tune_config = split_epochs(config, mask_share)
-    stage = stage_maker(model, data, loss, seed, folder, progress)
-    check_reachable(model, sparsity, prunable, min_per_layer)
+    stage = Stages(
+        model,
+        data,
+        loss=loss,
+        forward=forward,
+        validation=validation,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+    )
+    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
+    plan = make_plan(model, sparsity, **choice, min_per_layer=min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
-    start = isotropic(model, sparsity=0.0, prunable=prunable)
+    start = isotropic(model, sparsity=0.0, prunable=plan.prunable)
     start = replace(start, keep_prob={name: torch.full_like(p, START) for name, p in start.keep_prob.items()})
     attach(model, start, estimator=kernels.STRETCHED, beta=2 / 3, seed=seed)
     # The gates take hundreds of steps to follow: a multiplier that outran them would close most of them for good.
     strength = _strength(start, config)
-    budget = Budget(sparsity, control="lagrangian", schedule="cubic", strength=strength, patience=1000)
+    budget = plan.budget(control="lagrangian", schedule="cubic", strength=strength, patience=1000)
     history += yield stage("masks", mask_config, budget)
-    mask = top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
+    mask = top_mask(read(model), sparsity=plan.goal, min_per_layer=min_per_layer)
     harden(model, mask)
-    return Pruned(model, mask, history + (yield from fine_tune(model, data, tune_config, stage)))
+    return Pruned(model, mask, history + (yield from fine_tune(tune_config, stage)))
 
 
 def _strength(slab: SpikeSlab, config: Config) -> float:

@@ -2,42 +2,31 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from pacprune.masking import masks, weights
-from pacprune.masking.criteria import Criterion, score
+from pacprune.masking import weights
+from pacprune.masking.criteria import Criterion
 from pacprune.methods.pipeline import (
     Pipeline,
     Pruned,
     Request,
+    Stages,
     Start,
-    check_reachable,
     check_request,
     fine_tune,
+    make_plan,
     pipeline,
-    stage_maker,
 )
 from pacprune.training.config import Config
-from pacprune.types import Data, Loss, Progress
+from pacprune.types import Data, Forward, Loss, Progress
 
 
-def begin(model: nn.Module, request: Request) -> Start:
+def begin(request: Request) -> Start:
     """Prunes at once; the mask stays."""
-    _prune_(model, request.scores(), request.sparsity, pattern=request.pattern, min_per_layer=request.min_per_layer)
+    weights.apply_mask(request.plan.model, request.plan.mask(request.scores()))
     return Start()
-
-
-def _prune_(
-    model: nn.Module, scores: Mapping[str, Tensor], sparsity: float, *, pattern: str | None, **options: Any
-) -> dict[str, Tensor]:
-    """Keeps the best scores, in place; returns the mask."""
-    wish = {"pattern": pattern} if pattern else {"sparsity": sparsity}
-    mask = masks.top_k(scores, total=weights.total(model), **wish, **options)
-    weights.apply_mask(model, mask)
-    return mask
 
 
 @pipeline
@@ -46,13 +35,17 @@ def osp(
     data: Data,
     config: Config,
     *,
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     pattern: str | None = None,
     criterion: str | Criterion = "magnitude",
     dense: Config | None = None,
     scope: str = "global",
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
+    validation: Data | None = None,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
     prunable: weights.Prunable = weights.prunable,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -64,14 +57,20 @@ def osp(
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: How the pruned network is fine-tuned; 0 epochs leave the weights as they are.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
         dense: How the network is trained before pruning; None prunes it as it is.
         scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
-        prunable: Which weights may be pruned: model -> {name: weight}.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
+        validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these. Frozen weights have to be named.
+        exclude: Weights that are left alone, likewise.
+        prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order, and of random scores.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
@@ -87,10 +86,20 @@ def osp(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    sparsity = check_request(model, sparsity, criterion, pattern)
-    stage = stage_maker(model, data, loss, seed, folder, progress)
-    check_reachable(model, sparsity, prunable, min_per_layer, pattern=pattern, scope=scope)
+    check_request(model, sparsity, criterion, pattern)
+    stage = Stages(
+        model,
+        data,
+        loss=loss,
+        forward=forward,
+        validation=validation,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+    )
+    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
+    plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
-    scores = score(criterion, model, data, loss=loss, seed=seed, prunable=prunable)
-    mask = _prune_(model, scores, sparsity, pattern=pattern, scope=scope, min_per_layer=min_per_layer)
-    return Pruned(model, mask, history + (yield from fine_tune(model, data, config, stage)), pattern)
+    mask = plan.mask(stage.scores(criterion, plan.prunable))
+    weights.apply_mask(model, mask)
+    return Pruned(model, mask, history + (yield from fine_tune(config, stage)), pattern)

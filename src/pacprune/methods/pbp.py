@@ -1,8 +1,8 @@
 """PAC-Bayes pruning: a random sparse network whose error on new data is bounded by a proof."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch.nn.functional as F
 from torch import nn
 
 from pacprune.certification import commitment as seals
@@ -11,11 +11,11 @@ from pacprune.certification.rules import check_declared, checked_declaration, re
 from pacprune.data.batches import use_of
 from pacprune.data.splits import Split, check_split
 from pacprune.distributed import refuse_sharded
-from pacprune.masking import masks
+from pacprune.masking import weights
 from pacprune.masking.attachment import attach, read
 from pacprune.masking.criteria import Criterion, score
 from pacprune.masking.spikeslab import block_isotropic
-from pacprune.methods.pipeline import Certified, Pipeline, Stage, check_request, pipeline, stage_maker
+from pacprune.methods.pipeline import Certified, Pipeline, Plan, Stage, Stages, check_request, make_plan, pipeline
 from pacprune.training.budget import Budget, keep_means_
 from pacprune.training.checks import check_rates
 from pacprune.training.config import Config
@@ -29,9 +29,12 @@ def pbp(
     split: Split,
     config: Config,
     *,
-    sparsity: float,
+    sparsity: float | Mapping[str, float],
     criterion: str | Criterion = "magnitude",
     posterior: Config | None = None,
+    scope: str = "global",
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
     dense: Config | None = None,
     data: Data | None = None,
     eps: float = 1e-4,
@@ -64,9 +67,15 @@ def pbp(
         model: The network; it becomes a sampler of Q in place.
         split: The data: split.prior trains P, split.bound trains Q and is certified on.
         config: How the prior is trained, after dense training.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
         posterior: How Q is trained on the bound; as `config` unless given.
+        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these; that of the certificate is of all weights. All others, frozen
+            ones too, are the same in P and Q.
+        exclude: Weights that are left alone, likewise.
         dense: How the network is trained on split.prior before that; None takes it as it is.
         data: What trains dense network and prior in place of split.prior, such as split.prior.augmented(transform).
             Other data than split.prior needs a declaration.
@@ -124,11 +133,13 @@ def pbp(
     place = None if folder is None else Path(folder)
     if commit and place is None:
         raise ValueError("commit keeps its seals in a folder; give folder=")
-    stage = stage_maker(model, split.prior if data is None else data, F.cross_entropy, seed, folder, progress)
+    prior_data = split.prior if data is None else data
+    stage = Stages(model, prior_data, seed=seed, folder=folder, progress=progress)
+    goal = make_plan(model, sparsity, include=include, exclude=exclude, scope=scope)
     history = (yield stage("dense", dense)) if dense else []
-    mask = masks.top_k(score(criterion, model, split.prior, seed=seed), sparsity=sparsity)
+    mask = goal.mask(score(criterion, model, split.prior, seed=seed, prunable=goal.prunable))
     attach(model, block_isotropic(model, mask, eps=eps, std=std), train_std=train_std, seed=seed)
-    history += yield stage("prior", config, _budget(config, sparsity))
+    history += yield stage("prior", config, _budget(config, goal))
     fixed = mask if config.gate_lr is None else {}
     keep_means_(model, fixed)
     reestimate_batchnorm(model, split.prior)
@@ -140,7 +151,7 @@ def pbp(
         first.save(place)
         return Certified(model, prior, prior, first, history)
     options = {"stage": "posterior", "delta": delta, "objective": objective, "progress": progress}
-    history += yield Stage(model, split, posterior, seed, _budget(posterior, sparsity), prior, place, options)
+    history += yield Stage(model, split, posterior, seed, _budget(posterior, goal), prior, place, options)
     keep_means_(model, fixed if posterior.gate_lr is None else {})
     sealed = None if place is None or not commit else seals.with_posterior(place, model)
     if sealed is not None and beacon is None:
@@ -150,6 +161,6 @@ def pbp(
     return Certified(model, prior, read(model), certificate, history)
 
 
-def _budget(config: Config, sparsity: float) -> Budget | None:
+def _budget(config: Config, plan: Plan) -> Budget | None:
     """What holds the mean keep_prob; frozen gates need nothing."""
-    return None if config.gate_lr is None else Budget(sparsity)
+    return None if config.gate_lr is None else plan.budget()

@@ -13,31 +13,30 @@ from pacprune import kernels
 from pacprune.data.batches import per_epoch
 from pacprune.masking import masks, weights
 from pacprune.masking.attachment import attach, final_mask, harden, set_logits_
-from pacprune.masking.criteria import Criterion, magnitude, score
+from pacprune.masking.criteria import Criterion, magnitude
 from pacprune.masking.spikeslab import block_isotropic, log_scores, score_monotone
 from pacprune.methods.feather import RAMP, threshold_budget
 from pacprune.methods.pipeline import (
     Pipeline,
+    Plan,
     Pruned,
     Request,
-    Stage,
+    Stages,
     Start,
     begin_dense,
     check_request,
     check_share,
     fine_tune,
+    make_plan,
     pipeline,
     pruned,
-    reachable_sparsity,
     split_epochs,
-    stage_maker,
 )
-from pacprune.training.budget import Budget
 from pacprune.training.checkpoint import stored_scores
 from pacprune.training.checks import check_rates, loss_identity, trial_pass
 from pacprune.training.config import GATE_STEPS, Config
 from pacprune.training.controls import COUPLING
-from pacprune.types import Data, History, Loss, Progress, check_name
+from pacprune.types import Data, Forward, History, Loss, Progress, check_name
 
 OFFSET_LR = 10.0
 """gate_lr of the recipe "thresholded" unless one is given: that of its SGD, whatever trains the weights.
@@ -58,22 +57,21 @@ data of an MLP, which needs none, 0.03, 0.1, 0.3 and no limit were level (result
 class _Task:
     """What a recipe works on, and what it was asked for."""
 
-    model: nn.Module
-    data: Data
+    plan: Plan
     config: Config
     criterion: str | Criterion
     scores: dict[str, Tensor]
-    sparsity: float
-    pattern: str | None
     mask_share: float | None
     eps: float
     noise: float | None
     theta: float
     limit: float | None
-    min_per_layer: int
-    prunable: weights.Prunable
-    seed: int
-    stage: Callable[..., Stage]
+    stage: Stages
+
+    @property
+    def model(self) -> nn.Module:
+        """The network."""
+        return self.plan.model
 
     @property
     def estimator(self) -> str:
@@ -82,12 +80,10 @@ class _Task:
 
     def steps(self, config: Config) -> int:
         """How many steps a stage has."""
-        return config.epochs * per_epoch(self.data, config.batch_size)
+        return config.epochs * per_epoch(self.stage.data, config.batch_size, config.steps_per_epoch)
 
 
-def begin(
-    model: nn.Module, request: Request, *, noise: float = 0.0, theta: float = 0.5, limit: float | None = LIMIT
-) -> Start:
+def begin(request: Request, *, noise: float = 0.0, theta: float = 0.5, limit: float | None = LIMIT) -> Start:
     """Begins dense, under a threshold on scores with offsets: of 0, or what a criterion says.
 
     This is the recipe "thresholded".
@@ -95,22 +91,20 @@ def begin(
     share = check_share(1.0 if request.mask_share is None else request.mask_share)
     fade = fades(request.criterion)
     budget = threshold_budget(
-        request.sparsity,
+        request.plan,
         ramp=min(RAMP, 0.8 * share),
         until=share,
         fade=fade,
         noise=noise,
         theta=theta,
         limit=limit,
-        min_per_layer=request.min_per_layer,
-        pattern=request.pattern,
     )
     paced = OFFSET_LR * min(1.0, GATE_STEPS / max(1, share * request.steps))
     gate_lr = paced if request.gate_lr == "auto" else None if request.gate_lr is None else float(request.gate_lr)
-    begin_dense(model, request.prunable)
+    begin_dense(request.plan)
     if gate_lr is not None or fade:
-        plain = request.prunable(model)
-        weights.notes(model).learned = _offsets(plain, request.scores() if fade else None)
+        model = request.plan.model
+        weights.notes(model).learned = _offsets(request.plan.prunable(model), request.scores() if fade else None)
     return Start(budget, gate_lr)
 
 
@@ -122,20 +116,17 @@ def fades(criterion: str | Criterion) -> bool:
 def _thresholded(task: _Task) -> Pipeline[Pruned]:
     """Feather's threshold on scores with learned offsets, which begin at 0 or with what a criterion says."""
     request = Request(
-        sparsity=task.sparsity,
+        plan=task.plan,
         steps=task.steps(task.config),
         criterion=task.criterion,
         scores=lambda: task.scores,
         mask_share=task.mask_share,
         gate_lr=task.config.gate_lr if "gate_lr" in task.config.changes() else "auto",
-        min_per_layer=task.min_per_layer,
-        pattern=task.pattern,
-        prunable=task.prunable,
     )
-    start = begin(task.model, request, noise=task.noise or 0.0, theta=task.theta, limit=task.limit)
+    start = begin(request, noise=task.noise or 0.0, theta=task.theta, limit=task.limit)
     config = replace(task.config, gate_lr=start.gate_lr)
     history = yield task.stage("masks", config, start.budget)
-    return pruned(task.model, task.data, config, history, task.pattern)
+    return pruned(task.plan, task.stage, config, history)
 
 
 def _offsets(plain: Mapping[str, Tensor], scores: Mapping[str, Tensor] | None) -> dict[str, nn.Parameter]:
@@ -150,13 +141,13 @@ def _offsets(plain: Mapping[str, Tensor], scores: Mapping[str, Tensor] | None) -
 def _coupled(task: _Task) -> Pipeline[Pruned]:
     """Gates tied to log|w|, whose mean keep_prob falls to 1 - sparsity while they harden."""
     mask_config, tune_config = split_epochs(task.config, 0.5 if task.mask_share is None else task.mask_share)
-    slab = score_monotone(task.model, task.scores, sparsity=task.sparsity)
-    mapping = task.pattern or "sigmoid"
-    attach(task.model, slab, mapping=mapping, coupling=COUPLING, estimator=task.estimator, seed=task.seed)
+    slab = score_monotone(task.model, task.scores, sparsity=task.plan.sparsity)
+    mapping = task.plan.pattern or "sigmoid"
+    attach(task.model, slab, mapping=mapping, coupling=COUPLING, estimator=task.estimator, seed=task.stage.seed)
     # keep_prob alone would not tell the smallest scores apart.
     set_logits_(task.model, {name: COUPLING * s for name, s in log_scores(task.scores).items()})
-    control, schedule = ("none", "fixed") if task.pattern else ("shift", "cubic")
-    budget = Budget(task.sparsity, control=control, schedule=schedule, sharpen=4.0, fade=fades(task.criterion))
+    control, schedule = ("none", "fixed") if task.plan.pattern else ("shift", "cubic")
+    budget = task.plan.budget(control=control, schedule=schedule, sharpen=4.0, fade=fades(task.criterion))
     history = yield task.stage("masks", mask_config.paced(task.steps(mask_config)), budget)
     return (yield from _harden_and_tune(task, tune_config, history))
 
@@ -164,19 +155,19 @@ def _coupled(task: _Task) -> Pipeline[Pruned]:
 def _paper(task: _Task) -> Pipeline[Pruned]:
     """The paper's: block-isotropic around the criterion's mask, clamped probabilities, no budget."""
     mask_config, tune_config = split_epochs(task.config, 0.5 if task.mask_share is None else task.mask_share)
-    mask = masks.top_k(task.scores, sparsity=task.sparsity, total=weights.total(task.model))
+    mask = masks.top_k(task.scores, sparsity=task.plan.goal, total=weights.total(task.model))
     slab = block_isotropic(task.model, mask, eps=task.eps)
-    attach(task.model, slab, mapping="clamp", estimator=task.estimator, seed=task.seed)
+    attach(task.model, slab, mapping="clamp", estimator=task.estimator, seed=task.stage.seed)
     history = yield task.stage("masks", mask_config)
     return (yield from _harden_and_tune(task, tune_config, history))
 
 
 def _harden_and_tune(task: _Task, config: Config, history: History) -> Pipeline[Pruned]:
     """The likeliest weights as a plain network, and its fine-tuning."""
-    mask = final_mask(task.model, sparsity=task.sparsity, min_per_layer=task.min_per_layer)
+    mask = final_mask(task.model, sparsity=task.plan.goal, min_per_layer=task.plan.min_per_layer)
     harden(task.model, mask)
-    tuned = yield from fine_tune(task.model, task.data, config, task.stage)
-    return Pruned(task.model, mask, history + tuned, task.pattern)
+    tuned = yield from fine_tune(config, task.stage)
+    return Pruned(task.model, mask, history + tuned, task.plan.pattern)
 
 
 @dataclass(frozen=True)
@@ -208,7 +199,7 @@ def pft(
     data: Data,
     config: Config,
     *,
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     pattern: str | None = None,
     criterion: str | Criterion = "magnitude",
     recipe: str = "thresholded",
@@ -218,8 +209,13 @@ def pft(
     theta: float = 0.5,
     limit: float | None = LIMIT,
     dense: Config | None = None,
+    scope: str = "global",
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
+    validation: Data | None = None,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
     prunable: weights.Prunable = weights.prunable,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -250,7 +246,8 @@ def pft(
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training, on one learning-rate schedule; osp with the same config is the
             fair comparison. A gate_lr that is not given is smaller where the mask is learned in many steps.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
         recipe: thresholded (the k best scores at every step), coupled (keep probabilities whose mean falls to
@@ -265,9 +262,15 @@ def pft(
         limit: The gradient of an output's weights below the threshold has at most this share of the norm of all its
             weights; `recipe` "thresholded" only. None sets no limit, and very sparse networks may lose whole layers.
         dense: How the network is trained before pruning; None prunes it as it is.
+        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
-        prunable: Which weights may be pruned: model -> {name: weight}.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
+        validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these. Frozen weights have to be named.
+        exclude: Weights that are left alone, likewise.
+        prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order, the masks' noise, and random scores.
         folder: Where checkpoints are kept, so that a broken run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
@@ -285,56 +288,50 @@ def pft(
         >>> [row["stage"] for row in pruned.history]
         ['masks', 'masks']
     """
-    sparsity = check_request(model, sparsity, criterion, pattern)
+    check_request(model, sparsity, criterion, pattern)
     _check_recipe(recipe, pattern, config, noise)
     check_rates(config)
-    stage = stage_maker(model, data, loss, seed, folder, progress)
-    sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
+    stage = Stages(
+        model,
+        data,
+        loss=loss,
+        forward=forward,
+        validation=validation,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+    )
+    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
+    plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
-    scores = _scores(criterion, model, data, loss=loss, seed=seed, prunable=prunable, folder=folder)
     task = _Task(
-        model=model,
-        data=data,
+        plan=plan,
         config=config,
         criterion=criterion,
-        scores=scores,
-        sparsity=sparsity,
-        pattern=pattern,
+        scores=_scores(criterion, plan, stage),
         mask_share=mask_share,
         eps=eps,
         noise=noise,
         theta=theta,
         limit=limit,
-        min_per_layer=min_per_layer,
-        prunable=prunable,
-        seed=seed,
         stage=stage,
     )
     result = yield from RECIPES[recipe].train(task)
     return replace(result, history=history + result.history)
 
 
-def _scores(
-    criterion: str | Criterion,
-    model: nn.Module,
-    data: Data,
-    *,
-    loss: Loss,
-    seed: int,
-    prunable: weights.Prunable,
-    folder: str | Path | None,
-) -> dict[str, Tensor]:
+def _scores(criterion: str | Criterion, plan: Plan, stage: Stages) -> dict[str, Tensor]:
     """The criterion's scores; by a named criterion they are kept in the folder for a run that goes on."""
-    compute = functools.partial(score, criterion, model, data, loss=loss, seed=seed, prunable=prunable)
-    if folder is None or not isinstance(criterion, str):  # two functions may have one name
+    compute = functools.partial(stage.scores, criterion, plan.prunable)
+    if stage.folder is None or not isinstance(criterion, str):  # two functions may have one name
         return compute()
     request = {
         "criterion": criterion,
-        "seed": seed,
-        "loss": loss_identity(loss, trial_pass(model, data, loss)),
-        "prunable": list(prunable(model)),
+        "seed": stage.seed,
+        "loss": loss_identity(stage.objective, trial_pass(plan.model, stage.data, stage.objective)),
+        "prunable": list(plan.prunable(plan.model)),
     }
-    return stored_scores(folder, request, model, data, compute)
+    return stored_scores(stage.folder, request, plan.model, stage.data, compute)
 
 
 def _check_recipe(recipe: str, pattern: str | None, config: Config, noise: float | None) -> None:

@@ -6,17 +6,19 @@ by side, and stages that are alike are trained as one population.
 
 import functools
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pacprune.bounds.numeric import rounded_up
 from pacprune.certification.certificate import Certificate
 from pacprune.certification.commitment import Commitment
 from pacprune.data import trace
+from pacprune.data.batches import Objective
 from pacprune.distributed import refuse_sharded
 from pacprune.masking import criteria, masks, patterns, weights
 from pacprune.masking.criteria import Criterion, magnitude
@@ -29,7 +31,7 @@ from pacprune.training.evaluate import reestimate_batchnorm
 from pacprune.training.fit import fit
 from pacprune.training.population import alike, per_member
 from pacprune.training.posterior import fit_posterior
-from pacprune.types import Data, History, Loss, Progress
+from pacprune.types import Data, Forward, History, Loss, Progress
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -46,6 +48,8 @@ class Pruned:
         mask: True where a weight is kept: exactly k weights.
         history: One row per epoch, over all stages.
         pattern: The N:M pattern that the mask follows, or None.
+
+    Its sparsity is of all weights. Where some could not be pruned, selected_sparsity is of those that could.
 
     Example:
         >>> pp.osp(model, (x, y), pp.Config(epochs=1), sparsity=0.9)
@@ -66,13 +70,20 @@ class Pruned:
 
     @property
     def sparsity(self) -> float:
-        """The counted fraction of zeros."""
-        return weights.sparsity(self.model)
+        """The fraction of all weights that was pruned; a kept weight that happens to be zero does not count."""
+        return masks.sparsity(dict(self.mask), total=weights.total(self.model))
+
+    @property
+    def selected_sparsity(self) -> float:
+        """The fraction that was pruned of the weights that could be: all, but for what was excluded or frozen."""
+        return masks.sparsity(dict(self.mask))
 
     def __repr__(self) -> str:
         total, sparsity = weights.total(self.model), self.sparsity
-        kept = total - round(sparsity * total)
+        kept, size = total - round(sparsity * total), sum(keep.numel() for keep in self.mask.values())
         facts = [type(self.model).__name__, f"sparsity {sparsity:.4f}", f"{kept:,} of {total:,} weights kept"]
+        if size < total:
+            facts.append(f"sparsity {self.selected_sparsity:.4f} of the {size:,} selected")
         return f"Pruned({', '.join(facts + _trained(self.history))})"
 
 
@@ -140,10 +151,15 @@ class Stage:
     folder: Path | None
     options: Mapping[str, Any]
     """What the members of a population must have in common: the stage's name, loss, delta, ..."""
+    validation: Any = None
 
     def like(self, stage: "Stage") -> bool:
         """Whether the two can be trained as one population."""
-        if self.data is not stage.data or self.options != stage.options:
+        if self.data is not stage.data or self.validation is not stage.validation or self.options != stage.options:
+            return False
+        if self.options.get("forward") is not None:  # which calls one model
+            return False
+        if weights.masked_names(self.model) != weights.masked_names(stage.model):  # a budget holds the same tensors
             return False
         if any((getattr(self, name) is None) != (getattr(stage, name) is None) for name in _OPTIONAL):
             return False
@@ -173,7 +189,7 @@ def _train(stages: Sequence[Stage]) -> list[History]:
         **first.options,
     }
     if first.prior is None:
-        history = fit(members("model"), first.data, members("config"), **common)
+        history = fit(members("model"), first.data, members("config"), validation=first.validation, **common)
     else:
         folders = members("folder")
         history = fit_posterior(
@@ -228,7 +244,8 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
     Args:
         verb: The method, such as `pp.pft`: the verb of any row of METHODS.
         models: K models; they are pruned in place.
-        *args: What the method takes after the model. A list has one entry per model; anything else serves all.
+        *args: What the method takes after the model. A list has one entry per model; anything else serves all, such
+            as a tuple of patterns for `exclude`.
         **kwargs: The method's keywords, by the same rule. One `folder` gets a folder inside it for every model, 0, 1,
             ...; a population's checkpoints lie in that of its first member.
 
@@ -263,31 +280,197 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
 # --- Steps that methods share.
 
 
+def check_request(
+    model: nn.Module,
+    sparsity: float | Mapping[str, float] | None,
+    criterion: str | Criterion = "magnitude",
+    pattern: str | None = None,
+) -> None:
+    """Refuses before anything is trained what would be refused after it."""
+    plain = weights.prunable(model)
+    criteria.check(criterion, model)
+    if pattern is not None:
+        refuse_sharded(plain.values(), "pattern", pattern)
+    masks.asked_sparsity(sparsity, pattern)
+
+
+class Stages:
+    """Makes the stages of one pipeline: (name, config, budget) -> stage, with everything bound that they share."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Data,
+        *,
+        loss: Loss = F.cross_entropy,
+        forward: Forward | None = None,
+        validation: Data | None = None,
+        seed: int,
+        folder: str | Path | None,
+        progress: Progress | None,
+    ) -> None:
+        self.model, self.data, self.validation, self.seed = model, data, validation, seed
+        self.objective, self.folder, self.progress = Objective(loss, forward), folder, progress
+        trial_pass(model, data, self.objective)
+
+    def __call__(self, name: str, config: Config, budget: Budget | None = None) -> Stage:
+        """The stage of this name."""
+        if budget is not None and self.validation is not None:
+            config = replace(config, patience=0)  # its best epoch may be one before the mask has come to its end
+        objective, folder = self.objective, None if self.folder is None else Path(self.folder)
+        options = {
+            "stage": name,
+            "loss": objective.loss,
+            "forward": objective.forward,
+            "progress": self.progress,
+        }
+        return Stage(self.model, self.data, config, self.seed, budget, None, folder, options, self.validation)
+
+    def scores(self, criterion: str | Criterion, prunable: weights.Prunable) -> dict[str, Tensor]:
+        """What a criterion says of the weights."""
+        options = {"loss": self.objective.loss, "forward": self.objective.forward, "seed": self.seed}
+        return criteria.score(criterion, self.model, self.data, **options, prunable=prunable)
+
+    def reestimate_batchnorm(self) -> None:
+        """BatchNorm learns the statistics of the network as it is now."""
+        reestimate_batchnorm(self.model, self.data, forward=self.objective.forward)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is pruned of a model, and how much.
+
+    Args:
+        model: The network.
+        prunable: Which weights may be pruned.
+        sparsity: The fraction of all D weights to prune; what asks for it may speak of a part of them.
+        layers: The sparsity of every tensor, by name, where each has its own; None: one ranking of all.
+        min_per_layer: Weights that every tensor keeps at least.
+        pattern: The N:M pattern to end in, or None.
+    """
+
+    model: nn.Module
+    prunable: weights.Prunable
+    sparsity: float
+    layers: Mapping[str, float] | None
+    min_per_layer: int
+    pattern: str | None
+
+    @property
+    def goal(self) -> float | Mapping[str, float]:
+        """The sparsity as `top_k` takes it: one number of all D weights, or one for every tensor."""
+        return self.sparsity if self.layers is None else self.layers
+
+    def mask(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The mask of the best scores."""
+        floor = 0 if self.pattern is not None else self.min_per_layer
+        goal = None if self.pattern is not None else self.goal
+        total = weights.total(self.model)
+        return masks.top_k(scores, sparsity=goal, pattern=self.pattern, min_per_layer=floor, total=total)
+
+    def magnitude_mask(self) -> dict[str, Tensor]:
+        """The mask of the largest weights."""
+        return self.mask(magnitude(self.model, prunable=self.prunable))
+
+    def mask_on_the_way(self, share: float) -> dict[str, Tensor]:
+        """The mask of the largest weights when the logarithm of the density has come this share of its way.
+
+        On the way to a pattern, at a lower sparsity, those stay that it drops last.
+        """
+        if share == 1:
+            return self.magnitude_mask()
+        scores = magnitude(self.model, prunable=self.prunable)
+        if self.pattern is not None:
+            order = patterns.protected_scores(scores, self.pattern)
+            return masks.top_k(order, sparsity=_partly(self.sparsity, share), total=weights.total(self.model))
+        layers = None if self.layers is None else {name: _partly(s, share) for name, s in self.layers.items()}
+        return replace(self, sparsity=_partly(self.sparsity, share), layers=layers).mask(scores)
+
+    def budget(self, **options: Any) -> Budget:
+        """The budget of a stage that ends with this sparsity."""
+        return Budget(self.sparsity, layers=self.layers, **options)
+
+
+def _partly(sparsity: float, share: float) -> float:
+    return 1 - (1 - sparsity) ** share
+
+
+def make_plan(
+    model: nn.Module,
+    sparsity: float | Mapping[str, float] | None,
+    *,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
+    prunable: weights.Prunable = weights.prunable,
+    pattern: str | None = None,
+    scope: str = "global",
+    min_per_layer: int = 0,
+) -> Plan:
+    """What a method is to reach; refuses, before anything is trained, what no mask of these weights can have.
+
+    With `include` and `exclude`, with patterns of layers, and of a network with frozen weights, the sparsity is of the
+    selected weights. With a `prunable` function alone it is of all weights.
+    """
+    by_function = prunable is not weights.prunable and include is None and exclude is None
+    chosen = prunable if by_function else weights.select(include=include, exclude=exclude, among=prunable)
+    if isinstance(sparsity, Mapping):
+        chosen = _only(chosen, masks.layer_sparsities(chosen(model), sparsity))
+    everything = weights.total(model)
+    mask = masks.top_k(
+        magnitude(model, prunable=chosen),
+        sparsity=sparsity,
+        pattern=pattern,
+        scope=scope,
+        min_per_layer=min_per_layer,
+        total=everything if by_function else None,
+    )
+    size = sum(keep.numel() for keep in mask.values())
+    layers = None
+    if scope != "global" or isinstance(sparsity, Mapping):
+        layers = {name: masks.sparsity({name: keep}) for name, keep in mask.items()}
+    if pattern is None and layers is None and (by_function or size == everything):
+        overall = masks.asked_sparsity(sparsity, pattern)
+    else:
+        overall = masks.sparsity(mask, total=everything)
+    _refuse_regrowth(model, overall)
+    return Plan(model, chosen, overall, layers, min_per_layer, pattern)
+
+
+def _refuse_regrowth(model: nn.Module, sparsity: float) -> None:
+    """Refuses a lower sparsity than that of the mask the model has: the weights that it lacks are zero."""
+    size = weights.total(model)
+    before = sum(keep.numel() - masks.kept({"": keep}) for _, keep in weights.masked(model)) / size
+    if before > sparsity + 0.5 / size:
+        raise ValueError(
+            f"the model was pruned to sparsity {before:.4g} before, and now {sparsity:.4g} is asked for; ask for more, "
+            "start from a dense copy, or call pp.apply_mask(model, None) to let its zeros be trained again"
+        )
+
+
+def _only(prunable: weights.Prunable, names: Container[str]) -> weights.Prunable:
+    """What is prunable and has one of these names."""
+    return lambda model: {name: weight for name, weight in prunable(model).items() if name in names}
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """What a method is asked for where it moves the mask of a plain network step by step, in whatever loop.
 
     Args:
-        sparsity: Fraction to prune, that a mask of these weights can have.
+        plan: What is pruned, and how much.
         steps: How many steps the optimiser takes.
         criterion: What ranks the weights.
         scores: Its scores, which are computed when they are asked for.
         mask_share: Share of the steps in which the mask moves; None: what the method has by default.
         gate_lr: Of what is learned beside the weights; "auto": what the method has by default. None learns nothing.
-        min_per_layer: Weights that every layer keeps at least.
-        pattern: The N:M pattern of the mask, or None.
-        prunable: Which weights may be pruned.
     """
 
-    sparsity: float
+    plan: Plan
     steps: int
     criterion: str | Criterion
     scores: Callable[[], Mapping[str, Tensor]]
     mask_share: float | None
     gate_lr: float | str | None
-    min_per_layer: int
-    pattern: str | None
-    prunable: weights.Prunable
 
 
 @dataclass(frozen=True)
@@ -303,88 +486,23 @@ class Start:
     gate_lr: float | None = None
 
 
-def check_request(
-    model: nn.Module,
-    sparsity: float | None,
-    criterion: str | Criterion = "magnitude",
-    pattern: str | None = None,
-) -> float:
-    """Refuses before anything is trained what would be refused after it; returns the sparsity asked for."""
-    plain = weights.prunable(model)
-    criteria.check(criterion, model)
-    if pattern is not None:
-        refuse_sharded(plain.values(), "pattern", pattern)
-    return masks.asked_sparsity(sparsity, pattern)
-
-
-def stage_maker(
-    model: nn.Module, data: Data, loss: Loss, seed: int, folder: str | Path | None, progress: Progress | None
-) -> Callable[..., Stage]:
-    """A function (name, config, budget) -> stage, with everything bound that the stages of one pipeline share."""
-    trial_pass(model, data, loss)
-
-    def stage(name: str, config: Config, budget: Budget | None = None) -> Stage:
-        options = {"stage": name, "loss": loss, "progress": progress}
-        return Stage(model, data, config, seed, budget, None, None if folder is None else Path(folder), options)
-
-    return stage
-
-
-def magnitude_mask(
-    model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int, **options: Any
-) -> dict[str, Tensor]:
-    """The mask of the largest weights; `options` go to top_k. Refuses what no mask can be."""
-    scores = magnitude(model, prunable=prunable)
-    return masks.top_k(
-        scores, sparsity=sparsity, total=weights.total(model), **{"min_per_layer": min_per_layer, **options}
-    )
-
-
-def check_reachable(
-    model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int, **options: Any
-) -> None:
-    """Refuses, before anything is trained, a sparsity that no mask of these weights can have."""
-    magnitude_mask(model, sparsity, prunable, min_per_layer, **options)
-
-
-def reachable_sparsity(
-    model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int, pattern: str | None
-) -> float:
-    """The sparsity that a mask of the largest weights has, found before anything is trained.
-
-    That of a pattern is a share of what `prunable` names, which may be less than all weights.
-    """
-    mask = magnitude_mask(model, sparsity, prunable, min_per_layer, pattern=pattern)
-    return sparsity if pattern is None else masks.sparsity(mask, total=weights.total(model))
-
-
-def reachable_mask(
-    model: nn.Module, sparsity: float, prunable: weights.Prunable, min_per_layer: int, pattern: str | None
-) -> dict[str, Tensor]:
-    """The mask of the largest weights; on the way to a pattern, at a lower sparsity, those that it drops last."""
-    if pattern is None:
-        return magnitude_mask(model, sparsity, prunable, min_per_layer)
-    order = patterns.protected_scores(magnitude(model, prunable=prunable), pattern)
-    return masks.top_k(order, sparsity=sparsity, total=weights.total(model))
-
-
-def begin_dense(model: nn.Module, prunable: weights.Prunable) -> None:
+def begin_dense(plan: Plan) -> None:
     """Notes which weights are to be pruned in training: a mask of ones."""
-    weights.apply_mask(model, masks.all_kept(prunable(model)))
+    weights.apply_mask(plan.model, masks.all_kept(plan.prunable(plan.model)))
 
 
-def pruned(model: nn.Module, data: Data, config: Config, history: History, pattern: str | None = None) -> Pruned:
+def pruned(plan: Plan, stage: Stages, config: Config, history: History) -> Pruned:
     """The network as training under a budget has left it, and its mask."""
     if not config.epochs:  # else BatchNorm has seen the pruned network
-        reestimate_batchnorm(model, data)
-    return as_noted(model, history, pattern)
+        stage.reestimate_batchnorm()
+    return as_noted(plan, history)
 
 
-def as_noted(model: nn.Module, history: History, pattern: str | None) -> Pruned:
+def as_noted(plan: Plan, history: History) -> Pruned:
     """The network with the mask that is noted on it."""
-    mask = {name: keep.clone() for name, keep in (weights.notes(model).mask or {}).items()}
-    trace.note(mask, weights.seen(model))
-    return Pruned(model, mask, history, pattern)
+    mask = {name: keep.clone() for name, keep in (weights.notes(plan.model).mask or {}).items()}
+    trace.note(mask, weights.seen(plan.model))
+    return Pruned(plan.model, mask, history, plan.pattern)
 
 
 def check_share(mask_share: float) -> float:
@@ -406,9 +524,9 @@ def split_epochs(config: Config, mask_share: float) -> tuple[Config, Config]:
     return mask_stage, replace(config, epochs=config.epochs - epochs, span=(cut, config.span[1]), warmup=0.0)
 
 
-def fine_tune(model: nn.Module, data: Data, config: Config, stage: Callable[..., Stage]) -> Pipeline[History]:
+def fine_tune(config: Config, stage: Stages) -> Pipeline[History]:
     """Sparse fine-tuning; without epochs, BatchNorm at least learns the statistics of the pruned network."""
     if config.epochs:
         return (yield stage("tune", config))
-    reestimate_batchnorm(model, data)
+    stage.reestimate_batchnorm()
     return []

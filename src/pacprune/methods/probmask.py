@@ -1,5 +1,6 @@
 """ProbMask: a probability for every weight, and the expected number of kept weights projected onto a budget."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +13,15 @@ from pacprune.masking.spikeslab import isotropic, top_mask
 from pacprune.methods.pipeline import (
     Pipeline,
     Pruned,
-    check_reachable,
+    Stages,
     check_request,
     fine_tune,
+    make_plan,
     pipeline,
     split_epochs,
-    stage_maker,
 )
-from pacprune.training.budget import Budget
 from pacprune.training.config import Config
-from pacprune.types import Data, Loss, Progress
+from pacprune.types import Data, Forward, Loss, Progress
 
 HELD, RAMP = 0.16, 0.6
 """The authors' shares of the epochs that are dense, and after which the density is the final one."""
@@ -42,11 +42,16 @@ def probmask(
     data: Data,
     config: Config,
     *,
-    sparsity: float,
+    sparsity: float | Mapping[str, float],
     mask_share: float = 0.5,
     dense: Config | None = None,
+    scope: str = "global",
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
+    validation: Data | None = None,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
     prunable: weights.Prunable = weights.prunable,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -68,12 +73,19 @@ def probmask(
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training, on one learning-rate schedule. Its gate_lr is that of the
             probabilities: 10 * lr unless it is given.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         mask_share: Share of the epochs that trains the probabilities; the rest fine-tunes.
         dense: How the network is trained before pruning; None prunes it as it is.
+        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
-        prunable: Which weights may be pruned: model -> {name: weight}.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
+        validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these. Frozen weights have to be named.
+        exclude: Weights that are left alone, likewise.
+        prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order and the masks' noise.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
@@ -95,12 +107,22 @@ def probmask(
     if "gate_lr" not in config.changes():
         config = replace(config, gate_lr=GATE_RATIO * config.lr)
     mask_config, tune_config = split_epochs(config, mask_share)
-    stage = stage_maker(model, data, loss, seed, folder, progress)
-    check_reachable(model, sparsity, prunable, min_per_layer)
+    stage = Stages(
+        model,
+        data,
+        loss=loss,
+        forward=forward,
+        validation=validation,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+    )
+    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
+    plan = make_plan(model, sparsity, **choice, min_per_layer=min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
-    attach(model, isotropic(model, sparsity=0.0, prunable=prunable), mapping="clamp", beta=BETA, seed=seed)
-    budget = Budget(sparsity, control="projection", schedule=held_cubic, ramp=RAMP)
+    attach(model, isotropic(model, sparsity=0.0, prunable=plan.prunable), mapping="clamp", beta=BETA, seed=seed)
+    budget = plan.budget(control="projection", schedule=held_cubic, ramp=RAMP)
     history += yield stage("masks", mask_config, budget)
-    mask = top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
+    mask = top_mask(read(model), sparsity=plan.goal, min_per_layer=min_per_layer)
     harden(model, mask)
-    return Pruned(model, mask, history + (yield from fine_tune(model, data, tune_config, stage)))
+    return Pruned(model, mask, history + (yield from fine_tune(tune_config, stage)))

@@ -3,10 +3,11 @@
 import inspect
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,13 +15,13 @@ from pacprune import imports
 from pacprune.distributed import local, ranks, unwrapped
 from pacprune.masking import weights
 from pacprune.masking.criteria import CRITERIA, Criterion, score
-from pacprune.methods.pipeline import Pruned, Request, as_noted, check_request, reachable_sparsity
+from pacprune.methods.pipeline import Pruned, Request, as_noted, check_request, make_plan
 from pacprune.methods.table import METHODS, Method
 from pacprune.training.carrier import Carrier, clear_states_, weakly
 from pacprune.training.config import Config, whole
 from pacprune.training.controls import Stepper, refuse_carried
 from pacprune.training.optim import Optimizer as OffsetOptimizer
-from pacprune.types import Data, Diverged, check_name
+from pacprune.types import Data, Diverged, Forward, Loss, check_name
 
 _LOOK = 100
 """On a GPU, every so many steps the host looks whether weights are finite: it has to wait for that."""
@@ -41,20 +42,27 @@ class Pruner:
     Args:
         model: A plain network, on the device where it is trained; also one in DistributedDataParallel, in torch.compile
             or cut by fully_shard.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         steps: How many steps the optimiser will take; each adds up all micro-batches since the last one.
         method: pft (learn which weights to keep), feather, gmp, dpf or osp.
         criterion: What ranks the weights of pft at the start, and those of osp. A name, such as "magnitude", or a
             function f(model, data) -> scores.
         data: What a criterion such as "snip" reads: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
+        loss: What such a criterion takes for the loss: (outputs, labels) -> one number; see `pp.fit` for other batches.
+        forward: (model, batch) -> output, where its batches are neither (x, y) nor the model's arguments.
         mask_share: Share of the steps in which the mask moves; the rest fine-tunes. 1 unless given, and 0.5 for gmp and
             dpf.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
         gate_lr: Learning rate of what pft learns beside the weights, by momentum SGD, while the optimiser has its
             largest rate; it follows the optimiser's schedule. "auto" is 10, less in more than 3,200 steps. None learns
             nothing.
+        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
-        prunable: Which weights may be pruned: model -> {name: weight}.
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these. Frozen weights have to be named.
+        exclude: Weights that are left alone, likewise.
+        prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of random scores.
         scaler: The GradScaler of the loop, where it has one. A step that it skips counts as a step.
 
@@ -80,40 +88,44 @@ class Pruner:
         self,
         model: nn.Module,
         *,
-        sparsity: float | None = None,
+        sparsity: float | Mapping[str, float] | None = None,
         steps: int,
         method: str = "pft",
         criterion: str | Criterion = "magnitude",
         data: Data | None = None,
+        loss: Loss = F.cross_entropy,
+        forward: Forward | None = None,
         mask_share: float | None = None,
         pattern: str | None = None,
         gate_lr: float | str | None = "auto",
+        scope: str = "global",
         min_per_layer: int = 0,
+        include: weights.Which | None = None,
+        exclude: weights.Which | None = None,
         prunable: weights.Prunable = weights.prunable,
         seed: int = 0,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model = model = unwrapped(model)
-        self.steps, self.method, self.pattern, self.scaler = whole("steps", steps, least=1), method, pattern, scaler
+        self.steps, self.method, self.scaler = whole("steps", steps, least=1), method, scaler
         row = _carried_method(method)
         _check_options(method, row, criterion=criterion, mask_share=mask_share, gate_lr=gate_lr, data=data)
         refuse_carried(model)
-        sparsity = check_request(model, sparsity, criterion, pattern)
+        check_request(model, sparsity, criterion, pattern)
         _check_ranks(model)
-        self.final_sparsity = reachable_sparsity(model, sparsity, prunable, min_per_layer, pattern)
+        choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
+        self._plan = plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
+        self.final_sparsity = plan.sparsity
         request = Request(
-            sparsity=self.final_sparsity,
+            plan=plan,
             steps=self.steps,
             criterion=criterion,
-            scores=lambda: score(criterion, model, data, seed=seed, prunable=prunable),
+            scores=lambda: score(criterion, model, data, loss=loss, forward=forward, seed=seed, prunable=plan.prunable),
             mask_share=mask_share,
             gate_lr=gate_lr,
-            min_per_layer=min_per_layer,
-            pattern=pattern,
-            prunable=prunable,
         )
         assert row.begin is not None
-        start = imports.function(row.begin)(model, request, **row.options)
+        start = imports.function(row.begin)(request, **row.options)
         self.budget, self._gate_lr = start.budget, start.gate_lr
         budgets = None if start.budget is None else [start.budget]
         self._stepper = Stepper(model, budgets, seeds=[seed], clean=True)
@@ -178,7 +190,7 @@ class Pruner:
             with weights.changing(self.model):
                 self._stepper.finish()
             self._carrier.remove()
-            self._outcome = as_noted(self.model, [], self.pattern)
+            self._outcome = as_noted(self._plan, [])
         return self._outcome
 
     @property
@@ -389,7 +401,7 @@ class Pruner:
             if weight.requires_grad and id(weight) not in trained_ids:
                 raise ValueError(
                     f"{name} is to be pruned, but no optimiser that took a step has it; give it to one, or leave it "
-                    "out by prunable="
+                    "out by exclude="
                 )
 
     def _check_finite(self) -> None:

@@ -1,17 +1,16 @@
 """RigL: sparse from the start, and in every layer small weights make room for those that the gradient asks for."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.nn.functional as F
 from torch import nn
 
 from pacprune.distributed import refuse_sharded
-from pacprune.masking import masks, weights
-from pacprune.masking.criteria import score
-from pacprune.methods.pipeline import Pipeline, Pruned, check_reachable, check_request, pipeline, pruned, stage_maker
-from pacprune.training.budget import Budget
+from pacprune.masking import weights
+from pacprune.methods.pipeline import Pipeline, Pruned, Stages, check_request, make_plan, pipeline, pruned
 from pacprune.training.config import Config
-from pacprune.types import Data, Loss, Progress, check_name
+from pacprune.types import Data, Forward, Loss, Progress, check_name
 
 STARTS = ("magnitude", "random")
 """What the first mask of `rigl` can follow."""
@@ -23,7 +22,7 @@ def rigl(
     data: Data,
     config: Config,
     *,
-    sparsity: float,
+    sparsity: float | Mapping[str, float],
     start: str = "magnitude",
     scope: str = "erk",
     exchange: float = 0.3,
@@ -31,6 +30,10 @@ def rigl(
     dense: Config | None = None,
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
+    validation: Data | None = None,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
     prunable: weights.Prunable = weights.prunable,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -50,7 +53,8 @@ def rigl(
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         start: What the first mask keeps of every layer: the largest weights (magnitude), or any (random).
         scope: The layers' densities: higher in smaller layers (erk), the same in all (layer), or those of one ranking
             (global).
@@ -59,7 +63,12 @@ def rigl(
         dense: How the network is trained before pruning; None prunes it as it is.
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
-        prunable: Which weights may be pruned: model -> {name: weight}.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
+        validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these. Frozen weights have to be named.
+        exclude: Weights that are left alone, likewise.
+        prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order, and of a random start.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
@@ -76,15 +85,27 @@ def rigl(
         118
     """
     check_request(model, sparsity)
-    refuse_sharded(prunable(model).values(), "control", "growth")
     check_name("start", start, STARTS)
-    budget = Budget(sparsity, control="growth", ramp=0.75, every=every, exchange=exchange)
-    stage = stage_maker(model, data, loss, seed, folder, progress)
-    check_reachable(model, sparsity, prunable, min_per_layer, scope=scope)
+    stage = Stages(
+        model,
+        data,
+        loss=loss,
+        forward=forward,
+        validation=validation,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+    )
+    choice = {
+        "include": include,
+        "exclude": exclude,
+        "prunable": prunable,
+        "scope": "global" if isinstance(sparsity, Mapping) else scope,
+    }
+    plan = make_plan(model, sparsity, **choice, min_per_layer=min_per_layer)
+    refuse_sharded(plan.prunable(model).values(), "control", "growth")
+    budget = plan.budget(control="growth", ramp=0.75, every=every, exchange=exchange)
     history = (yield stage("dense", dense)) if dense else []
-    scores = score(start, model, data, loss=loss, seed=seed, prunable=prunable)
-    total = weights.total(model)
-    mask = masks.top_k(scores, sparsity=sparsity, scope=scope, min_per_layer=min_per_layer, total=total)
-    weights.apply_mask(model, mask)
+    weights.apply_mask(model, plan.mask(stage.scores(start, plan.prunable)))
     history += yield stage("masks", config, budget)
-    return pruned(model, data, config, history)
+    return pruned(plan, stage, config, history)

@@ -1,5 +1,6 @@
 """STR: weights are shrunk by thresholds that every layer learns."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -8,20 +9,10 @@ from torch import nn
 
 from pacprune.distributed import refuse_sharded
 from pacprune.masking import weights
-from pacprune.methods.pipeline import (
-    Pipeline,
-    Pruned,
-    begin_dense,
-    check_reachable,
-    check_request,
-    pipeline,
-    pruned,
-    stage_maker,
-)
-from pacprune.training.budget import Budget
+from pacprune.methods.pipeline import Pipeline, Pruned, Stages, begin_dense, check_request, make_plan, pipeline, pruned
 from pacprune.training.config import Config
 from pacprune.training.controls import THRESHOLDS
-from pacprune.types import Data, Loss, Progress
+from pacprune.types import Data, Forward, Loss, Progress
 
 
 @pipeline
@@ -30,11 +21,16 @@ def str_(
     data: Data,
     config: Config,
     *,
-    sparsity: float,
+    sparsity: float | Mapping[str, float],
     ramp: float = 0.8,
     dense: Config | None = None,
+    scope: str = "global",
     min_per_layer: int = 0,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
+    validation: Data | None = None,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
     prunable: weights.Prunable = weights.prunable,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -55,12 +51,20 @@ def str_(
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training. Weight decay applies to s, too, as in the paper.
-        sparsity: Fraction of the weights to prune, such as 0.9.
+        sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
+            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
         ramp: Share of the epochs in which the sparsity rises, such as 0.8. A longer one is gentler on the network.
         dense: How the network is trained before pruning; None prunes it as it is.
+        scope: Whether layers share the sparsity out (global), or each has its own: the same (layer), or a higher one in
+            larger layers (erk). Thresholds then follow from these.
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
-        prunable: Which weights may be pruned: model -> {name: weight}.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
+        validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
+        include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
+            `pp.select`. The sparsity is then of these. Frozen weights have to be named.
+        exclude: Weights that are left alone, likewise.
+        prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.
         progress: Called after every step and every epoch.
@@ -77,14 +81,24 @@ def str_(
         118
     """
     check_request(model, sparsity)
-    refuse_sharded(prunable(model).values(), "control", "soft")
-    budget = Budget(sparsity, control="soft", schedule="cubic", ramp=ramp, min_per_layer=min_per_layer)
-    stage = stage_maker(model, data, loss, seed, folder, progress)
-    check_reachable(model, sparsity, prunable, min_per_layer)
+    stage = Stages(
+        model,
+        data,
+        loss=loss,
+        forward=forward,
+        validation=validation,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+    )
+    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
+    plan = make_plan(model, sparsity, **choice, min_per_layer=min_per_layer)
+    refuse_sharded(plan.prunable(model).values(), "control", "soft")
+    budget = plan.budget(control="soft", schedule="cubic", ramp=ramp, min_per_layer=min_per_layer)
     history = (yield stage("dense", dense)) if dense else []
-    begin_dense(model, prunable)
-    first = next(iter(prunable(model).values()))
-    start = torch.zeros(len(prunable(model)), device=first.device)  # the first step finds their common level
+    begin_dense(plan)
+    layers = list(plan.prunable(model).values())
+    start = torch.zeros(len(layers), device=layers[0].device)  # the first step finds their common level
     weights.notes(model).learned = {THRESHOLDS: nn.Parameter(start)}
     history += yield stage("masks", config, budget)
-    return pruned(model, data, config, history)
+    return pruned(plan, stage, config, history)

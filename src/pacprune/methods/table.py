@@ -36,7 +36,7 @@ class Method:
         tunes_gates: Whether a comparison tunes gate_lr / lr as well.
         certifies: Whether the verb takes a split and leaves a certificate.
         names_runs: Whether a run of the command with the same verb that was given its `options` is called by its name.
-        begin: The place of (model, request, **options) -> Start: how it begins in a loop that it does not own
+        begin: The place of (request, **options) -> Start: how it begins in a loop that it does not own
             (`pp.Pruner`). None: it can not.
     """
 

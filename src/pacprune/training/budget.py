@@ -77,6 +77,8 @@ class Budget:
         pattern: "2:4" or "1:4", for a plain network: the N largest of every group of M weights are the last to go.
         exchange: Of the control "growth": the share of its weights that a tensor exchanges at the start. It falls to 0
             along half a cosine at the end of the ramp.
+        layers: The sparsity of every tensor by its name, where each is held by itself; together they have `sparsity`.
+            None: all tensors are held together, and one may lose more than another.
 
     Example:
         >>> budget = pp.Budget(0.9, schedule="cubic")
@@ -102,9 +104,11 @@ class Budget:
     theta: float = 0.5
     limit: float | None = None
     exchange: float = 0.3
+    layers: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        masks.check_sparsity(self.sparsity)
+        for sparsity in (self.sparsity, *(self.layers or {}).values()):
+            masks.check_sparsity(sparsity)
         check_name("control", self.control, {**GATE_CONTROLS, **CONTROLS})
         self._check_schedule()
         if not 0 < self.ramp <= 1 or self.sharpen < 1 or self.strength <= 0 or self.patience <= 0:
@@ -173,6 +177,17 @@ class Budget:
         """
         schedule = self.schedule if callable(self.schedule) else SCHEDULES[self.schedule]
         return 1 - self.sparsity * schedule(min(1.0, progress / self.ramp))
+
+    def layer_sparsities(self, progress: float) -> dict[str, float] | None:
+        """The sparsity that every tensor must have at this moment; None where all are held together.
+
+        Args:
+            progress: The share of the stage that is done, in [0, 1].
+        """
+        if self.layers is None:
+            return None
+        share = (1 - self.density(progress)) / self.sparsity if self.sparsity else 0.0
+        return {name: share * sparsity for name, sparsity in self.layers.items()}
 
     def faded(self, progress: float) -> float:
         """The share that is gone of what the gates began with.
@@ -259,6 +274,7 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
     if not budgets:
         return
     control, gates = _one_control(budgets), bool(attachment.sites(model))
+    _check_layers(model, budgets)
     if control in GATE_CONTROLS and not gates:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
@@ -283,9 +299,27 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
         )
 
 
+def _check_layers(model: nn.Module, budgets: Sequence[Budget]) -> None:
+    """Refuses layers that have another sparsity together than the budget says."""
+    held = {site.name: site.gate for site in attachment.sites(model)} or dict(
+        zip(weights.masked_names(model), (weight for weight, _ in weights.masked(model)), strict=True)
+    )
+    for budget in budgets:
+        if budget.layers is None or not held:
+            continue
+        by_name = masks.layer_sparsities(held, budget.layers)
+        pruned = sum(sparsity * held[name].numel() for name, sparsity in by_name.items()) / len(budgets)
+        together = pruned / weights.noted_total(model)
+        if abs(together - budget.sparsity) > 1e-4:
+            raise ValueError(
+                f"the layers of the budget have sparsity {together:.4f} together, but its sparsity is "
+                f"{budget.sparsity:.4f}; give the former"
+            )
+
+
 def together(budget: Budget) -> tuple[Any, ...]:
     """What the budgets of one population have in common, since all are held in one pass."""
-    return budget.control, budget.until, budget.theta, budget.limit, budget.pattern
+    return budget.control, budget.until, budget.theta, budget.limit, budget.pattern, budget.layers is None
 
 
 @torch.no_grad()
@@ -296,13 +330,21 @@ def enforce_(model: nn.Module, budget: Budget | Sequence[Budget], progress: floa
     """
     sites = attachment.require_sites(model)
     budgets = _budgets(sites, budget)
+    ratios = layer_ratios(sites, budgets)
     shape, device = sites[0].sampler.seed.shape, sites[0].gate.device
     density, sharpness = (
         torch.tensor(values, dtype=torch.float64, device=device).reshape(shape)
         for values in (densities(model, budgets, progress), [entry.sharpness(progress) for entry in budgets])
     )
     between = attachment.between_ranks(sites)
-    hold_(sites, budgets[0].control, density, sharpness, wait=True, between=between)
+    hold_(sites, budgets[0].control, density, sharpness, wait=True, between=between, ratios=ratios)
+
+
+def layer_ratios(sites: Sequence[AttachedWeight], budgets: Sequence[Budget]) -> list[Tensor] | None:
+    """What every tensor's sparsity is of that of all, one number per member; None where all are held together."""
+    sizes = {site.name: site.gate.numel() // len(budgets) for site in sites}
+    seed = sites[0].sampler.seed
+    return masks.layer_ratios([budget.layers for budget in budgets], sizes, shape=seed.shape, device=seed.device)
 
 
 def densities(model: nn.Module, budget: Budget | Sequence[Budget], progress: float) -> list[float]:
@@ -322,16 +364,30 @@ def hold_(
     *,
     wait: bool,
     between: Across | None,
+    ratios: Sequence[Tensor] | None = None,
 ) -> None:
     """`enforce_` with its numbers on the device, one per member of a population; waits for the device only to `wait`.
 
-    density as `densities` gives it. A shift that does not wait follows from the last one in a fixed number of trials.
+    density as `densities` gives it, ratios as `layer_ratios` does. A shift that does not wait follows from the last one
+    in a fixed number of trials.
     """
     # One launch for the buffers of all tensors, where there would be one for each.
     torch._foreach_copy_([site.sampler.sharpness for site in sites], [sharpness.float()] * len(sites))  # type: ignore[attr-defined]
     hold = GATE_CONTROLS[control].hold
-    if hold is not None:
+    if hold is None:
+        return
+    if ratios is None:
         hold(sites, density, sharpness, wait=wait, between=between)
+    else:
+        for part, part_density in _apart(sites, density, ratios):
+            hold(part, part_density, sharpness, wait=wait, between=attachment.between_ranks(part))
+
+
+def _apart(
+    sites: Sequence[AttachedWeight], density: Tensor, ratios: Sequence[Tensor]
+) -> list[tuple[list[AttachedWeight], Tensor]]:
+    """Every tensor by itself, with its density."""
+    return [([site], 1 - (1 - density) * ratio) for site, ratio in zip(sites, ratios, strict=True)]
 
 
 def _shift_(
@@ -383,11 +439,21 @@ def penalty(
     density: Tensor,
     *,
     between: Across | None = None,
+    ratios: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Augmented Lagrangian m e + strength e^2 / 2, e = mean(keep_prob) - density; then m += strength e / patience.
 
-    One number per member of a population; density as `densities` gives it, on the device.
+    One number per member of a population; density as `densities` gives it, on the device. Tensors that are held by
+    themselves, with `ratios` as `layer_ratios` gives them, have a multiplier each, and count by their sizes.
     """
+    if ratios is not None:
+        whole = sum(site.gate.numel() for site in sites)
+        return torch.stack(
+            [
+                part[0].gate.numel() / whole * penalty(part, budget, d, between=attachment.between_ranks(part))
+                for part, d in _apart(sites, density, ratios)
+            ]
+        ).sum(0)
     budgets, multiplier = _budgets(sites, budget), sites[0].sampler.multiplier
     size = sum(site.gate.numel() for site in sites) // multiplier.numel()
     axes = tuple(range(multiplier.ndim, 2))  # of [K, n] the last, of [1, n] both

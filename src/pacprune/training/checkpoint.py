@@ -184,10 +184,9 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Everything of the model that training changes, with the draw counters of its samplers and the noted masks."""
+    """Everything of the model that training changes, with the noted masks."""
     return {
         "state": {n: local(t).clone() for n, t in state(model).items()},
-        "steps": [site.sampler.step.clone() for site in attachment.sites(model)],
         "mappings": {site.name: site.sampler.settings[:3] for site in attachment.sites(model)},
         "masks": [local(keep).clone() for _, keep in weights.masked(model)],
         "learned": [local(p.detach()).clone() for p in weights.learned(model).values()],
@@ -216,8 +215,6 @@ def load_model_state(model: nn.Module, content: dict[str, Any]) -> None:
             local(tensor).copy_(content["state"][name])
     else:
         model.load_state_dict(content["state"])
-    for site, step in zip(attachment.sites(model), content["steps"], strict=True):
-        site.sampler.step.copy_(step)
     for (_, keep), saved in zip(weights.masked(model), content["masks"], strict=True):
         local(keep).copy_(saved)
     # A checkpoint has none of it once the masks are fixed.

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pacprune.data import trace
-from pacprune.data.batches import batches, device_of, isolated_rng, tensors
+from pacprune.data.batches import Objective, batches, device_of, first_batch, is_pair, is_stream, isolated_rng, tensors
 from pacprune.distributed import across_model, count, ranks, refuse_sharded
 from pacprune.masking import weights
 from pacprune.training.config import MASKS, Config
 from pacprune.training.controls import refuse_carried
-from pacprune.types import Data, Diverged, Loss
+from pacprune.types import Data, Diverged
 
 SHARED = (
     "epochs",
@@ -35,7 +35,7 @@ _ARRIVAL = 128
 """On how many examples a model is tried that pacprune has not seen before."""
 
 
-def trial_pass(model: nn.Module, data: Data, loss: Loss) -> str:
+def trial_pass(model: nn.Module, data: Data, objective: Objective) -> str:
     """One forward pass on two examples before anything is changed, so that a bad input is known as such at once.
 
     Returns the value of a loss of the user's own on that batch, to the bit: a name does not tell two losses apart.
@@ -51,26 +51,29 @@ def trial_pass(model: nn.Module, data: Data, loss: Loss) -> str:
         raise ValueError("every parameter has requires_grad=False, so nothing would be trained; unfreeze some")
     with weights.modes_kept(model), isolated_rng(device, data, seed=0):
         model.eval()
-        x, y = next(batches(data, 2, device=device, limit=2))
+        batch = first_batch(data, 2, device=device)
         with torch.no_grad():
-            out = _outputs(model, x)
-        if loss is F.cross_entropy:
-            check_labels(y if pair is None else pair[1], out)
-        if not any(note.fingerprint is not None for _, note in weights.noted(model)):
-            _note_arrival(model, data)
-        return "" if loss is F.cross_entropy else _number(loss, out, y).hex()
+            out = _outputs(model, batch, objective)
+        classifies = objective.is_classification(batch)
+        if classifies:
+            check_labels(batch[1] if pair is None else pair[1], out)
+        known = any(note.fingerprint is not None for _, note in weights.noted(model))
+        if not known and objective.forward is None and is_pair(batch) and not is_stream(data):
+            _note_arrival(model, data, objective)
+        return "" if classifies else _number(objective, out, batch).hex()
 
 
 @torch.no_grad()
-def _note_arrival(model: nn.Module, data: Data) -> None:
+def _note_arrival(model: nn.Module, data: Data, objective: Objective) -> None:
     """Notes on a model that pacprune has not changed yet whether something else has trained it on such data.
 
     It has, where the model errs at most a third as often as the best constant answer: no first weights do that.
     """
     wrong, labels = [], []
-    for x, y in batches(data, _ARRIVAL // 16, device=device_of(model), limit=_ARRIVAL):
+    for batch in batches(data, _ARRIVAL // 16, device=device_of(model), limit=_ARRIVAL):
+        y = batch[1]
         try:
-            out = _outputs(model, x)
+            out = _outputs(model, batch, objective)
         except torch.OutOfMemoryError:  # training says what to do about it
             return
         if not isinstance(out, Tensor) or y.is_floating_point() or out.shape[:-1] != y.shape or out.shape[-1] < 2:
@@ -83,18 +86,28 @@ def _note_arrival(model: nn.Module, data: Data) -> None:
         weights.mark_seen(model, trace.foreign())
 
 
-def loss_identity(loss: Loss, value: str) -> list[str]:
-    """What tells a loss from others: its name, and the value that `trial_pass` returns of it."""
+def loss_identity(objective: Objective, value: str) -> list[str]:
+    """What tells an objective from others: its names, and the value that `trial_pass` returns of it."""
+    loss, forward = objective.loss, objective.forward
     # The name alone would take one lambda, or one setting of a loss, for another.
-    return [repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", ""), value]
+    names = [repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", "")]
+    return [*names, *([] if forward is None else [getattr(forward, "__qualname__", "")]), value]
 
 
-def _outputs(model: nn.Module, x: Tensor) -> Any:
+def _outputs(model: nn.Module, batch: Any, objective: Objective) -> Any:
     try:
-        return model(x)
+        return objective.outputs(model, batch)
     except RuntimeError as failure:
+        x = batch[0] if is_pair(batch) else None
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-        if not x.is_floating_point() or x.dtype in dtypes:
+        if not isinstance(x, Tensor) or x.dtype in dtypes:
+            raise
+        if x.dtype == torch.uint8:
+            raise ValueError(
+                f"x is torch.uint8 of shape {tuple(x.shape)}, which the model does not take; give x.float() / 255 with "
+                "channels first, (n, channels, height, width), or the parts of pp.data.split(x, y)"
+            ) from failure
+        if not x.is_floating_point():
             raise
         raise ValueError(
             f"x is {x.dtype} but the model's parameters are {', '.join(sorted(map(str, dtypes)))}; "
@@ -102,23 +115,30 @@ def _outputs(model: nn.Module, x: Tensor) -> Any:
         ) from failure
 
 
-def _number(loss: Loss, out: Any, y: Tensor) -> float:
+def _number(objective: Objective, out: Any, batch: Any) -> float:
     """The value of a loss of the user's own."""
     try:
-        return float(loss(out, y))
+        return float(objective.value(out, batch))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as failure:
-        shape = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        if objective.loss is F.cross_entropy and isinstance(failure, ValueError):  # it says itself what is wrong
+            raise
+        outputs = f"of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"that are a {type(out).__name__}"
+        y = batch[1] if is_pair(batch) else None
+        labels = f"labels of shape {tuple(y.shape)} ({y.dtype})" if isinstance(y, Tensor) else type(batch).__name__
         reason = str(failure).partition("\n")[0]
-        raise ValueError(
-            f"the loss gave no number for outputs of shape {shape} and labels of shape {tuple(y.shape)} "
-            f"({y.dtype}): {reason}"
-        ) from failure
+        raise ValueError(f"the loss gave no number for outputs {outputs} and {labels}: {reason}") from failure
 
 
 def check_labels(y: Tensor, out: Any) -> None:
     """Refuses what F.cross_entropy does not take: neither class numbers nor probabilities of the classes."""
     if not isinstance(out, Tensor):
         raise ValueError(f"the model returns a {type(out).__name__}; make it return its outputs alone, or give a loss=")
+    if out.ndim == 2 and out.shape[1] == 1:
+        raise ValueError(
+            f"the model has 1 output, over which cross_entropy is 0 whatever it says, and labels are {y.dtype}; give "
+            "loss=torch.nn.functional.mse_loss for regression, a binary cross-entropy for two classes, or the model an "
+            "output per class"
+        )
     expected = (len(y), *out.shape[2:])
     if y.is_floating_point():
         if y.shape[1:] != out.shape[1:] or out.ndim < 2:
@@ -145,6 +165,11 @@ def check_batches(data: Data, config: Config) -> None:
     if not isinstance(data, DataLoader):
         ranks.check_batch(config.batch_size)
         return
+    if data.batch_size not in (None, config.batch_size) and "batch_size" in config.changes():
+        raise ValueError(
+            f"batch_size is {config.batch_size}, but the DataLoader makes batches of {data.batch_size}; leave "
+            "batch_size out of the config, or give the DataLoader the same"
+        )
     if data.batch_size is not None:
         ranks.check_batch(data.batch_size)
     if ranks.world() > 1 and isinstance(data.sampler, DistributedSampler):
@@ -191,6 +216,11 @@ def check_population(configs: Sequence[Config]) -> None:
                 f"{name} is {getattr(configs[0], name)}, which a population has no use of; "
                 f"set {name}=0, or train one by one"
             )
+    if callable(configs[0].optimizer):
+        raise ValueError(
+            f"the optimizer is a function, which moves one model, but {len(configs)} are trained as a population; name "
+            "one, or train one by one"
+        )
     if len({config.gate_lr is None for config in configs}) > 1:
         raise ValueError(
             "gate_lr is None for some members of the population and a number for others; give 0.0 to those that are "
@@ -201,4 +231,5 @@ def check_population(configs: Sequence[Config]) -> None:
 def in_step(first: Config, second: Config) -> bool:
     """Whether two models with these configs can be trained as one population."""
     same = all(getattr(first, name) == getattr(second, name) for name in SHARED)
-    return same and (first.gate_lr is None) == (second.gate_lr is None) and not (first.samples or first.patience)
+    alone = first.samples or first.patience or callable(first.optimizer)
+    return same and (first.gate_lr is None) == (second.gate_lr is None) and not alone

@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from pacprune.training.optim import OPTIMIZERS
+from pacprune.training.optim import OPTIMIZERS, Factory
 from pacprune.types import check_name
 
 Schedule = Callable[[float], float]
@@ -84,8 +86,11 @@ class Config:
         std_lr: Learning rate of the logarithms of a trained std; None is lr.
         momentum: What SGD keeps of the last step; beta1 of Adam and AdamW.
         weight_decay: L2 penalty of the weights (of AdamW: decoupled), such as 5e-4.
-        batch_size: Examples per step, over all ranks together.
-        optimizer: "sgd", "adam" or "adamw".
+        batch_size: Examples per step, over all ranks together. A DataLoader has its own.
+        steps_per_epoch: Steps that count as an epoch of a stream (an IterableDataset); None for all other data.
+        optimizer: "sgd", "adam" or "adamw". Or a function from the weights to an optimiser of torch.optim, such as
+            lambda params: torch.optim.NAdam(params, lr=1e-3): its learning rate follows the schedule, and lr, momentum
+            and weight_decay are its own. Gates then have SGD.
         schedule: What lr follows: "constant", "cosine" (falls to 0), "step" (0.1 times at 50 % and again at 75 %), or a
             function from the share that is done, in [0, 1], to a factor.
         warmup: Share of the steps with a linear rise from 0, such as 0.05.
@@ -123,7 +128,7 @@ class Config:
     momentum: float = 0.9
     weight_decay: float = 0.0
     batch_size: int = 128
-    optimizer: str = "sgd"
+    optimizer: str | Factory = "sgd"
     schedule: str | Schedule = "constant"
     warmup: float = 0.0
     span: tuple[float, float] = (0.0, 1.0)
@@ -135,10 +140,13 @@ class Config:
     patience: int = 0
     execution: str = "eager"
     masks: str = "shared"
+    steps_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
             object.__setattr__(self, name, whole(name, getattr(self, name), least))
+        if self.steps_per_epoch is not None:
+            object.__setattr__(self, "steps_per_epoch", whole("steps_per_epoch", self.steps_per_epoch, 1))
         follows_lr = self.gate_lr == "auto" or isinstance(self.gate_lr, _Auto)
         for name in _NUMBERS:
             if not (follows_lr and name == "gate_lr"):
@@ -154,9 +162,25 @@ class Config:
             _check_schedule(self.schedule)
         else:
             check_name("schedule", self.schedule, SCHEDULES)
-        check_name("optimizer", self.optimizer, OPTIMIZERS)
+        if callable(self.optimizer):
+            self._check_factory()
+        else:
+            check_name("optimizer", self.optimizer, OPTIMIZERS, alternative="a function")
         check_name("execution", self.execution, EXECUTIONS)
         check_name("masks", self.masks, MASKS)
+
+    def _check_factory(self) -> None:
+        """Refuses settings that an optimiser of the user's own has itself, or that it cannot have."""
+        changed = [name for name in ("lr", "momentum", "weight_decay") if name in self.changes()]
+        if changed:
+            raise ValueError(
+                f"{changed[0]} is {getattr(self, changed[0])}, but the optimizer is a function, which has its own; say "
+                "it there"
+            )
+        if self.execution != "eager":
+            raise ValueError(
+                f"execution is {self.execution!r}, but an optimizer that is a function cannot be recorded; use 'eager'"
+            )
 
     def __eq__(self, other: object) -> bool:
         # A gate_lr that follows lr is another setting than a number that equals it now: only the first can change.
@@ -206,8 +230,12 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """All that the outcome of training follows from, as JSON holds it; `execution` is no part of that."""
         content = asdict(replace(self, execution="eager"))
+        if self.steps_per_epoch is None:
+            del content["steps_per_epoch"]
         if self.gate_lr == GATE_RATIO * self.lr and not isinstance(self.gate_lr, _Auto):
             content["gate_lr"] = [self.gate_lr, "given"]  # any other number tells itself from one that follows lr
+        if callable(self.optimizer):  # what it makes tells more than a name
+            content["optimizer"] = repr(self.optimizer([nn.Parameter(torch.zeros(1))]))
         if callable(self.schedule):  # a name does not tell two functions apart
             content["schedule"] = [float(self.schedule(share)) for share in _PROBES]
         return content

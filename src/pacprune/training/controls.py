@@ -85,6 +85,13 @@ class Subject:
         """Member k's part of tensors, over the same memory."""
         return [tensor[k] for tensor in tensors] if self.members else list(tensors)
 
+    def layer_ratios(self) -> list[Tensor] | None:
+        """What every tensor's sparsity is of that of all, one number per member; None where all are held together."""
+        sizes = [weight.numel() // len(self.budgets) for weight, _ in self.pairs]
+        layers = [budget.layers for budget in self.budgets]
+        shape, device = (len(layers),) if self.members else (), self.pairs[0][0].device
+        return masks.layer_ratios(layers, dict(zip(self.names, sizes, strict=True)), shape=shape, device=device)
+
     def over(self, number: Tensor, tensor: Tensor) -> Tensor:
         """A number per member, in a shape that multiplies the members' tensors; one number as it is."""
         return number.reshape(-1, *[1] * (tensor.ndim - 1)) if self.members else number
@@ -193,14 +200,16 @@ def _prune_finally_(subject: Subject) -> None:
 def keep_largest_(subject: Subject, k: int, progress: float) -> None:
     """Member k's masks keep the largest weights at the density of this moment; in place, and waits for the device."""
     budget, pairs = subject.budgets[k], _member_pairs(subject, k)
-    scores = {str(i): weight.abs() for i, (weight, _) in enumerate(pairs)}
+    layers = budget.layer_sparsities(progress)
+    names = map(str, range(len(pairs))) if layers is None else subject.names
+    scores = {name: weight.abs() for name, (weight, _) in zip(names, pairs, strict=True)}
     if budget.pattern is not None:
         scores = patterns.protected_scores(scores, budget.pattern)
     # Tensors by themselves only where they have to be: every one more is looked at.
-    joined = budget.min_per_layer == 0 and not any(is_sharded(weight) for weight, _ in pairs)
+    joined = budget.min_per_layer == 0 and layers is None and not any(is_sharded(weight) for weight, _ in pairs)
     mask = masks.top_k(
         {"": torch.cat([score.reshape(-1) for score in scores.values()])} if joined else scores,
-        sparsity=1 - budget.density(progress),
+        sparsity=1 - budget.density(progress) if layers is None else layers,
         min_per_layer=budget.min_per_layer,
         total=subject.total,
     )
@@ -268,6 +277,19 @@ class SoftThreshold:
         self.trained = [torch.empty_like(value) for value in subject.values]
         shape = (len(subject.budgets),) if subject.members else ()
         self.density = torch.ones(shape, device=self.thresholds.device)
+        self.ratios = subject.layer_ratios()
+
+    def levels(self, scores: Sequence[Tensor]) -> Tensor:
+        """What is added to every tensor's s: one number for all, or one for each where these have their own density."""
+        members = self.subject.members
+        if self.ratios is None:
+            tau = masks.threshold(list(scores), self.density, members=members)
+            # Below all scores where everything is kept, but near enough for float32 to tell the layers apart.
+            tau = torch.maximum(tau, _LEAST_LEVEL - self.thresholds.amax(-1))
+            return tau[..., None].expand(self.thresholds.shape)
+        shares = [1 - (1 - self.density) * ratio for ratio in self.ratios]
+        taus = [masks.threshold([score], d, members=members) for score, d in zip(scores, shares, strict=True)]
+        return torch.maximum(torch.stack(taus, dim=-1), _LEAST_LEVEL - self.thresholds)
 
     def scores(self) -> list[Tensor]:
         """log|w| - s: above 0 where a weight is kept."""
@@ -283,12 +305,11 @@ class SoftThreshold:
         subject, scores = self.subject, self.scores()
         if numbers is not None:
             self.density.copy_(numbers[2])
-        tau = masks.threshold(scores, self.density, members=subject.members)
-        # Below all scores where everything is kept, but near enough for float32 to tell the layers apart.
-        tau = torch.maximum(tau, _LEAST_LEVEL - self.thresholds.amax(-1))
-        self.thresholds.add_(tau[:, None] if subject.members else tau)
+        taus = self.levels(scores)
+        self.thresholds.add_(taus)
+        limits = self.thresholds.exp().unbind(-1)
         _copy_(self.trained, subject.values)
-        for (weight, keep), score, limit in zip(subject.pairs, scores, self.thresholds.exp().unbind(-1), strict=True):
+        for (weight, keep), score, tau, limit in zip(subject.pairs, scores, taus.unbind(-1), limits, strict=True):
             keep.copy_(score > subject.over(tau, score))
             weight.copy_(weight.sign() * (weight.abs() - subject.over(limit, weight)).clamp_min(0) * keep)
 
@@ -315,8 +336,13 @@ class SoftThreshold:
         for k in range(len(subject.budgets)):
             member_scores = subject.member(scores, k)
             kept = keep_best_(subject, k, member_scores)
-            tau = masks.threshold(member_scores, kept / sum(score.numel() for score in member_scores))
-            for weight, score in zip(subject.member(subject.values, k), member_scores, strict=True):
+            if self.ratios is None:
+                tau = masks.threshold(member_scores, kept / sum(score.numel() for score in member_scores))
+                taus = [tau] * len(member_scores)
+            else:
+                shares = [float(keep.double().mean()) for keep in subject.member(subject.keeps, k)]
+                taus = [masks.threshold([score], d) for score, d in zip(member_scores, shares, strict=True)]
+            for weight, score, tau in zip(subject.member(subject.values, k), member_scores, taus, strict=True):
                 # At least 0.001 of it: a mask with a minimum may name some that are below.
                 weight.mul_((1 - torch.exp(tau - score)).clamp_min(LEAST_OPENING))
         weights.zero_pruned_(subject.pairs)
@@ -346,7 +372,8 @@ def keep_best_(subject: Subject, k: int, scores: Sequence[Tensor]) -> int:
     if budget.pattern is not None:
         mask = patterns.top(named, budget.pattern)
     else:
-        mask = masks.top_k(named, sparsity=budget.sparsity, min_per_layer=budget.min_per_layer, total=subject.total)
+        goal = budget.sparsity if budget.layers is None else budget.layers
+        mask = masks.top_k(named, sparsity=goal, min_per_layer=budget.min_per_layer, total=subject.total)
     for name, keep in zip(subject.names, keeps, strict=True):
         keep.copy_(mask[name])
     return masks.kept(mask)
@@ -395,7 +422,7 @@ class Threshold:
         self.shares: dict[int, Tensor] = {}
         """By tensor, what the limit has left of every output's gradient below the threshold."""
         self.pattern = None if budget.pattern is None else patterns.parse(budget.pattern)
-        self.floors = self._floors()
+        self.floors, self.ratios = self._floors(), subject.layer_ratios()
         zero = torch.zeros(0 if self.offsets else max(row.numel() for row in self.rows), device=device)
         self.gates = [local(offset.detach()) for offset in self.offsets]
         self.gates = self.gates or [zero[: row.numel()].view(row.shape) for row in self.rows]
@@ -455,6 +482,8 @@ class Threshold:
         What a group or a layer keeps at least is above it, too.
         """
         subject, options = self.subject, {"members": self.subject.members, "between": self.subject.between}
+        if self.ratios is not None:
+            return self._layer_thresholds(scores)
         if self.pattern is not None:
             edges = [self._group_edges(score) for score in scores]
         elif self.floors is not None:
@@ -468,6 +497,18 @@ class Threshold:
         tau = masks.threshold(free, self.density, **options)
         thresholds = [torch.minimum(edge, subject.over(tau, edge)) for edge in edges]
         return thresholds if self.pattern is not None else [t.reshape(tau.shape) for t in thresholds]
+
+    def _layer_thresholds(self, scores: list[Tensor]) -> list[Tensor]:
+        """For every tensor the threshold that its own share of its scores is above."""
+        thresholds = []
+        for i, (score, ratio, (weight, _)) in enumerate(
+            zip(scores, self.ratios or [], self.subject.pairs, strict=True)
+        ):
+            share = 1 - (1 - self.density) * ratio
+            share = share if self.floors is None else torch.maximum(share, self.floors[i])
+            options = {"members": self.subject.members, "between": across([weight])}
+            thresholds.append(masks.threshold([score], share, **options))
+        return thresholds
 
     def _floors(self) -> list[Tensor] | None:
         """For every tensor, the share of it that every member keeps at least."""

@@ -1,6 +1,6 @@
 """What a model is worth on data: error, Gibbs error, mean loss; and BatchNorm statistics for a mask that changed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune.data.batches import batches, device_of, isolated_rng, look_at, use_of
+from pacprune.data.batches import Objective, batches, device_of, is_stream, isolated_rng, look_at, rows, use_of
 from pacprune.masking import attachment, weights
 from pacprune.training.population import Population
-from pacprune.types import Data, Loss
+from pacprune.types import Data, Forward, Loss
 
 BATCH = 1000
+_STREAMED = 4096
+"""On how many examples of a stream BatchNorm's statistics are measured."""
 
 
 @contextmanager
@@ -35,18 +37,40 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def mistakes(logits: Tensor, y: Tensor) -> Tensor:
-    """Which predictions are wrong: argmax over the last dimension, the lowest class among equals."""
+    """Which predictions are wrong: argmax over the last dimension, the lowest class among equals.
+
+    One output per example is the logit of class 1 against class 0.
+    """
     if not isinstance(logits, Tensor):
         raise ValueError(
             f"the model returns a {type(logits).__name__}, but an error needs its logits; wrap it in a module that "
             "returns these alone"
         )
+    if _is_one_logit(logits, y):
+        return _wrong_sign(logits.reshape(y.shape), y)
     if logits.shape[:-1] != y.shape or logits.shape[-1] < 2:
         raise ValueError(
             f"the model's outputs have shape {tuple(logits.shape)} and the labels {tuple(y.shape)}; an error needs one "
             "label for each row of at least 2 outputs, so reshape the labels or give the model an output per class"
         )
     return logits.argmax(dim=-1) != y
+
+
+def _is_one_logit(logits: Tensor, y: Tensor) -> bool:
+    """Whether the network has one output per example, whose sign is the class."""
+    if logits.ndim == 1:
+        return logits.shape == y.shape
+    return logits.shape[-1] == 1 and y.shape in (logits.shape, logits.shape[:-1])
+
+
+def _wrong_sign(logit: Tensor, y: Tensor) -> Tensor:
+    """Which predictions are wrong where a logit above 0 means class 1."""
+    if bool(((y != 0) & (y != 1)).any()):
+        raise ValueError(
+            f"the network has one output, but the labels run from {float(y.min()):g} to {float(y.max()):g}; one output "
+            "tells class 0 from class 1, so give the network an output per class"
+        )
+    return (logit > 0) != (y > 0)
 
 
 @overload
@@ -61,7 +85,8 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[fl
 
     Args:
         model: The network; or a list of networks of one architecture, which are evaluated in one call.
-        data: Examples with labels, such as split.test.
+        data: Examples with labels, such as split.test. Of a mapping, such as transformers have, `labels` are compared
+            with the `logits` of model(**batch). One output per example is the logit of class 1 against class 0.
 
     Returns:
         The error in [0, 1]; of a list of networks, a list of errors.
@@ -78,9 +103,23 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[fl
         return _errors(Population(model), data)
     wrong, count, device = 0, 0, device_of(model)
     with evaluating(model), isolated_rng(device, data):
-        for x, y in batches(data, BATCH, device=device):
-            wrong, count = wrong + int(mistakes(model(x), y).sum()), count + y.numel()
+        for batch in batches(data, BATCH, device=device):
+            out, y = _logits_and_labels(model, batch)
+            wrong, count = wrong + int(mistakes(out, y).sum()), count + y.numel()
     return wrong / count
+
+
+def _logits_and_labels(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
+    """What the network says to a batch, and what is right: (x, y), or a mapping that has `labels`."""
+    out = Objective().outputs(model, batch)
+    if not isinstance(batch, Mapping):
+        return out, batch[1]
+    if "labels" not in batch:
+        raise ValueError(
+            f"a batch has {', '.join(map(str, batch)) or 'nothing'}, but an error needs labels; call them 'labels', or "
+            "give batches (x, y)"
+        )
+    return getattr(out, "logits", out), batch["labels"]
 
 
 def _errors(population: Population, data: Data) -> list[float]:
@@ -89,6 +128,7 @@ def _errors(population: Population, data: Data) -> list[float]:
     with evaluating(population.stacked), isolated_rng(device, data):
         for x, y in batches(data, BATCH, device=device):
             out = population.outputs(x, separate=False)
+            out = out[..., None] if out.ndim == 2 and y.ndim == 1 else out  # one logit
             wrong += mistakes(out, y.expand(len(population), *y.shape)).flatten(1).sum(1)
             count += y.numel()
     return (wrong.double() / count).tolist()
@@ -117,18 +157,21 @@ def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10) -> float:
     return sum(error(attachment.resample_(model), data) for _ in range(draws)) / draws
 
 
-def mean_loss(model: nn.Module, data: Data, *, loss: Loss = F.cross_entropy) -> float:
+def mean_loss(model: nn.Module, data: Data, *, loss: Loss = F.cross_entropy, forward: Forward | None = None) -> float:
     """The mean loss in eval mode, every example weighted alike."""
+    objective = Objective(loss, forward)
     look_at(data)
     total, count, device = 0.0, 0, device_of(model)
     with evaluating(model), isolated_rng(device, data):
-        for x, y in batches(data, BATCH, device=device):
-            total, count = total + float(loss(model(x), y)) * len(x), count + len(x)
+        for batch in batches(data, BATCH, device=device):
+            total, count = total + float(objective(model, batch)) * rows(batch), count + rows(batch)
     return total / count
 
 
 @torch.no_grad()
-def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256) -> nn.Module:
+def reestimate_batchnorm(
+    model: nn.Module, data: Data, *, batch_size: int = 256, forward: Forward | None = None
+) -> nn.Module:
     """Sets BatchNorm's running statistics to the means over `data`, in place; nothing else changes.
 
     Statistics measured under one mask are wrong for another. So call it after a mask has been hardened. The examples
@@ -138,6 +181,7 @@ def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256)
         model: The network; one without BatchNorm is left as it is. An attached one takes a fresh hard draw per batch.
         data: Training data; for a certificate, split.prior.
         batch_size: Examples per forward pass; batches are weighted by their size.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments.
 
     Returns:
         The same model.
@@ -157,11 +201,11 @@ def reestimate_batchnorm(model: nn.Module, data: Data, *, batch_size: int = 256)
         return model
     with weights.changing(model):
         weights.mark_seen(model, use_of(data))
-        _reestimate(model, norms, data, batch_size)
+        _reestimate(model, norms, data, batch_size, Objective(forward=forward))
     return model
 
 
-def _reestimate(model: nn.Module, norms: Sequence[Any], data: Data, batch_size: int) -> None:
+def _reestimate(model: nn.Module, norms: Sequence[Any], data: Data, batch_size: int, objective: Objective) -> None:
     """Each of these BatchNorms' statistics, as means over the data."""
     device, count = device_of(model), 0
     with weights.modes_kept(model), isolated_rng(device, data), _batchnorm_kept_on_error(norms):
@@ -169,15 +213,16 @@ def _reestimate(model: nn.Module, norms: Sequence[Any], data: Data, batch_size: 
         for norm in norms:
             norm.reset_running_stats()
             norm.train()
-        for x, _ in batches(data, batch_size, device=device):
-            if len(x) == 1 and count:  # one example has no variance
+        for batch in batches(data, batch_size, device=device, limit=_STREAMED if is_stream(data) else None):
+            size = rows(batch)
+            if size == 1 and count:  # one example has no variance
                 continue
-            count += len(x)
+            count += size
             for norm in norms:
-                norm.momentum = len(x) / count
+                norm.momentum = size / count
             if attachment.sites(model):
                 attachment.resample_(model)
-            model(x)
+            objective.outputs(model, batch)
 
 
 @contextmanager

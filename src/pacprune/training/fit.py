@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune.data.batches import device_of, example_hashes, label_hashes, reading_once, tensors, use_of
+from pacprune.data.batches import (
+    Objective,
+    device_of,
+    example_hashes,
+    label_hashes,
+    reading_once,
+    rows,
+    tensors,
+    use_of,
+)
 from pacprune.distributed import across_model, ranks, refuse_sharded
 from pacprune.files import digest
 from pacprune.masking import weights
@@ -23,7 +32,7 @@ from pacprune.training.evaluate import mean_loss
 from pacprune.training.loop import Loop, groups
 from pacprune.training.population import Population, compile_always, members, per_member
 from pacprune.training.step import Stage, orders
-from pacprune.types import Data, History, Loss, Progress
+from pacprune.types import Data, Forward, History, Loss, Progress
 
 TrainSlice = Callable[[slice, str], History]
 """Trains the members of a slice by themselves; the second argument is what to add to the checkpoint's name."""
@@ -36,6 +45,7 @@ def fit(
     config: Config | Sequence[Config],
     *,
     loss: Loss = F.cross_entropy,
+    forward: Forward | None = None,
     budget: Budget | Sequence[Budget] | None = None,
     validation: Data | None = None,
     seed: int | Sequence[int] = 0,
@@ -52,10 +62,14 @@ def fit(
 
     Args:
         model: The network, trained in place; or a list of networks of one architecture, trained as a population.
-        data: What to train on: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
+        data: What to train on: (x, y) tensors or arrays, a part of a split, a Dataset or a DataLoader. A batch is a
+            pair (x, y), or a mapping, such as {"input_ids": ..., "labels": ...}, with which model(**batch) is called.
+            A stream (IterableDataset) needs `Config.steps_per_epoch`.
         config: How to train: epochs, learning rates, optimiser and more.
-        loss: (outputs, labels) -> the mean loss of a batch. That it reads no other data, such as a teacher's answers or
-            the bound set, is the issuer's word.
+        loss: (outputs, labels) -> the mean loss of a batch (x, y). Of a mapping, and with a `forward`, it is called as
+            (output, batch), and without one it is the output's own `loss`. That it reads no other data, such as a
+            teacher's answers or the bound set, is the issuer's word.
+        forward: (model, batch) -> output, for batches of any other form; None calls the model as said above.
         budget: Which sparsity to hold during training, and by what means; None holds none.
         validation: Data whose loss is measured after every epoch, and which `Config.patience` goes by.
         seed: What the order of the data, augmentation and dropout follow from.
@@ -80,6 +94,10 @@ def fit(
         True
         >>> targets = torch.nn.functional.one_hot(y, 10).float()
         >>> history = pp.fit(model, (x, targets), pp.Config(epochs=1), loss=torch.nn.functional.mse_loss)
+        >>> images = torch.utils.data.DataLoader([{"image": image, "label": label} for image, label in zip(x, y)], 64)
+        >>> def forward(model, batch):
+        ...     return torch.nn.functional.cross_entropy(model(batch["image"]), batch["label"])
+        >>> history = pp.fit(model, images, pp.Config(epochs=1), forward=forward)
 
     Populations. K models of one architecture are trained in one call of every layer. config, budget and seed are then
     one for all, or a list of one each. A member ends as it would alone, up to rounding; only dropout draws differently.
@@ -95,25 +113,26 @@ def fit(
     in shards: every rank keeps, draws and moves its rows alone, and writes its own part of the checkpoint.
     """
     cohort = Cohort(model, config, seed)
-    loss_value = cohort.try_out(data, loss)
+    objective = Objective(loss, forward)
+    loss_value = cohort.try_out(data, objective)
     cohort.stack()
     budgets = cohort.budgets(budget)
     seen = {"data": example_hashes(data), **({} if validation is None else {"validation": example_hashes(validation)})}
     cohort.mark_seen(data, *([] if validation is None else [validation]))
     # `try_out` saw the labels of tensors only; on an accelerator, looking at every batch would cost a stop.
-    check_each = loss is F.cross_entropy and tensors(data) is None and cohort.device.type == "cpu"
+    check_each = tensors(data) is None and cohort.device.type == "cpu"
     stepper = cohort.stepper(budgets)
     definition = Stage(
         name=stage,
-        objective=cohort.objective(loss, check_each=check_each),
+        objective=cohort.objective(objective, check_each=check_each),
         groups=groups(cohort.trained, cohort.configs, rest=True) + stepper.groups(cohort.configs),
         set_modes=cohort.trained.train,
         budgets=budgets,
         stepper=stepper,
-        validate=None if validation is None else lambda: cohort.mean_losses(validation, loss),
+        validate=None if validation is None else lambda: cohort.mean_losses(validation, objective),
         identity={
             "budget": None if budgets is None else [entry.record() for entry in budgets],
-            "loss": loss_identity(loss, loss_value),
+            "loss": loss_identity(objective, loss_value),
             "seen": digest(seen),
             "labels": [digest({"y": label_hashes(part)}) for part in (data, validation) if part is not None],
         },
@@ -127,6 +146,7 @@ def fit(
         shared={
             "data": data,
             "loss": loss,
+            "forward": forward,
             "validation": validation,
             "stage": stage,
             "every": every,
@@ -154,9 +174,13 @@ class Cohort:
                 across_model(member)
                 refuse_sharded(member.parameters(), "population")
 
-    def try_out(self, data: Data, loss: Loss) -> str:
+    def try_out(self, data: Data, objective: Objective) -> str:
         """Refuses bad input before anything changes, by a `trial_pass` of every model; returns what the first gives."""
-        values = [trial_pass(model, data, loss) for model in self.models]
+        if objective.forward is not None and not self._alone:
+            raise ValueError(
+                f"forward= calls one model, but {len(self.models)} are trained as a population; train them one by one"
+            )
+        values = [trial_pass(model, data, objective) for model in self.models]
         check_shards(self.configs[0], self.models[0].parameters())
         return values[0]
 
@@ -199,39 +223,44 @@ class Cohort:
         for data in used:
             weights.mark_seen(self.models, use_of(data))
 
-    def objective(self, loss: Loss, *, check_each: bool) -> Callable[[Tensor, Tensor], Tensor]:
-        """(x, y) -> the loss of the model, or of every member; `check_each` looks at the labels of every batch."""
+    def objective(self, objective: Objective, *, check_each: bool) -> Callable[[Any], Tensor]:
+        """batch -> the loss of the model, or of every member; `check_each` looks at the labels of every batch."""
         config = self.configs[0]
         # The size of all micro-batches but the last ones: others are not worth compiling for.
         usual = math.ceil(config.batch_size / config.accumulate) // ranks.world()
         if self.population is not None:
             population, separate = self.population, len(orders(self.configs, self.seeds)) > 1
             axis = 1 if separate else 0
-            return lambda x, y: population.losses(loss, x, y, separate=separate, fuse=y.shape[axis] == usual)
-        model = self.models[0]
-        compiled = compile_always(model) if EXECUTIONS[config.execution].compiled else model
 
-        def objective(x: Tensor, y: Tensor) -> Tensor:
+            def losses(batch: tuple[Tensor, Tensor]) -> Tensor:
+                x, y = batch
+                return population.losses(objective.loss, x, y, separate=separate, fuse=y.shape[axis] == usual)
+
+            return losses
+        model = self.models[0]
+        compiled: Any = compile_always(model) if EXECUTIONS[config.execution].compiled else model
+
+        def loss_of(batch: Any) -> Tensor:
             try:
-                out = (compiled if len(x) == usual else model)(x)
+                out = objective.outputs(compiled if rows(batch) == usual else model, batch)
             except ValueError as failure:
-                if len(x) > 1:
+                if rows(batch) > 1:
                     raise
                 raise ValueError(
                     "a batch holds 1 example, of which BatchNorm has no variance; give the DataLoader drop_last=True, "
                     "or batches of 2 or more"
                 ) from failure
-            if check_each:
-                check_labels(y, out)
-            return loss(out, y)
+            if check_each and objective.is_classification(batch):
+                check_labels(batch[1], out)
+            return objective.value(out, batch)
 
-        return objective
+        return loss_of
 
-    def mean_losses(self, data: Data, loss: Loss) -> list[float]:
+    def mean_losses(self, data: Data, objective: Objective) -> list[float]:
         """The mean loss of every member on other data."""
         if self.population is not None:
             self.population.write_back()
-        return [mean_loss(model, data, loss=loss) for model in self.models]
+        return [mean_loss(model, data, loss=objective.loss, forward=objective.forward) for model in self.models]
 
     def train(self, data: Data, stage: Stage, train_slice: TrainSlice, **options: Any) -> History:
         """The loop, and what it leaves in the members; rows of a population name their member.

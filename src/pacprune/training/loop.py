@@ -17,7 +17,7 @@ from pacprune.masking import attachment, weights
 from pacprune.training import budget, checkpoint
 from pacprune.training.checks import check_batches, check_rates
 from pacprune.training.config import Config
-from pacprune.training.optim import Group
+from pacprune.training.optim import Group, weights_group
 from pacprune.training.step import Stage, Step
 from pacprune.types import Data, Diverged, History, Progress
 
@@ -46,7 +46,8 @@ class Loop:
                 "give some, or patience=0"
             )
         check_batches(data, self.config)
-        self.device, self.per_epoch = device_of(model), batches.per_epoch(data, self.config.batch_size)
+        self.device = device_of(model)
+        self.per_epoch = batches.per_epoch(data, self.config.batch_size, self.config.steps_per_epoch)
         self.step = Step(model, configs, stage, seeds, self.device)
         self.path = None if path is None else Path(path)
         needed = self.path or ranks.world() > 1
@@ -281,8 +282,11 @@ def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[G
     log_stds = [site.log_std for site in sites if site.log_std is not None]
     momentum, no_decay = [config.momentum for config in configs], [0.0] * len(configs)
     std_rates = [config.lr if config.std_lr is None else config.std_lr for config in configs]
+    decay, factory = [config.weight_decay for config in configs], configs[0].optimizer
     candidates = [
-        Group(plain, [config.lr for config in configs], momentum, [config.weight_decay for config in configs], True),
+        Group(plain, [config.lr for config in configs], momentum, decay, True)
+        if isinstance(factory, str) or not plain
+        else weights_group([p for p in plain if p.requires_grad], factory),
         Group(gates, [float(config.gate_lr or 0.0) for config in configs], momentum, no_decay, False),
         Group(log_stds, std_rates, momentum, no_decay, True),
     ]

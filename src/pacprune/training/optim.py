@@ -6,6 +6,8 @@ ones at every replay, and a parameter with a leading model dimension takes K of 
 A new optimiser is one class with the methods of `Rule` and one row of OPTIMIZERS.
 """
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +19,8 @@ from pacprune.distributed import across, local
 BETA2, EPS = 0.999, 1e-8
 State = dict[str, Tensor]
 """The running means of one parameter."""
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""The weights -> an optimiser of torch's that moves them, with its own learning rate."""
 
 
 @dataclass
@@ -30,8 +34,8 @@ class Group:
     scheduled: bool
     rate: Tensor = field(default_factory=lambda: torch.zeros(()))
     """The present learning rate: 0-dimensional, or one per member."""
-    optimizer: str | None = None
-    """A row of OPTIMIZERS that these parameters have for themselves; None: that of the stage."""
+    optimizer: str | torch.optim.Optimizer | None = None
+    """What these parameters have for themselves, a row of OPTIMIZERS or an optimiser; None: that of the stage."""
 
     def columns(self, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(rate, momentum, weight decay), shaped to multiply a parameter with a leading model dimension."""
@@ -43,6 +47,19 @@ class Group:
         per_member = self.rate.ndim > 0
         self._momentum = self.rate.new_tensor(self.momentum if per_member else self.momentum[0])
         self._decay = self.rate.new_tensor(self.weight_decay if per_member else self.weight_decay[0])
+
+
+def weights_group(params: list[nn.Parameter], factory: Factory) -> Group:
+    """Weights that an optimiser of the user's own moves: its learning rates follow the schedule."""
+    optimizer = factory(params)
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"the optimizer function made a {type(optimizer).__name__}; make one of torch.optim's of the parameters "
+            "that it gets, but not LBFGS, which needs several passes per step"
+        )
+    for entry in optimizer.param_groups:
+        entry["initial_lr"] = float(entry["lr"])
+    return Group(params, [optimizer.param_groups[0]["initial_lr"]], [0.0], [0.0], True, optimizer=optimizer)
 
 
 class Rule(Protocol):
@@ -161,6 +178,19 @@ OPTIMIZERS: dict[str, Rule] = {"sgd": SGD(), "adam": Adam(decoupled=False), "ada
 """What `Config.optimizer` names."""
 
 
+def rule_name(optimizer: str | Factory) -> str:
+    """The row of OPTIMIZERS that moves what has no optimiser of its own: beside a function, gates have SGD."""
+    return optimizer if isinstance(optimizer, str) else "sgd"
+
+
+def _step_by(optimizer: torch.optim.Optimizer, group: Group) -> None:
+    """A step of an optimiser of the user's own, with its learning rates as the schedule has them now."""
+    share = float(group.rate) / group.base[0] if group.base[0] else 0.0
+    for entry in optimizer.param_groups:
+        entry["lr"] = entry["initial_lr"] * share
+    optimizer.step()
+
+
 class Optimizer:
     """Moves the parameters of several groups by the formulas of one of OPTIMIZERS, or of a group's own."""
 
@@ -175,6 +205,11 @@ class Optimizer:
         self._sharded = across(params) is not None
 
     def _rule(self, group: Group) -> Rule:
+        if isinstance(group.optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"training on a bound needs to know how far a step moves a weight, which "
+                f"{type(group.optimizer).__name__} does not say; use optimizer={' or '.join(map(repr, OPTIMIZERS))}"
+            )
         return OPTIMIZERS[group.optimizer or self.name]
 
     def zero_grad(self) -> None:
@@ -187,6 +222,9 @@ class Optimizer:
     def step(self) -> None:
         """Moves every parameter that has a gradient."""
         for group in self.groups:
+            if isinstance(group.optimizer, torch.optim.Optimizer):
+                _step_by(group.optimizer, group)
+                continue
             if group.rate.ndim:
                 for p in group.params:
                     if p.grad is not None:
@@ -212,13 +250,22 @@ class Optimizer:
         return self._rule(group).reach(rate, momentum, self._state(p, group))
 
     def state_dict(self) -> dict[str, Any]:
-        """The running means, as clones."""
-        return {str(i): {key: t.clone() for key, t in state.items()} for i, state in self.state.items()}
+        """The running means, as clones; those of optimisers of the user's own by the number of their group."""
+        means = {str(i): {key: t.clone() for key, t in state.items()} for i, state in self.state.items()}
+        return means | {f"group {i}": copy.deepcopy(optimizer.state_dict()) for i, optimizer in self._own()}
+
+    def _own(self) -> list[tuple[int, torch.optim.Optimizer]]:
+        """The optimisers of the user's own, with the numbers of their groups."""
+        pairs = ((i, group.optimizer) for i, group in enumerate(self.groups))
+        return [(i, optimizer) for i, optimizer in pairs if isinstance(optimizer, torch.optim.Optimizer)]
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Puts `state_dict` back."""
         params = [p for group in self.groups for p in group.params]
-        self.state = {int(i): {k: t.to(params[int(i)].device) for k, t in s.items()} for i, s in content.items()}
+        for i, optimizer in self._own():
+            optimizer.load_state_dict(content[f"group {i}"])
+        means = {int(i): state for i, state in content.items() if i.isdecimal()}
+        self.state = {i: {k: t.to(params[i].device) for k, t in state.items()} for i, state in means.items()}
 
     def _state(self, p: nn.Parameter, group: Group) -> State:
         number = self._number[id(p)]

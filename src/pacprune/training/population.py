@@ -58,8 +58,9 @@ class Population:
         self.stacked = _stack(self.models)
         self._sites = attachment.sites(self.stacked)
         self._plain = _skeleton(self.models[0])
-        rest = [(n, t) for n, t in (*self.stacked.named_parameters(), *self.stacked.named_buffers())]
-        self._rest = {n: t for n, t in rest if ".parametrizations." not in f".{n}"}
+        sampled = attachment.sampled_tensors(self.stacked)
+        rest = (*self.stacked.named_parameters(), *self.stacked.named_buffers())
+        self._rest = {n: t for n, t in rest if id(t) not in sampled}
         self._vmap = not any(isinstance(module, nn.RNNBase) for module in self._plain.modules())  # no rule for them
         self._tried = False
         self._compiled: Callable[..., Any] | None = None

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from pacprune import bounds
 from pacprune.bounds import differentiable
 from pacprune.data import trace
-from pacprune.data.batches import example_hashes, label_hashes, reading_once
+from pacprune.data.batches import Objective, example_hashes, label_hashes, reading_once
 from pacprune.data.splits import Part, Split, check_split
 from pacprune.data.trace import Trace
 from pacprune.distributed import ranks, refuse_sharded
@@ -87,7 +88,7 @@ class BoundTraining:
         self.model, self.members = cohort.trained, cohort.population is not None
         self.prior = stacked(priors) if self.members else priors[0]
         self._bound, self._n, self._delta = OBJECTIVES[objective], n, delta
-        self._risks = cohort.objective(bounded_cross_entropy, check_each=False)
+        self._risks = cohort.objective(Objective(bounded_cross_entropy), check_each=False)
         number = {"dtype": torch.float64, "device": cohort.device}
         self._kl_weight = torch.tensor(kl_weights if self.members else kl_weights[0], **number)
         # Added to the KL, so that its gradient after a backward pass is the price d bound / d KL.
@@ -100,10 +101,10 @@ class BoundTraining:
         for site in attachment.sites(self.model):
             site.sampler.train()
 
-    def risk(self, x: Tensor, y: Tensor) -> Tensor:
+    def risk(self, batch: Any) -> Tensor:
         """The bounded cross-entropy of a batch, of every member."""
         with plain_rnn(self.model):  # the model is in eval mode
-            return self._risks(x, y)
+            return self._risks(batch)
 
     def bound(self, risk: Tensor) -> Tensor:
         """The bound at this risk and at the present KL(Q || P)."""
@@ -203,7 +204,7 @@ def fit_posterior(
     pac_bayes, n = bounds.Ledger.split(delta).pac_bayes, len(split.bound)
     folders, hashes = _write_priors(priors, out)  # no rank goes on to the bound set before
     data = split.bound if data is None else data
-    cohort.try_out(data, F.cross_entropy)
+    cohort.try_out(data, Objective())
     cohort.stack()
     training = BoundTraining(cohort, priors, objective, n=n, delta=pac_bayes, kl_weights=kl_weights)
     seen = example_hashes(data)

@@ -1,6 +1,7 @@
 """One step of training as work on tensors alone: on a GPU the host never waits, and a CUDA graph can replay it."""
 
 import hashlib
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from pacprune import philox
-from pacprune.data.batches import batches, crop_flip, portions, size, tensors
+from pacprune.data.batches import (
+    batches,
+    crop_flip,
+    endless,
+    is_pair,
+    is_stream,
+    isolated_rng,
+    pieces,
+    portions,
+    rows,
+    size,
+    taken,
+    tensors,
+)
 from pacprune.distributed import across, is_sharded, local, ranks
 from pacprune.masking import attachment, weights
 from pacprune.training import budget, estimators
 from pacprune.training.budget import Budget
 from pacprune.training.config import EXECUTIONS, MASKS, Config
 from pacprune.training.controls import NUMBERS, Stepper
-from pacprune.training.optim import Group, Optimizer
+from pacprune.training.optim import Group, Optimizer, rule_name
 from pacprune.types import Data
 
 
@@ -29,7 +43,8 @@ class Stage:
     """What tells one stage from another in the shared loop. A population's losses have one number per member."""
 
     name: str
-    objective: Callable[[Tensor, Tensor], Tensor]
+    objective: Callable[[Any], Tensor]
+    """batch -> its mean loss."""
     groups: list[Group]
     set_modes: Callable[[], Any]
     """Called before every epoch: which modules are in training mode."""
@@ -96,10 +111,11 @@ class Step:
         alike = not stage.members or len({_rates(config) for config in configs}) == 1
         for row, group in zip(self.clock, stage.groups, strict=False):
             group.rate = row[0] if alike and stage.members else row  # one rate for all: one launch for all parameters
-        self.optimizer = Optimizer(self.config.optimizer, stage.groups)
+        self.optimizer = Optimizer(rule_name(self.config.optimizer), stage.groups)
         self.holds = bool(self.sites) and stage.budgets is not None
         """Whether a budget holds the gates."""
         self.control = stage.budgets[0].control if stage.budgets else "none"
+        self.ratios = budget.layer_ratios(self.sites, stage.budgets or ()) if self.holds else None
         fades = self.holds and any(entry.fade for entry in stage.budgets or ())
         # Taken before a checkpoint is read, whose gates have come further.
         self.start = [site.local_gate.detach().clone() for site in self.sites] if fades else []
@@ -120,8 +136,9 @@ class Step:
         return self.across is not None
 
     def reader(self, data: Data) -> Callable[[int], Iterator[Any]]:
-        """A function of the epoch that gives its batches: indices of tensors on the device, or (x, y) of a loader."""
+        """A function of the epoch that gives its batches: indices of tensors on the device, or what a loader gives."""
         pair = tensors(data)
+        self.indexed = pair is not None
         if pair is None:
             if self.stage.members:
                 raise ValueError(
@@ -129,6 +146,8 @@ class Step:
                     "give (x, y) tensors or a Part"
                 )
             (seed, first), size_ = self.orders[0], self.config.batch_size
+            if is_stream(data):
+                return self._stream_reader(data)
             return lambda epoch: batches(data, size_, device=self.device, order=_order(size(data), seed, first + epoch))
         self.x, self.y = (t.to(self.device) for t in pair)  # once, whole: an epoch has no copies in it
         n = len(self.x)
@@ -138,6 +157,21 @@ class Step:
             # `portions` looks at the first dimension; an index is [n], or [K, n] when each member has its own order.
             for part in portions(order.T, self.config.batch_size):
                 yield part.T if self.separate else part[:, 0]
+
+        return read
+
+    def _stream_reader(self, data: Data) -> Callable[[int], Iterator[Any]]:
+        """A function of the epoch that goes on where the epoch before has left the stream."""
+        stream, steps = endless(data, self.config.batch_size, device=self.device), self.config.steps_per_epoch or 0
+        epochs_read = 0
+
+        def read(epoch: int) -> Iterator[Any]:
+            nonlocal epochs_read
+            with isolated_rng(self.device, data):
+                for _ in range((epoch - epochs_read) * steps):  # a run that goes on has read these before
+                    next(stream)
+            epochs_read = epoch + 1
+            return itertools.islice(stream, steps)
 
         return read
 
@@ -187,23 +221,20 @@ class Step:
         self.stepper.prepare(step, self.steps)
         if moving and self.stepper.fixed and self.capture is not None:  # from now on steps are other ones
             self.capture = _Capture()
-        if isinstance(examples, Tensor):
-            self._take_indexed(number, examples)
-        else:
-            self._take_loaded(number, *examples)
+        (self._take_indexed if self.indexed else self._take_loaded)(number, examples)
         self.stepper.conclude(step + 1, self.steps)  # here, since a checkpoint holds no gradients
         return self.count
 
-    def _take_loaded(self, number: int, x: Tensor, y: Tensor) -> None:
+    def _take_loaded(self, number: int, batch: Any) -> None:
         """The step on a batch that a loader gave."""
-        self.count = len(x)
+        self.count = rows(batch)
         (seed, first), per_epoch = self.orders[0], self.steps // self.config.epochs
         step = first * per_epoch + self.first + number
         word = self._words(seed, step, self.count) if self.config.augment else None
         rank_rows = self._rank_part()[0]
         if rank_rows is not None:
-            x, y, word = x[rank_rows], y[rank_rows], None if word is None else word[rank_rows]
-        self._take(x, y, word)
+            batch, word = taken(batch, rank_rows), None if word is None else word[rank_rows]
+        self._take(batch, word)
 
     def _take_indexed(self, number: int, index: Tensor) -> None:
         """The step on examples of the tensors that lie on the device."""
@@ -219,44 +250,47 @@ class Step:
 
     def take_index(self, index: Tensor, word: Tensor | None) -> None:
         """The step on these examples, operation by operation."""
-        self._take(self.x[index], self.y[index], word)
+        self._take((self.x[index], self.y[index]), word)
 
     def _rank_part(self) -> tuple[Tensor | None, list[_Piece]]:
         """Which examples of the batch are this rank's (None: all), and how they lie in its micro-batches."""
         count = self.count
         if count not in self._rank_parts:
-            pieces, rank_rows, world = [], [], ranks.world()
+            parts, rank_rows, world = [], [], ranks.world()
             for micro in portions(torch.arange(count), math.ceil(count / self.config.accumulate)):
                 low, high = ranks.part(len(micro))
                 share = (high - low) / len(micro)
                 if len(micro) < 2 * world:  # too few to split, since BatchNorm cannot train on one: all do all of it
                     low, high, share = 0, len(micro), 1 / world
                 rank_rows.append(micro[low:high])
-                pieces.append(_Piece(high - low, share, share * len(micro) / count))
-            self._rank_parts[count] = None if world == 1 else torch.cat(rank_rows).to(self.device), pieces
+                parts.append(_Piece(high - low, share, share * len(micro) / count))
+            self._rank_parts[count] = None if world == 1 else torch.cat(rank_rows).to(self.device), parts
         return self._rank_parts[count]
 
     def _words(self, seed: int, step: Tensor | int, count: int) -> Tensor:
         return philox.words(count, seed=seed, step=step, stream=philox.AUGMENT, device=self.device)
 
-    def _take(self, x: Tensor, y: Tensor, word: Tensor | None) -> None:
+    def _take(self, batch: Any, word: Tensor | None) -> None:
         """One optimiser step on (this rank's part of) a batch; leaves its mean loss in `value` and adds to `total`."""
         stage, config = self.stage, self.config
         along = 1 if self.separate else 0
-        if word is not None:
-            x = self._augmented(x, word)
-        if config.amp and x.ndim - along == 4:
-            x = _channels_last(x)
+        if is_pair(batch):
+            x, y = batch
+            x = x if word is None else self._augmented(x, word)
+            batch = (_channels_last(x) if config.amp and isinstance(x, Tensor) and x.ndim - along == 4 else x), y
+        elif word is not None:
+            raise ValueError(f"augment=True needs batches (x, y), not a {type(batch).__name__}; set augment=False")
         self.optimizer.zero_grad()
         if self.holds:
             self._hold_budget()
         self.stepper.show(self.clock[-NUMBERS:])
         with self._rank_samples():
-            value = self._gradients(x, y, along)
+            value = self._gradients(batch, along)
         if self.exchange is not None:
             self.exchange.sum_()
         if self.holds and budget.GATE_CONTROLS[self.control].penalised:
-            budget.penalty(self.sites, stage.budget_per_member(), self.clock[-2], between=self.between).sum().backward()
+            options = {"between": self.between, "ratios": self.ratios}
+            budget.penalty(self.sites, stage.budget_per_member(), self.clock[-2], **options).sum().backward()
         self.stepper.hide()
         if config.clip is not None:
             self._clip(config.clip)
@@ -272,7 +306,8 @@ class Step:
         self._fade()
         # The first two may have far to go; later ones follow the one before without waiting for the device.
         wait = self.device.type == "cpu" or self.cold > 0
-        budget.hold_(self.sites, self.control, self.clock[-2], self.clock[-1], wait=wait, between=self.between)
+        options = {"wait": wait, "between": self.between, "ratios": self.ratios}
+        budget.hold_(self.sites, self.control, self.clock[-2], self.clock[-1], **options)
         self.cold = max(0, self.cold - 1)
 
     @contextmanager
@@ -288,34 +323,34 @@ class Step:
             for step in steps:
                 step.sub_(offset)
 
-    def _gradients(self, x: Tensor, y: Tensor, along: int) -> Tensor:
+    def _gradients(self, batch: Any, along: int) -> Tensor:
         """Adds the gradients of a batch, one micro-batch after another; returns its mean loss."""
-        pieces = self._rank_part()[1]
-        value, sizes = torch.zeros_like(self.value), [piece.size for piece in pieces]
-        for piece, part_x, part_y in zip(pieces, x.split(sizes, along), y.split(sizes, along), strict=True):
+        shares = self._rank_part()[1]
+        value, sizes = torch.zeros_like(self.value), [piece.size for piece in shares]
+        for piece, part in zip(shares, pieces(batch, sizes, along), strict=True):
             if self.sites:
                 attachment.advance_(self.sites)
             if self.sites and self.config.samples:
-                weighted = partial(self._weighted_loss, part_x, part_y, piece)
+                weighted = partial(self._weighted_loss, part, piece)
                 value += estimators.algorithm1_(self.model, weighted, samples=self.config.samples)
                 continue
-            loss = self._loss(part_x, part_y, piece)
-            last = piece is pieces[-1]
+            loss = self._loss(part, piece)
+            last = piece is shares[-1]
             with self.exchange.overlapped() if last and self.exchange is not None else nullcontext():
                 # fully_shard takes the mean over ranks of what has to be summed.
                 (piece.weight * (ranks.world() if self.sharded else 1) * loss).sum().backward()
             value += piece.weight * loss.detach()
         return value
 
-    def _loss(self, x: Tensor, y: Tensor, piece: _Piece) -> Tensor:
+    def _loss(self, batch: Any, piece: _Piece) -> Tensor:
         """The mean loss of this part of a micro-batch; the bound, where that is trained on, is of all ranks' mean."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.amp):
-            loss = self.stage.objective(x, y)
+            loss = self.stage.objective(batch)
             return loss if self.stage.bound is None else self.stage.bound(ranks.mean(loss, piece.share))
 
-    def _weighted_loss(self, x: Tensor, y: Tensor, piece: _Piece) -> Tensor:
+    def _weighted_loss(self, batch: Any, piece: _Piece) -> Tensor:
         """What this part of a micro-batch adds to the loss of the batch."""
-        return piece.weight * self._loss(x, y, piece)
+        return piece.weight * self._loss(batch, piece)
 
     @torch.no_grad()
     def _fade(self) -> None:
@@ -324,9 +359,9 @@ class Step:
             share = self.clock[-3].reshape(-1, *[1] * (start.ndim - 1)) if self.stage.members else self.clock[-3]
             site.local_gate.detach().addcmul_(start, share, value=-1)
 
-    def _augmented(self, x: Tensor, word: Tensor) -> Tensor:
-        if x.ndim != (5 if self.separate else 4):
-            shape = tuple(x.shape[1:] if self.separate else x.shape)
+    def _augmented(self, x: Any, word: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or x.ndim != (5 if self.separate else 4):
+            shape = tuple(x.shape[1:] if self.separate else x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
                 f"augment=True needs images of shape (n, channels, height, width), but x is {shape}; set augment=False"
             )
@@ -334,7 +369,8 @@ class Step:
 
     def _clip(self, most: float) -> None:
         """Scales every member's gradients so that their norm is at most this; that of what is not trained is zero."""
-        groups = [group for group in self.stage.groups if group.optimizer is None]  # others have a scale of their own
+        # Those with a rule of their own have a scale of their own.
+        groups = [group for group in self.stage.groups if not isinstance(group.optimizer, str)]
         grads = [local(p.grad) for group in groups for p in group.params if p.grad is not None]
         members = 1 if self.stage.members else 0
         norm = torch.stack([g.reshape(*g.shape[:members], -1).float().norm(dim=-1) for g in grads]).norm(dim=0)
