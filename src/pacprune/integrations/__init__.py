@@ -1,0 +1,42 @@
+"""Callbacks that carry a `Pruner` through other people's trainers; each file needs the package that it is named after."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from pacprune.methods.pruner import Pruner
+
+_KNOWN_TO_TRAINERS = ("model", "steps", "scaler")
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuses what the trainer says by itself, and what a `Pruner` does not take."""
+    takes = [name for name in inspect.signature(Pruner).parameters if name not in _KNOWN_TO_TRAINERS]
+    for name in options:
+        if name in _KNOWN_TO_TRAINERS:
+            raise ValueError(f"PruningCallback is given {name}, which it learns from the trainer; leave it out")
+        if name not in takes:
+            raise ValueError(f"PruningCallback is given {name}, which is unknown; a Pruner takes {', '.join(takes)}")
+
+
+def start_pruner(
+    model: nn.Module,
+    options: dict[str, Any],
+    *,
+    steps: int,
+    steps_before: int,
+    scaler: torch.amp.GradScaler | None,
+    state: dict[str, Any] | None,
+) -> Pruner:
+    """A pruner for a run that begins, or for one that goes on after `steps_before` steps, from the pruner's state."""
+    if steps_before and state is None:
+        raise ValueError(
+            f"the checkpoint of step {steps_before} holds no state of a pruner; go on from a whole checkpoint that was "
+            "written with this PruningCallback, or start anew from its weights"
+        )
+    pruner = Pruner(model, steps=steps, scaler=scaler, **options)
+    if steps_before and state is not None:
+        pruner.load_state_dict(state)
+    return pruner
