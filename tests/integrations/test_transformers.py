@@ -209,6 +209,22 @@ def test_the_weights_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     assert equal(model, twin)
 
 
+def test_gradients_that_are_scaled(tmp_path: Path) -> None:
+    # A power of two changes no bit of the weights; the first scale is too large, so that steps are skipped.
+    models = [bert(dropout=0), bert(dropout=0)]
+    for model, first_scale in zip(models, (2.0**8, 2.0**127), strict=True):
+        callback = PruningCallback(sparsity=SPARSITY)
+        trainer = trainer_of(model, tmp_path, callback, max_grad_norm=0, save_strategy="no")
+        trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=first_scale)
+        trainer.train()
+        assert callback.pruned is not None
+        assert zeros(model) == size(model) - round((1 - SPARSITY) * size(model))
+    assert scaler.get_scale() < 2.0**127
+    plain = bert(dropout=0)
+    trainer_of(plain, tmp_path, PruningCallback(sparsity=SPARSITY), max_grad_norm=0, save_strategy="no").train()
+    assert equal(plain, models[0])
+
+
 # --- What is refused.
 
 
@@ -221,7 +237,7 @@ def test_options_that_cannot_be_right() -> None:
 
 def test_a_best_model_may_not_be_pruned(tmp_path: Path) -> None:
     options = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 8}
-    with pytest.raises(ValueError, match="load_best_model_at_end is True, .*; set it to False"):
+    with pytest.raises(ValueError, match=r"load_best_model_at_end is True, .*; set it to False"):
         trainer_of(bert(), tmp_path, PruningCallback(sparsity=SPARSITY), **options).train()
 
 
@@ -239,6 +255,12 @@ def test_a_run_that_stops_before_the_sparsity_is_reached(tmp_path: Path) -> None
 
     with pytest.raises(ValueError, match=f"finish comes after 3 of {STEPS} steps"):
         trainer_of(bert(), tmp_path, PruningCallback(sparsity=SPARSITY), Stop()).train()
+
+
+def test_shards_whose_checkpoints_would_lack_the_pruner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("pacprune.integrations.is_sharded", lambda weight: True)
+    with pytest.raises(ValueError, match=r"is cut into shards, and a checkpoint of it .*; set save_strategy='no'"):
+        trainer_of(bert(), tmp_path, PruningCallback(sparsity=SPARSITY)).train()
 
 
 @pytest.mark.parametrize("package", ["transformers", "lightning"])

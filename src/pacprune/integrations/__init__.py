@@ -1,4 +1,4 @@
-"""Callbacks that carry a `Pruner` through other people's trainers; each file needs the package that it is named after."""
+"""Callbacks that carry a `Pruner` through the trainers of other packages: one file for each package."""
 
 import inspect
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pacprune.distributed import is_sharded
 from pacprune.methods.pruner import Pruner
 
 _KNOWN_TO_TRAINERS = ("model", "steps", "scaler")
@@ -19,6 +20,14 @@ def check_options(options: dict[str, Any]) -> None:
             raise ValueError(f"PruningCallback is given {name}, which it learns from the trainer; leave it out")
         if name not in takes:
             raise ValueError(f"PruningCallback is given {name}, which is unknown; a Pruner takes {', '.join(takes)}")
+
+
+def check_storable(model: nn.Module, *, remedy: str) -> None:
+    """Refuses a model of which a checkpoint would hold the pruner's rows of a single rank."""
+    if any(is_sharded(weight) for weight in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is cut into shards, and a checkpoint of it cannot hold its pruner; {remedy}"
+        )
 
 
 def start_pruner(

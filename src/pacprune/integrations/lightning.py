@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pacprune.integrations import check_options, start_pruner
+from pacprune.integrations import check_options, check_storable, start_pruner
 from pacprune.methods.pipeline import Pruned
 from pacprune.methods.pruner import Pruner
 
@@ -36,9 +36,21 @@ class PruningCallback(Callback):
     Example:
         >>> import lightning.pytorch as pl
         >>> from pacprune.integrations.lightning import PruningCallback
+        >>> class Classifier(pl.LightningModule):
+        ...     def __init__(self, net):
+        ...         super().__init__()
+        ...         self.net = net
+        ...     def training_step(self, batch, index):
+        ...         return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=128)
         >>> callback = PruningCallback(sparsity=0.9)
-        >>> trainer = pl.Trainer(max_steps=20, callbacks=[callback])  # doctest: +SKIP
-        >>> trainer.fit(module, loader)  # doctest: +SKIP
+        >>> quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        >>> trainer = pl.Trainer(max_steps=20, callbacks=[callback], **quiet)
+        >>> trainer.fit(Classifier(model), loader)
+        >>> callback.pruned
+        Pruned(Classifier, sparsity 0.9003, 118 of 1,184 weights kept)
     """
 
     def __init__(self, **options: Any) -> None:
@@ -55,6 +67,8 @@ class PruningCallback(Callback):
         steps = trainer.estimated_stepping_batches
         if not 0 < steps < float("inf"):
             raise ValueError("the Trainer does not know how many steps there will be; give it max_epochs or max_steps")
+        if trainer.checkpoint_callbacks:
+            check_storable(pl_module, remedy="give the Trainer enable_checkpointing=False")
         self.pruner = None  # one of a run that broke off lets go of its model
         self._steps_before = trainer.global_step
         self.pruner = start_pruner(
