@@ -1,5 +1,7 @@
 """Pruning inside transformers.Trainer, with the real package: no model is downloaded."""
 
+import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -272,6 +274,37 @@ def test_a_package_that_is_missing_is_named(package: str) -> None:
     assert last.endswith(f'; pip install "pacprune[{package}]"')
 
 
+# --- Several processes.
+
+
+def train_on_this_rank(folder: Path) -> None:
+    """What each process of the test below does: a whole run, and one that breaks off and goes on."""
+    options = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False, "save_steps": 3}
+    whole, model = bert(), bert()
+    trainer_of(whole, folder / "whole", PruningCallback(sparsity=SPARSITY), **options).train()
+    with contextlib.suppress(InterruptedError):
+        trainer_of(bert(), folder / "broken", PruningCallback(sparsity=SPARSITY), Failure(step=8), **options).train()
+    trainer = trainer_of(model, folder / "broken", PruningCallback(sparsity=SPARSITY), **options)
+    trainer.train(resume_from_checkpoint=True)
+    torch.save([whole.state_dict(), model.state_dict()], folder / f"rank{trainer.args.process_index}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_end_with_the_same_weights(tmp_path: Path) -> None:
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    states = [state for rank in range(2) for state in torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)]
+    for state in states[1:]:
+        assert all(torch.equal(value, state[name]) for name, value in states[0].items())
+    model = bert()
+    model.load_state_dict(states[0])
+    assert zeros(model) == size(model) - round((1 - SPARSITY) * size(model))
+
+
 # --- accelerate, whose loops are one's own.
 
 
@@ -304,3 +337,7 @@ def test_a_loop_of_accelerate(tmp_path: Path) -> None:
     train(broken, stop=6, folder=tmp_path)
     train(model, folder=tmp_path, resumed=True).finish()
     assert equal(whole, model)
+
+
+if __name__ == "__main__":
+    train_on_this_rank(Path(sys.argv[1]))
