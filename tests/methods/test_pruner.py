@@ -286,6 +286,31 @@ def test_autocast() -> None:
     assert pp.error(model, (X, Y)) < 0.6
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", CARRIED)
+@pytest.mark.parametrize("fused", [False, True])
+def test_half_precision_on_a_gpu(method: str, fused: bool) -> None:
+    model, scaler = net().cuda(), torch.amp.GradScaler("cuda")
+    pruner, optimizer = (
+        pp.Pruner(model, sparsity=0.8, steps=STEPS, method=method, scaler=scaler),
+        sgd(model, fused=fused),
+    )
+    for ((x, y),) in batches():
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_of(model, x.cuda(), y.cuda())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        pruner.step()
+    result = pruner.finish()
+    assert sum(int(keep.sum()) for keep in result.mask.values()) == KEPT
+    assert zeros(result.model) >= TOTAL - KEPT
+    assert pp.error(model, (X, Y)) < 0.6
+
+
 class Checkpointed(nn.Module):
     def __init__(self, body: nn.Sequential, reentrant: bool) -> None:
         super().__init__()
@@ -444,6 +469,23 @@ def test_a_final_mask_stays_and_dead_weights_have_no_state() -> None:
         state = optimizer.state[model.get_parameter(name)]
         assert not (state["exp_avg"] * ~keep).any()
         assert not (state["exp_avg_sq"] * ~keep).any()
+
+
+def test_every_optimiser_forgets_dead_weights() -> None:
+    model = net()
+    optimizers = [sgd(model[:2]), sgd(model[2:])]
+    loss_of(model, X, Y).backward()
+    for optimizer in optimizers:
+        optimizer.step()  # which gathers momentum for all weights
+    pruner = pp.Pruner(model, sparsity=0.8, steps=2, method="osp")
+    loss_of(model, X, Y).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    pruner.step()
+    for weight in pp.prunable(model).values():
+        state = next(optimizer.state[weight] for optimizer in optimizers if weight in optimizer.state)
+        assert not state["momentum_buffer"][weight == 0].any()
+        assert state["momentum_buffer"].any()
 
 
 def test_a_pruner_says_where_it_stands() -> None:

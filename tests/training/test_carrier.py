@@ -196,6 +196,7 @@ LOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "fit": lambda model: pp.fit(model, (X, Y), pp.Config(epochs=1)),
     "osp": lambda model: pp.osp(model, (X, Y), pp.Config(epochs=1), sparsity=0.5),
     "save": lambda model: pp.export.save("net.safetensors", model),
+    "dense": lambda model: pp.export.save_dense("net.safetensors", model),
     "slim": lambda model: pp.slim.slim(model, X),
 }
 

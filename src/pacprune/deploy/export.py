@@ -166,6 +166,8 @@ def save(path: str | Path, model: nn.Module | Mapping[str, Tensor], *, pattern: 
     matrices = {name: t for name, t in state.items() if t.ndim >= 2 and t.is_floating_point()}
     if pattern is not None:
         _check_pattern(matrices, pattern)
+    if isinstance(model, nn.Module):
+        weights.warn_of_revived(model)
     parts: dict[str, list[Tensor]] = {}
     entries: list[_Entry] = []
     owners: dict[tuple[Any, ...], str] = {}
@@ -362,7 +364,6 @@ def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(model, nn.Module):
         return dict(model)
     weights.prunable(model)  # refuses stochastic masks and computed weights, which a state dict does not hold
-    weights.warn_of_revived(model)
     return dict(model.state_dict())
 
 
@@ -380,6 +381,7 @@ def save_dense(path: str | Path, model: nn.Module) -> None:
         >>> pp.export.save_dense("dense.safetensors", model)
     """
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in _state(model).items()}
+    weights.warn_of_revived(model)
     write_atomically(Path(path), to_bytes(state))
 
 

@@ -426,8 +426,9 @@ def warn_of_revived(model: nn.Module) -> None:
     """Says so where something has moved pruned weights away from zero."""
     if sentence := revived(model):
         warnings.warn(
-            f"{sentence}, since an optimiser moved them; call pp.apply_mask(model, mask) to prune them again and "
-            "pp.keep_zeros(model, optimizer) before training goes on, or pp.apply_mask(model, None) to keep them",
+            f"{sentence}, since something else, such as an optimiser, moved them; call pp.apply_mask(model, mask) to "
+            "prune them again and pp.keep_zeros(model, optimizer) before training goes on, or pp.apply_mask(model, "
+            "None) to keep them",
             stacklevel=3,
         )
 

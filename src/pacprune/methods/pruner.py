@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,6 +123,8 @@ class Pruner:
         """How many steps the optimiser has taken."""
         self._movers: list[Optimizer] = []
         """The optimisers that have taken the present step."""
+        self._cleared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """The optimisers that have forgotten the pruned weights of the final mask."""
         self._peak = 0.0
         """The largest learning rate of the weights so far."""
         self._outcome: Pruned | None = None
@@ -281,14 +284,14 @@ class Pruner:
             self._move_offsets(optimizer)
         self._offsets.zero_grad()
         self._stepper.settle()
-        if not first:
+        if first:
+            self._check_finite()
+            self._advance()
+        else:
             self._stepper.show(None)
-            return
-        self._check_finite()
-        moving = not self._stepper.fixed
-        self._advance()
-        if moving and self._stepper.fixed:
+        if self._stepper.fixed and optimizer not in self._cleared:
             clear_states_(optimizer, self._stepper.subject.pairs)
+            self._cleared.add(optimizer)
 
     def _scale(self) -> float | None:
         return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler.get_scale()
