@@ -17,7 +17,7 @@ venv: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) -e '.[plot,export,track,sweep,dev]'
+	$(INSTALL) -e '.[plot,export,track,sweep,transformers,lightning,dev]'
 	touch .venv/.demo $@
 
 # The library and its figures alone, which install in a fraction of the time; make venv adds the rest to them.

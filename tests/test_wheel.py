@@ -73,7 +73,7 @@ def test_the_wheel_runs_in_another_folder(unpacked: Path, tmp_path: Path) -> Non
 def test_the_library_loads_nothing_of_the_command_line(unpacked: Path, tmp_path: Path) -> None:
     loaded = run("-c", "import pacprune, sys; pacprune.fit; print(*sys.modules)", cwd=tmp_path, path=unpacked).split()
     assert "torch" in loaded
-    assert {"typer", "rich", "matplotlib"} & set(loaded) == set()
+    assert {"typer", "rich", "matplotlib", "transformers", "lightning"} & set(loaded) == set()
 
 
 def test_the_wheel_passes_the_unit_tests(unpacked: Path, tmp_path: Path) -> None:
