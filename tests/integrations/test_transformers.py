@@ -148,7 +148,7 @@ def test_a_checkpoint_is_the_network_as_pruned_at_that_moment(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("make", "method", "stop"),
     [(bert, "pft", 7), (bert, "pft", 18), (gpt2, "pft", 13), (bert, "gmp", 13), (bert, "osp", 13)],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_run_that_goes_on_ends_the_same(make: Callable[[], Any], method: str, stop: int, tmp_path: Path) -> None:
     whole, model = make(), make()
