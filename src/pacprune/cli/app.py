@@ -40,6 +40,10 @@ COMMANDS: dict[str, Command] = {
         actions.certify, ("pacprune certify runs/mine", "pacprune certify runs/mine --certified 3 --json")
     ),
     "verify": Command(actions.verify, ("pacprune verify runs/demo", "pacprune verify runs/demo --replay --json")),
+    "monitor": Command(
+        actions.monitor,
+        ("pacprune monitor runs/mine --append counts.csv", "pacprune monitor 0.1 --append counts.csv --alpha 0.01"),
+    ),
     "selftest": Command(actions.selftest, ("pacprune selftest coverage --trials 10000",)),
     "bench": Command(actions.bench, ("pacprune bench step", "pacprune bench sample --device cuda --json")),
     "reproduce": Command(
