@@ -31,6 +31,8 @@ from pacprune.bounds.numeric import check_delta
 
 LEVELS = 1000
 """The interval rounds values outward to multiples of 1/LEVELS, so that counts are enough; 0, 0.5 and 1 stay."""
+STARTS = 1
+"""Start times from one power of 2 to the next, a power of 2 itself; they share the weight 1/(k (k + 1))."""
 PACE = 1.1
 """Points of a course are kept at times that grow by this factor, whatever the sizes of the batches."""
 
@@ -80,7 +82,7 @@ class Watch:
     @property
     def log_wealth(self) -> float:
         """log M_t."""
-        return float(_mixed(np.array(self.log_wealths)[:, None], self.examples)[0])
+        return float(_mixed(np.array(self.log_wealths)[:, None], self.examples)[0]) if self.examples else 0.0
 
     @property
     def point(self) -> Point:
@@ -137,10 +139,7 @@ def _advance(watch: Watch, x: Floats) -> Watch:
     paths, log_wealth = wealth_path(x, limit=watch.limit, examples=watch.examples, log_wealths=watch.log_wealths)
     alarm_at = watch.alarm_at
     if alarm_at is None:
-        times = watch.examples + 1 + np.arange(x.size)
-        # The margin covers the rounding of so many logs and of their sum.
-        alarms = np.flatnonzero(log_wealth >= -math.log(watch.alpha) + 2e-13 * (times + 1))
-        alarm_at = int(times[alarms[0]]) if alarms.size else None
+        alarm_at = first_alarm(log_wealth, alpha=watch.alpha, examples=watch.examples)
     return replace(
         watch,
         examples=watch.examples + x.size,
@@ -153,7 +152,12 @@ def _advance(watch: Watch, x: Floats) -> Watch:
 
 
 def wealth_path(
-    values: Floats, *, limit: float, examples: int = 0, log_wealths: Sequence[float] = Watch.log_wealths
+    values: Floats,
+    *,
+    limit: float,
+    examples: int = 0,
+    log_wealths: Sequence[float] = Watch.log_wealths,
+    starts: int = STARTS,
 ) -> tuple[Floats, Floats]:
     """The log wealth of every bet after each value, (bets, values), and log M_t after each value.
 
@@ -162,6 +166,7 @@ def wealth_path(
         limit: r.
         examples: How many values came before.
         log_wealths: The log wealth of every bet after those.
+        starts: How many start times there are from one power of 2 to the next.
 
     Returns:
         The log wealths by bet, and that of their mixture with the start times that are still to come.
@@ -170,14 +175,29 @@ def wealth_path(
     paths, current, place = np.empty_like(steps), np.array(log_wealths), 0
     while place < values.size:
         time = examples + place + 1
-        number = time.bit_length()
-        if time == 1 << (number - 1):
-            current = np.logaddexp(current, -math.log(number * (number + 1)))
-        end = min(values.size, place + (1 << number) - time)
+        gap, weight = _start_times(time, starts)
+        if time % gap == 0:
+            current = np.logaddexp(current, math.log(weight))
+        end = min(values.size, place + gap - time % gap)
         # cumsum adds from left to right, so that cutting a batch in two changes no digit.
         paths[:, place:end] = np.cumsum(np.column_stack([current, steps[:, place:end]]), axis=1)[:, 1:]
         current, place = paths[:, end - 1], end
-    return paths, _mixed(paths, examples + 1 + np.arange(values.size))
+    return paths, _mixed(paths, examples + 1 + np.arange(values.size), starts)
+
+
+def _start_times(time: int, starts: int) -> tuple[int, float]:
+    """The distance from one start time to the next around this time, all multiples of it, and the weight of each."""
+    number = time.bit_length()
+    count = min(starts, 1 << (number - 1))
+    return (1 << (number - 1)) // count, 1.0 / (number * (number + 1) * count)
+
+
+def first_alarm(log_wealth: Floats, *, alpha: float, examples: int = 0) -> int | None:
+    """The first time at which a wealth reaches 1/alpha, where its log is known from time examples + 1 on; or None."""
+    times = examples + 1 + np.arange(log_wealth.size)
+    # The margin covers the rounding of so many logs and of their sum.
+    alarms = np.flatnonzero(log_wealth >= -math.log(alpha) + 2e-13 * (times + 1))
+    return int(times[alarms[0]]) if alarms.size else None
 
 
 def bet_steps(values: Floats, *, limit: float) -> Floats:
@@ -185,14 +205,17 @@ def bet_steps(values: Floats, *, limit: float) -> Floats:
     return np.log(1.0 + np.array(BETTING_GRID)[:, None] * ((values - limit) / limit))
 
 
-def _mixed(log_wealths: Floats, examples: int | NDArray[np.int64]) -> Floats:
-    """log M_t: the mean over bets, and 1/(k + 1) for all start times after the k-th, the last so far."""
-    starts = np.frexp(examples)[1]  # the number of binary digits
-    return np.logaddexp(log_mean(log_wealths), -np.log(starts + 1.0))
+def _mixed(log_wealths: Floats, examples: int | NDArray[np.int64], starts: int = STARTS) -> Floats:
+    """log M_t: the mean over bets, and the weights of all start times that are still to come."""
+    power, number = np.frexp(examples)  # 2 power - 1 is how far examples has come from one power of 2 to the next
+    count = np.minimum(starts, 2.0 ** (number - 1))
+    begun = np.floor((2.0 * power - 1.0) * count) + 1.0
+    to_come = 1.0 / (number + 1.0) + (1.0 - begun / count) / (number * (number + 1.0))
+    return np.logaddexp(log_mean(log_wealths), np.log(to_come))
 
 
 def log_mean(logs: Floats) -> Floats:
-    """log(mean(exp(logs))) over the first axis, without overflow; -inf where all are."""
+    """log(mean(exp(logs))) over the first axis, without overflow; -inf where all are so."""
     top = np.maximum(logs.max(axis=0), -1e300)
     with np.errstate(divide="ignore"):
         return top + np.log(np.exp(logs - top).mean(axis=0))

@@ -46,7 +46,7 @@ class Monitor:
         >>> watch = monitor.update([0, 0, 1, 0, 0, 0, 0, 0, 0, 0], first=1)
         >>> watch.examples, watch.alarm_at
         (10, None)
-        >>> watch = pp.Monitor(0.10, path="monitor.json").update([1, 1, 0, 1, 1, 1], first=11)
+        >>> watch = pp.Monitor(0.10, path="monitor.json").update([1] * 6, first=11)
         >>> watch.alarm_at
         16
     """
