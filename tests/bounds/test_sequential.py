@@ -132,7 +132,7 @@ def test_bad_values_are_refused(values: list[float], message: str) -> None:
 
 @pytest.mark.parametrize("limit", [0.0, 1.0, -0.1, 2, math.nan])
 def test_limits_that_no_risk_can_respect_or_exceed_are_refused(limit: float) -> None:
-    with pytest.raises(ValueError, match="the limit is .*, but it must lie strictly between 0 and 1"):
+    with pytest.raises(ValueError, match=r"the limit is .*, but it must lie strictly between 0 and 1"):
         Watch(limit, 0.05)
 
 
