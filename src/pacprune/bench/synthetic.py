@@ -447,8 +447,7 @@ def _counts_inside(t: int, risk: float, alpha: float) -> tuple[int, int]:
     """The fewest and the most errors among t with which the interval of a monitor holds the risk."""
 
     def ends(errors: int) -> tuple[float, float]:
-        counts = np.zeros(sequential.LEVELS + 1, dtype=np.int64)
-        counts[[0, -1]] = t - errors, errors
+        counts = [t - errors, *[0] * (sequential.LEVELS - 1), errors]
         return sequential.interval(counts, counts, alpha=alpha)
 
     fewest = bisect.bisect_left(range(t + 1), True, key=lambda errors: ends(errors)[1] >= risk)

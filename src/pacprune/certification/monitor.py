@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from pacprune.bounds import sequential
 from pacprune.bounds.numeric import check_count
@@ -59,7 +60,7 @@ class Monitor:
         self.path = None if path is None else Path(path)
         self._read()
 
-    def update(self, values: ArrayLike, *, first: int) -> Watch:
+    def update(self, values: ArrayLike | Tensor, *, first: int) -> Watch:
         """Counts new examples, and writes the state before it returns.
 
         Args:
@@ -75,7 +76,8 @@ class Monitor:
             ValueError: If a value lies outside [0, 1], there is none, or the examples are not the next ones.
         """
         self._read()
-        x, first = sequential.check_values(values), check_count("first", first)
+        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+        x, first = sequential.check_values(array), check_count("first", first)
         counted, last = self.watch.examples, first + x.size - 1
         if first <= counted:
             raise ValueError(

@@ -148,7 +148,7 @@ def _cusum_path(errors: Floats) -> Floats:
 def _cusum(calibrations: int, seed: int) -> Detector:
     """CUSUM with the threshold that a risk of LIMIT passes within CALIBRATED examples in a share ALPHA of all cases."""
     rng = np.random.default_rng([seed, CALIBRATED])
-    tops = [_cusum_path((rng.random(CALIBRATED) < LIMIT) * 1.0).max() for _ in range(calibrations)]
+    tops = [_cusum_path((rng.random(CALIBRATED) < LIMIT).astype(np.float64)).max() for _ in range(calibrations)]
     threshold = float(np.quantile(tops, 1 - ALPHA))
 
     def alarm_at(errors: Floats) -> int | None:
@@ -179,7 +179,8 @@ def rows(setting: Setting[Sizes], job: Job) -> Table:
         alarms: dict[str, list[float]] = {name: [] for name in detectors}
         for seed in job.seeds(setting.seeds):
             draws = np.random.default_rng([seed, number]).random(change + horizon)
-            errors = (draws < np.where(np.arange(draws.size) < change, BEFORE, LIMIT + shift)) * 1.0
+            risks = np.where(np.arange(draws.size) < change, BEFORE, LIMIT + shift)
+            errors = (draws < risks).astype(np.float64)
             for name, alarm_at in detectors.items():
                 alarms[name].append(alarm_at(errors) or math.inf)
         table += [_row(name, shift, change, np.array(times)) for name, times in alarms.items()]
