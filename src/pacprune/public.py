@@ -5,6 +5,7 @@ from pacprune.certification.audit import verify
 from pacprune.certification.certificate import Certificate
 from pacprune.certification.certify import certify, certify_held_out
 from pacprune.certification.commitment import Commitment, commit
+from pacprune.certification.monitor import Monitor
 from pacprune.deploy import export, slim
 from pacprune.distributed import ranks
 from pacprune.masking import criteria as scores
@@ -41,6 +42,7 @@ __all__ = [
     "Certified",
     "Commitment",
     "Config",
+    "Monitor",
     "Pruned",
     "Pruner",
     "SpikeSlab",

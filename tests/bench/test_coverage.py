@@ -27,16 +27,21 @@ def rate(rows: list[coverage.Row], name: str) -> float:
 
 def test_every_bound_holds_and_every_planted_fault_is_caught(rows):
     assert [row for row in rows if not row.ok] == []
-    assert sum(row.planted_fault for row in rows) == 7
+    assert sum(row.planted_fault for row in rows) == 8
     assert rate(rows, "Seeger-Maurer, n counted twice") > 0.2
     assert rate(rows, "Clopper-Pearson, delta not divided") > 0.5
     assert rate(rows, "Seeger-Maurer at the mean of the draws") > 0.3
+    assert rate(rows, "Clopper-Pearson after each example") > 0.2
 
 
 def test_every_kind_of_predictor_is_covered(rows):
-    kinds = {"Q = P", "Gibbs", "held-out", "Monte Carlo", "single draw", "thresholded", "vote"}
+    kinds = {"Q = P", "Gibbs", "held-out", "Monte Carlo", "single draw", "thresholded", "vote", "monitor"}
     assert {row.predictor for row in rows} == kinds
-    assert {row.predictor for row in rows if "prunings" in row.population} == kinds - {"Q = P", "Monte Carlo"}
+    assert {row.predictor for row in rows if "prunings" in row.population} == kinds - {
+        "Q = P",
+        "Monte Carlo",
+        "monitor",
+    }
 
 
 def test_a_row_has_the_violation_rate_and_its_exact_interval(rows):
@@ -74,6 +79,32 @@ def test_ten_thousand_trials_where_the_bounds_are_worst(monkeypatch):
     }
     assert {name: rate(rows, name) for name in exact} == pytest.approx(exact, abs=0.02)
     assert rate(rows, "Seeger-Maurer, n counted twice") > 0.5
+
+
+def test_ten_thousand_trials_of_a_monitor(monkeypatch, at_full_size):
+    monkeypatch.setattr(coverage, "STUDIES", (synthetic._watching,))
+    rows = coverage.run(10_000 if at_full_size else coverage.FEWEST)
+    assert [row for row in rows if not row.ok] == []
+
+
+def test_a_monitor_that_resets_its_wealth_is_caught(monkeypatch):
+    """Beginning anew after every 100 examples, without paying for it."""
+    path = synthetic.sequential.wealth_path
+
+    def with_resets(values, *, limit):
+        return None, np.concatenate([path(part, limit=limit)[1] for part in values.reshape(-1, 100)])
+
+    monkeypatch.setattr(synthetic.sequential, "wealth_path", with_resets)
+    steady = next(synthetic._watching(np.random.default_rng(0), 100, DELTA))
+    assert not coverage._row(steady, DELTA).ok
+
+
+def test_dependent_losses_have_the_limit_as_their_mean_given_the_past():
+    losses = np.stack([synthetic._dependent_losses(np.random.default_rng(seed)) for seed in range(20)])
+    after_error = losses[:, 1:][losses[:, :-1] == 1.0]
+    assert set(after_error) == {synthetic.LIMIT}
+    free = losses[losses != synthetic.LIMIT]
+    assert stats.binomtest(int(free.sum()), free.size, synthetic.LIMIT).pvalue > 1e-3
 
 
 def test_a_wrong_bound_is_caught(monkeypatch):

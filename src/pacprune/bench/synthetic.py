@@ -3,6 +3,7 @@
 They spend the KL on the sample, stop at the worst time, or have a risk just above a value that the bound takes.
 """
 
+import bisect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacprune import bounds
-from pacprune.bounds import montecarlo
+from pacprune.bounds import montecarlo, sequential
 
 NETWORKS = 10_000
 """Independent networks of equal risk, P uniform over them, Q on the one with the fewest errors: KL = log 10,000."""
@@ -390,4 +391,68 @@ def _tries(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Viol
         yield Violations(name, "single draw", population, violated, planted_fault=draws > 1)
 
 
-STUDIES = (_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real, _tries)
+WATCHED, LIMIT = 2000, 0.1
+"""Examples that a monitor sees, and the risk that it should not find exceeded."""
+
+
+def _steady_errors(rng: np.random.Generator) -> Floats:
+    """The risk is the limit."""
+    return (rng.random(WATCHED) < LIMIT).astype(np.float64)
+
+
+def _errors_in_waves(rng: np.random.Generator) -> Floats:
+    """The risk goes from 0 to the limit and back, ten times."""
+    risks = LIMIT * np.sin(np.arange(WATCHED) * (10 * np.pi / WATCHED)) ** 2
+    return (rng.random(WATCHED) < risks).astype(np.float64)
+
+
+def _dependent_losses(rng: np.random.Generator) -> Floats:
+    """Given the past, the mean is the limit: an error is followed by a sure loss of that size, until a coin ends it."""
+    errors, ends = rng.random(WATCHED) < LIMIT, rng.random(WATCHED) < 0.5
+    losses, sure = errors.astype(np.float64), False
+    for t in range(WATCHED):
+        if sure:
+            losses[t], sure = LIMIT, not ends[t]
+        else:
+            sure = bool(errors[t])
+    return losses
+
+
+def _watching(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
+    """False alarms of a monitor, and misses of its interval, at any time; and what a bound for one time does there."""
+    for population, sample in (
+        (f"risk {LIMIT}", _steady_errors),
+        (f"risk from 0 to {LIMIT}, in waves", _errors_in_waves),
+        (f"losses that depend on the past, mean {LIMIT} given it", _dependent_losses),
+    ):
+        paths = (sequential.wealth_path(sample(rng), limit=LIMIT)[1] for _ in range(trials))
+        alarms = np.array([sequential.first_alarm(path, alpha=delta) is not None for path in paths])
+        yield Violations("alarm", "monitor", f"{WATCHED:,} examples, {population}", alarms)
+
+    draws, risk = 150, 0.3
+    wrong = (rng.random((trials, draws)) < risk).cumsum(axis=1)
+    inside = [_counts_inside(t, risk, delta) for t in range(1, draws + 1)]
+    fewest, most = np.array(inside).T
+    outside = ((wrong < fewest) | (wrong > most)).any(axis=1)
+    yield Violations("interval", "monitor", f"worst time of {draws} examples, risk {risk}", outside)
+
+    def right_at_most(right: int, t: int) -> float:
+        return bounds.clopper_pearson(right, n=t, delta=delta)
+
+    peeked = _ever_below(rng, trials, right_at_most, means=1 - LIMIT, risk=1 - LIMIT, draws=1000)
+    yield Violations("Clopper-Pearson after each example", "monitor", f"1,000 examples, risk {LIMIT}", peeked, True)
+
+
+def _counts_inside(t: int, risk: float, alpha: float) -> tuple[int, int]:
+    """The fewest and the most errors among t with which the interval of a monitor holds the risk."""
+
+    def ends(errors: int) -> tuple[float, float]:
+        counts = [t - errors, *[0] * (sequential.LEVELS - 1), errors]
+        return sequential.interval(counts, counts, alpha=alpha)
+
+    fewest = bisect.bisect_left(range(t + 1), True, key=lambda errors: ends(errors)[1] >= risk)
+    most = bisect.bisect_left(range(t + 1), True, key=lambda errors: ends(errors)[0] > risk) - 1
+    return fewest, most
+
+
+STUDIES = (_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real, _tries, _watching)

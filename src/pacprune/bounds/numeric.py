@@ -23,6 +23,7 @@ COUNTED = {
     "grid": "the priors among which to choose",
     "certified": "the networks among which to choose",
     "trials": "the samples of each population",
+    "first": "the examples since the monitor began",
 }
 """What a number of this name counts."""
 

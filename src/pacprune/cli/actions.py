@@ -28,7 +28,7 @@ from pacprune.deploy.export import FORMATS
 from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS, pruning_methods
 from pacprune.paper import frame, recipes
-from pacprune.runs import cluster, commands, events, report, store, sweep_table
+from pacprune.runs import cluster, commands, events, report, store, sweep_table, watching
 from pacprune.runs import sweep as sweeps
 
 PRUNING = ", ".join(name for name, method in pruning_methods().items() if method.flags is not None)
@@ -166,6 +166,34 @@ def verify(
         write(out, "verify.json", content)
         show(content, json, *([] if html is None else [f"Page: {html}"]), str(report))
     if not report.valid:
+        raise typer.Exit(1)
+
+
+def monitor(
+    certificate: Annotated[
+        str, typer.Argument(help="Folder of a certificate, or of its run; or a limit, such as 0.1.")
+    ],
+    append: Annotated[
+        Path | None,
+        typer.Option(help="CSV file of new examples: the columns example (1, 2, ...) and loss (from 0 to 1)."),
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="Probability with which there is ever a false alarm.")] = 0.05,
+    out: Annotated[Path, typer.Option(help=f"Folder of {watching.STATE}, its figure and the CSV behind that.")] = Path(
+        "runs/monitor"
+    ),
+    seed: Seed = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Watches a deployed network for a risk above its certificate.
+
+    Counts new examples, each once and in their order. Without --append, says what is known so far. Exit 0: quiet, 1:
+    ALARM, 2: nothing was counted.
+    """
+    with user_errors():
+        result = watching.watch(certificate, counts=append, alpha=alpha, out=out)
+        show(result, json, result["statement"], *([] if result["course"] is None else [f"Course: {result['course']}"]))
+    if result["alarm_at"] is not None:
         raise typer.Exit(1)
 
 

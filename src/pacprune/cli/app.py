@@ -51,6 +51,11 @@ COMMANDS: dict[str, Command] = {
         ("pacprune verify runs/demo", "pacprune verify runs/demo --replay --json"),
         "pacprune.cli.actions:verify",
     ),
+    "monitor": Command(
+        "Watches a deployed network for a risk above its certificate.",
+        ("pacprune monitor runs/mine --append counts.csv", "pacprune monitor 0.1 --append counts.csv --alpha 0.01"),
+        "pacprune.cli.actions:monitor",
+    ),
     "selftest": Command(
         "Tests the bounds themselves, by simulation.",
         ("pacprune selftest coverage --trials 10000",),

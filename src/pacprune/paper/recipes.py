@@ -17,6 +17,7 @@ from pacprune.paper import (
     kl_weight,
     linear_model,
     mask_stability,
+    monitor_delay,
     new_ground,
     pft_at_init,
     pft_vs_osp,
@@ -46,6 +47,7 @@ RECIPES: dict[str, Recipe] = {
     "keep-probs": Recipe(keep_probs.SETTINGS, keep_probs.figures),
     "data-scarce": Recipe(data_scarce.SETTINGS, data_scarce.figures, several=True),
     "posteriors": Recipe(posteriors.SETTINGS, posteriors.figures, several=True),
+    "monitor-delay": Recipe(monitor_delay.SETTINGS, monitor_delay.figures),
 }
 """A new figure is one file, with its settings, rows, painter and `figures`, and one row here."""
 
