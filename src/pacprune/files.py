@@ -31,7 +31,7 @@ def write_atomically(path: Path, content: bytes, *, replace: bool = True) -> Non
             _name_once(part, path)
     except BaseException as error:
         part.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno is not None:
             error.filename = str(path)  # a full disk says no name, and a .part is none that a user knows
         raise
 

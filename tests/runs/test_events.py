@@ -39,7 +39,7 @@ def events(folder: Path) -> Any:
 
 def test_a_followed_run_shows_scalars_gates_and_figures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    options, folder, calls = opt.Pft(**SHORT), tmp_path / "run", []
+    options, folder, calls = opt.Pft(**SHORT, recipe="coupled"), tmp_path / "run", []
     with tracking.following(folder, lambda *call: calls.append(call)) as progress:
         assert not folder.exists()
         commands.execute("pft", options, commands.single, out=folder, progress=progress)
@@ -81,9 +81,9 @@ def test_a_finished_run_of_pbp_shows_p_and_q(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("pft", {}),
+        ("pft", {"recipe": "coupled"}),
         ("pft", {"recipe": "paper"}),
-        ("pft", {"sparsity": 0.5, "pattern": "2:4"}),
+        ("pft", {"recipe": "coupled", "sparsity": 0.5, "pattern": "2:4"}),
         ("l0", {}),
     ],
     ids=["coupled", "paper", "pattern", "l0"],

@@ -208,7 +208,7 @@ def test_an_unexpected_error_is_noted_with_its_traceback(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("few_reports")
 @pytest.mark.parametrize("stage", ["dense", "masks", "tune", "stored"])
 def test_an_interrupted_population_resumes_to_the_bit(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_sweep("dense_epochs = 2\nepochs = 4\n", TWO, command="pft")
+    path = write_sweep('dense_epochs = 2\nepochs = 4\nrecipe = "coupled"\n', TWO, command="pft")
     calls: list[str] = []
     stop = ""
 

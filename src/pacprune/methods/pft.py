@@ -178,15 +178,17 @@ class Recipe:
         train: Trains them, and leaves the pruned network.
         takes_pattern: Whether it can learn an N:M pattern.
         takes_samples: Whether Algorithm 1 can estimate its gradients, and so its masks are random.
+        follows_lr: Whether a gate_lr that is not given follows from the weights' lr.
     """
 
     train: Callable[[_Task], Pipeline[Pruned]]
     takes_pattern: bool = False
     takes_samples: bool = True
+    follows_lr: bool = True
 
 
 RECIPES = {
-    "thresholded": Recipe(_thresholded, takes_pattern=True, takes_samples=False),
+    "thresholded": Recipe(_thresholded, takes_pattern=True, takes_samples=False, follows_lr=False),
     "coupled": Recipe(_coupled, takes_pattern=True),
     "paper": Recipe(_paper),
 }
@@ -238,8 +240,8 @@ def pft(
 
     The recipe "paper" is the paper's: block-isotropic start with `eps`, clamped probabilities, no budget.
 
-    An untrained model gives PFT at initialisation. lr = 0 with mask_share = 1 and a gate_lr (20 for "coupled", 0.5 for
-    "paper") gives strong lottery tickets.
+    An untrained model gives PFT at initialisation. lr = 0 gives strong lottery tickets; "coupled" and "paper" need
+    mask_share = 1 and a gate_lr as well, 20 and 0.5.
 
     Args:
         model: The network; it is pruned in place.
@@ -290,7 +292,8 @@ def pft(
     """
     check_request(model, sparsity, criterion, pattern)
     _check_recipe(recipe, pattern, config, noise)
-    check_rates(config)
+    if RECIPES[recipe].follows_lr or "gate_lr" in config.changes():
+        check_rates(config)
     stage = Stages(
         model,
         data,

@@ -223,7 +223,7 @@ _PRUNED: dict[str, dict[str, Any]] = {
         "augment": True,
         "lr": 0.2,
         "dense_lr": 0.1,
-        "dense_weight_decay": 5e-4,
+        "weight_decay": 5e-4,
         "dense_epochs": 20,
         "epochs": 16,
         "warmup": 0.05,
