@@ -176,7 +176,11 @@ def osp(folder: Path) -> Outcome:
 def pft(folder: Path) -> Outcome:
     config = pp.Config(epochs=5, batch_size=20)
     dense = pp.Config(epochs=1, batch_size=20)
-    return outcome_of(pp.pft(net(), pair(), config, sparsity=0.8, criterion="snip", dense=dense, folder=folder / "pft"))
+    return outcome_of(
+        pp.pft(
+            net(), pair(), config, sparsity=0.8, criterion="snip", recipe="coupled", dense=dense, folder=folder / "pft"
+        )
+    )
 
 
 def paper(folder: Path) -> Outcome:
@@ -387,7 +391,9 @@ def broken(folder: Path) -> Outcome:
             os._exit(7)
 
     config = pp.Config(epochs=4, batch_size=20)
-    return outcome_of(pp.pft(net(), pair(), config, sparsity=0.8, folder=folder / "broken", progress=progress))
+    return outcome_of(
+        pp.pft(net(), pair(), config, sparsity=0.8, recipe="coupled", folder=folder / "broken", progress=progress)
+    )
 
 
 def main(folder: Path, cases: list[str]) -> None:
