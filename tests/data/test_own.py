@@ -143,6 +143,11 @@ def test_a_bad_name_is_refused(name: str, message: str) -> None:
         ({"y": np.zeros((60, 3), int)}, "y in mine.npz has shape .60, 3. and type int64; labels are one whole number"),
         ({"y": np.zeros(60, int)}, "mine.npz has 1 classes"),
         ({"y": np.arange(60) - 1}, "labels run from -1 to 58"),
+        ({"x": np.zeros((60, 0))}, "x in mine.npz has shape .60, 0. and type float64; it must hold numbers"),
+        (
+            {"x_test": np.zeros((2, 4), np.uint8), "y_test": np.arange(2)},
+            "mine.npz holds bytes .uint8. in x_test alone, which are scaled to .0, 1.; give x and x_test in one type",
+        ),
         ({"x": np.zeros(60)}, "x in mine.npz has shape .60,. and type float64; it must hold numbers"),
         ({"x": np.array([["a"]] * 60)}, "x in mine.npz has shape .60, 1. and type <U1; it must hold numbers"),
         ({"x": np.full((60, 4), np.nan)}, "x holds 192 NaN"),

@@ -715,3 +715,48 @@ def test_what_a_loop_trained_on_is_not_known_to_a_certificate() -> None:
     pruner.finish()
     with pytest.raises(ValueError, match="something other than pacprune"):
         pp.certify_held_out(model, split, delta=0.05)
+
+
+# --- What an attack found.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_offsets_do_not_depend_on_how_weights_lie_in_memory(dtype: torch.dtype) -> None:
+    x, y = X.to(dtype), Y
+    models = []
+    for transposed in (False, True):
+        model = net().to(dtype)
+        for module in model.modules():
+            if transposed and isinstance(module, nn.Linear):
+                module.weight.data = module.weight.data.T.contiguous().T
+        pp.pft(model, (x, y), pp.Config(epochs=1, lr=0.05, batch_size=32), sparsity=0.8)
+        models.append(model)
+    for plain, other in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(plain, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["pft", "feather", "dpf"])
+def test_a_copy_made_on_the_way_keeps_its_zeros(method: str) -> None:
+    model = net()
+    pruner = pp.Pruner(model, sparsity=0.8, steps=20, method=method)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(15):
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+    twin = copy.deepcopy(model)
+    before = pp.sparsity(twin)
+    pp.fit(twin, (X, Y), pp.Config(epochs=1, lr=0.05))
+    assert pp.sparsity(twin) >= before > 0.7
+
+
+def test_gradients_that_were_thrown_away_move_no_offsets() -> None:
+    model = net()
+    pruner = pp.Pruner(model, sparsity=0.8, steps=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    pruner.step()
+    assert all(not p.detach().any() for p in weights.learned(model).values())

@@ -328,3 +328,34 @@ def test_a_loader_and_another_batch_size_are_refused() -> None:
 
 def test_public_modules_are_there_without_an_import() -> None:
     assert callable(pp.export.save)
+
+
+class Once(IterableDataset):  # type: ignore[type-arg]
+    """A stream that can be read once."""
+
+    def __init__(self) -> None:
+        self.rows = iter([(x, y) for x, y in zip(X, Y, strict=True)] * 3)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.rows
+
+
+def test_a_stream_that_does_not_begin_again_is_refused_when_it_ends() -> None:
+    config = pp.Config(epochs=1, steps_per_epoch=500, batch_size=32)
+    with pytest.raises(ValueError, match="has no more batches when it is read once more; give one that begins again"):
+        pp.fit(net(), Once(), config)
+
+
+def test_a_pair_may_have_a_mapping_for_its_labels() -> None:
+    class Named(Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return len(X)
+
+        def __getitem__(self, index: int) -> Any:
+            return X[index], {"label": Y[index]}
+
+    def loss(output: Tensor, labels: Any) -> Tensor:
+        return F.cross_entropy(output, labels["label"])
+
+    rows = pp.fit(net(), Named(), CONFIG, loss=loss)
+    assert rows[-1]["loss"] < rows[0]["loss"]

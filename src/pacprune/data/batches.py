@@ -197,7 +197,7 @@ def _read(data: Data) -> Contents:
 
 def _contents(batch: Any) -> Contents:
     """What is noted of a batch. One that is no (x, y) has no labels that could be told from the rest of it."""
-    if is_pair(batch) and isinstance(batch[0], Tensor):
+    if is_pair(batch) and isinstance(batch[0], Tensor) and not isinstance(batch[1], Mapping):
         x, y = batch
         return Contents(trace.example_hashes(x), trace.label_hashes(torch.as_tensor(y)), trace.sketches(x))
     count = rows(batch)
@@ -325,7 +325,15 @@ def first_batch(data: Data, examples: int, *, device: torch.device) -> Any:
 def endless(data: Data, batch_size: int, *, device: torch.device) -> Iterator[Any]:
     """The batches of a stream; where it ends it begins again."""
     while True:
-        yield from batches(data, batch_size, device=device)
+        empty = True
+        for batch in batches(data, batch_size, device=device):
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError(
+                f"the {type(data).__name__} has no more batches when it is read once more; give one that begins again, "
+                "or fewer steps"
+            )
 
 
 # --- Batches of any kind.

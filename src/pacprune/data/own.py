@@ -27,6 +27,8 @@ TEST = 0.2
 """Share of the examples that become the test part where there is none."""
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
 ARRAYS = (".npy", ".npz")
+_COMMON = (torch.uint8, torch.int64, torch.bool)
+"""Types of whole numbers that all operations have."""
 CHANNELS = (1, 3, 4)
 """How many channels an image can have."""
 
@@ -97,7 +99,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"the data file {path} does not exist; name one with arrays {', '.join(NAMES)}")
     try:
         return READERS[path.suffix](path)
-    except (ValueError, OSError, EOFError, BadZipFile, SafetensorError) as error:
+    except (ValueError, OSError, EOFError, MemoryError, BadZipFile, SafetensorError) as error:
         raise ValueError(f"the data file {path} cannot be read ({error}); write it again, without pickles") from None
 
 
@@ -131,6 +133,12 @@ def _cut(name: str, arrays: Mapping[str, Any], **sizes: Any) -> Split:
                 f"{name} holds {len(tensors[x])} examples in {x} but {len(tensors[y])} labels in {y}; give each "
                 "example one label"
             )
+    kinds = {array: tensors[array].dtype == torch.uint8 for array in ("x", "x_test") if array in tensors}
+    if len(set(kinds.values())) > 1:
+        raise ValueError(
+            f"{name} holds bytes (uint8) in {'x' if kinds['x'] else 'x_test'} alone, which are scaled to [0, 1]; give "
+            "x and x_test in one type"
+        )
     test = (tensors["x_test"], tensors["y_test"]) if "x_test" in tensors else TEST
     return split(tensors["x"], tensors["y"], test=test, dataset=_plain(name), **sizes)
 
@@ -147,7 +155,7 @@ def _tensor(name: str, array: str, values: Any) -> Tensor:
                 "0 to the number of classes less 1"
             )
         return tensor
-    if tensor is None or tensor.ndim < 2:
+    if tensor is None or tensor.ndim < 2 or tensor[0:1].numel() == 0:
         raise ValueError(
             f"{array} in {name} has shape {shape} and type {kind}; it must hold numbers, with one row or one image "
             "per example"
@@ -159,7 +167,10 @@ def _tensor(name: str, array: str, values: Any) -> Tensor:
 def _numbers(values: Any) -> Tensor | None:
     """Real numbers as a tensor of a type that all operations have; None for anything else."""
     if isinstance(values, Tensor):
-        return None if values.is_complex() else values.detach().cpu()
+        if values.is_complex():
+            return None
+        values = values.detach().cpu()
+        return values if values.dtype in _COMMON or values.is_floating_point() else values.to(torch.int64)
     try:
         array = np.array(values)
     except ValueError:  # rows of unequal lengths

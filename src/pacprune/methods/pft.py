@@ -131,11 +131,14 @@ def _thresholded(task: _Task) -> Pipeline[Pruned]:
 
 def _offsets(plain: Mapping[str, Tensor], scores: Mapping[str, Tensor] | None) -> dict[str, nn.Parameter]:
     """What is added to 4 log|w|: nothing, or what makes a criterion's score of it."""
-    if scores is None:
-        return {name: nn.Parameter(torch.zeros_like(weight, dtype=torch.float32)) for name, weight in plain.items()}
-    logs = log_scores(scores)
-    sizes = {name: torch.log(weight.detach().abs().float() + 1e-8) for name, weight in plain.items()}
-    return {name: nn.Parameter(COUPLING * (logs[name] - size)) for name, size in sizes.items()}
+    # Whatever lies in memory how, gradients of offsets are made row by row, and fused optimisers go by the memory.
+    form = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
+    offsets = {name: torch.zeros_like(weight.detach(), **form) for name, weight in plain.items()}
+    if scores is not None:
+        logs = log_scores(scores)
+        for name, weight in plain.items():
+            offsets[name].copy_(COUPLING * (logs[name] - torch.log(weight.detach().abs().float() + 1e-8)))
+    return {name: nn.Parameter(offset) for name, offset in offsets.items()}
 
 
 def _coupled(task: _Task) -> Pipeline[Pruned]:

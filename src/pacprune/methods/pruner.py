@@ -334,6 +334,7 @@ class Pruner:
         if not fading:
             numbers[1] = 0
         stepper.show(numbers.to(values[0].device, torch.float32))
+        stepper.note()  # copies of the model have the mask of this moment
 
     def _skip(self) -> None:
         """A step that the scaler has skipped."""

@@ -72,6 +72,8 @@ def _note_arrival(model: nn.Module, data: Data, objective: Objective) -> None:
     wrong, labels = [], []
     for batch in batches(data, _ARRIVAL // 16, device=device_of(model), limit=_ARRIVAL):
         y = batch[1]
+        if not isinstance(y, Tensor):
+            return
         try:
             out = _outputs(model, batch, objective)
         except torch.OutOfMemoryError:  # training says what to do about it

@@ -116,6 +116,7 @@ class Control:
         settle: Puts zeros back after the optimiser's step.
         conclude: (step, steps), after so many steps, on the host.
         note: Brings the masks up to date, where steps do not.
+        mark: The same while the network is shown.
         finish: Leaves the pruned network: weights and masks, with exactly k kept.
         groups: What is trained beside the weights, with its rates.
         memory: Tensors that a run needs to go on, beside weights, masks and what is learned.
@@ -129,6 +130,7 @@ class Control:
     settle: Callable[[], None] = _nothing
     conclude: Callable[[int, int], None] = _nothing
     note: Callable[[], None] = _nothing
+    mark: Callable[[], None] = _nothing
     finish: Callable[[], None] = _nothing
     groups: "Callable[[Sequence[Config]], list[Group]]" = lambda configs: []
     memory: Sequence[Tensor] = ()
@@ -529,13 +531,17 @@ class Threshold:
     def convert(self, which: Sequence[int], scale: float | None) -> None:
         """Gradients in the weights and in the offsets, from those in what the network computed with."""
         needs = True, bool(self.offsets), False
+        for offset, (weight, _) in zip(self.offsets, self.subject.pairs, strict=False):
+            if weight.grad is None:  # it was thrown away, and what follows from it goes, too
+                offset.grad = None
         for i in which:
             gradient = self._gradient(i)
             to_weight, to_offset, _ = kernels.gradients(self.inputs[i], self.law, gradient, needs)
             assert to_weight is not None
             gradient.copy_(to_weight if self.limit is None else self._limited(to_weight, i, scale))
             if to_offset is not None:
-                self.offsets[i].grad = like(to_offset if scale is None else to_offset / scale, self.offsets[i])
+                to_offset = (to_offset if scale is None else to_offset / scale).contiguous()  # as offsets lie
+                self.offsets[i].grad = like(to_offset, self.offsets[i])
 
     def _gradient(self, i: int) -> Tensor:
         gradient = self.subject.pairs[i][0].grad
@@ -585,6 +591,11 @@ class Threshold:
         for keep, score, tau in zip(self.subject.keeps, scores, self._thresholds(scores), strict=True):
             local(keep).copy_(score > self._over(tau, score))
 
+    def mark(self) -> None:
+        """The masks become what is not zero in the network that is shown."""
+        for keep, row in zip(self.subject.keeps, self.rows, strict=True):
+            torch.ne(row, 0, out=local(keep))
+
     @torch.no_grad()
     def finish(self) -> None:
         """The k weights with the best scores, shrunk by how near they are to the threshold."""
@@ -612,7 +623,7 @@ class Threshold:
 def threshold(subject: Subject) -> Control:
     """Feather's threshold on learned scores."""
     control = Threshold(subject)
-    names = ("prepare", "show", "convert", "revert", "hide", "note", "finish", "groups")
+    names = ("prepare", "show", "convert", "revert", "hide", "note", "mark", "finish", "groups")
     return Control(**{name: getattr(control, name) for name in names}, memory=control.start)
 
 
@@ -776,7 +787,10 @@ class Stepper:
 
     def note(self) -> None:
         """Brings the noted masks up to date."""
-        self.control.note()
+        if self.shown:
+            self.control.mark()
+        else:
+            self.control.note()
 
     def finish(self) -> None:
         """Leaves the pruned network; from now on its masks are fixed."""
