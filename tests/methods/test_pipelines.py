@@ -386,9 +386,22 @@ def test_pbp_refuses_targets_that_are_no_classes() -> None:
 def test_a_ticket_without_a_gate_lr_is_refused() -> None:
     no_lr = dataclasses.replace(CONFIG, lr=0.0)
     with pytest.raises(ValueError, match="give gate_lr="):
-        pp.pft(net(), (X, Y), no_lr, sparsity=0.5, dense=CONFIG)
+        pp.pft(net(), (X, Y), no_lr, sparsity=0.5, recipe="coupled", dense=CONFIG)
+    with pytest.raises(ValueError, match="give gate_lr="):
+        pp.pft(net(), (X, Y), dataclasses.replace(no_lr, gate_lr=0.0), sparsity=0.5)
     with pytest.raises(ValueError, match="give gate_lr="):
         pp.pbp(net(), fresh_split(), CONFIG, sparsity=0.5, posterior=no_lr)
+
+
+def test_a_ticket_by_learned_scores_moves_no_weight() -> None:
+    model = net()
+    before = {name: w.detach().clone() for name, w in pp.prunable(model).items()}
+    result = pp.pft(model, (X, Y), dataclasses.replace(CONFIG, lr=0.0), sparsity=0.5)
+    largest = pp.top_k(pp.scores.magnitude(net()), sparsity=0.5)
+    assert any(not torch.equal(result.mask[name], largest[name]) for name in before)
+    for name, weight in pp.prunable(model).items():
+        ratio = weight[result.mask[name]] / before[name][result.mask[name]]
+        assert ((ratio > 0) & (ratio <= 1)).all()  # shrunk by the threshold alone
 
 
 def test_bad_arguments_of_pft_are_refused() -> None:

@@ -194,7 +194,7 @@ LOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "error": lambda model: pp.error(model, (X, Y)),
     "errors": lambda model: pp.error([model, copy.deepcopy(model)], (X, Y)),
     "fit": lambda model: pp.fit(model, (X, Y), pp.Config(epochs=1)),
-    "osp": lambda model: pp.osp(model, (X, Y), pp.Config(epochs=1), sparsity=0.5),
+    "osp": lambda model: pp.osp(model, (X, Y), pp.Config(epochs=1), sparsity=0.95),
     "save": lambda model: pp.export.save("net.safetensors", model),
     "dense": lambda model: pp.export.save_dense("net.safetensors", model),
     "slim": lambda model: pp.slim.slim(model, X),
