@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -365,9 +365,9 @@ def test_an_error_of_the_networks_own_stays_what_it_is() -> None:
             self.weight = nn.Parameter(torch.zeros(3, 6))
 
         def forward(self, image: Tensor, labels: Tensor) -> Any:
-            return int(image.tolist())
+            return cast("Any", 5)(image)
 
-    with pytest.raises(TypeError, match=r"^int\(\) argument"):
+    with pytest.raises(TypeError, match="not callable"):
         pp.error(Broken(), image_batches())
 
 
