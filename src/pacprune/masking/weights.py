@@ -78,6 +78,7 @@ def select(*, include: Which | None = None, exclude: Which | None = None, among:
     A pattern is one of a shell, such as "encoder.*.attention" or "head*". It stands for the weights with such a name,
     and for those inside a module with such a name. A type of module, such as torch.nn.Embedding, or a module itself,
     stands for all weights in it. Parameters with requires_grad=False are left out unless `include` names them.
+    Layers whose weight something else computes, such as weight norm, have to be left out.
 
     Args:
         include: What may be pruned: a pattern, a type, a module or a list of these; None is everything.
