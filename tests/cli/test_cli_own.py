@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from pacprune.cli import app
+from pacprune.methods.table import METHODS
 from pacprune.runs import cluster, commands, store, sweep
 from pacprune.runs import options as opt
 
@@ -81,6 +82,36 @@ def test_a_network_of_ones_own_goes_from_pruning_to_its_certificate() -> None:
     assert answer("export", "run")["bytes"] > 0
     assert answer("profile", "run", "--seconds", "0.01")["weights"] == result["total"]
     assert answer("report", "run")["folder"] == "run"
+
+
+def test_export_makes_no_folders() -> None:
+    answer("osp", *OWN, *SHORT, "--out", "run")
+    line = refusal("export", "run", "--out", "nowhere/net.safetensors")
+    assert "nowhere/net.safetensors lies in nowhere, which is no folder; make it first" in line
+    assert not Path("nowhere").exists()
+
+
+def test_layers_are_left_out_by_flags() -> None:
+    words = (*OWN, *SHORT, "--sparsity", "0.5")
+    result = answer("osp", *words, "--exclude", "2", "--out", "run")
+    assert result["kept"] == 16 * 9 // 2 + 3 * 16
+    assert 'exclude = "2"' in Path("run/config.toml").read_text()
+    assert (
+        answer("osp", *words, "--include", "0, 2", "--scope", "layer", "--out", "both")["kept"] == (16 * 9 + 3 * 16) / 2
+    )
+    assert "exclude='head' names no weight of the model" in refusal("osp", *words, "--exclude", "2,head")
+    assert "exclude='head' names no weight" in refusal("pbp", *words, "--exclude", "head", "--unlabelled", "9")
+    assert "leave this layer out by exclude=" in refusal("pft", *OWN, *SHORT, "--pattern", "2:4")
+    assert (
+        answer("pft", *OWN, *SHORT, "--pattern", "2:4", "--exclude", "0", "--out", "pattern")["kept"] == 16 * 9 + 3 * 8
+    )
+    report = Path("pattern/report.html").read_text()
+    assert "--exclude 0" in report
+
+
+@pytest.mark.parametrize("command", [name for name, method in METHODS.items() if method.flags is not None])
+def test_every_method_has_the_flags_of_what_is_pruned(command: str) -> None:
+    assert {"scope", "include", "exclude"} <= set(opt.types_of(opt.COMMANDS[command]))
 
 
 def test_pbp_certifies_a_network_of_ones_own() -> None:

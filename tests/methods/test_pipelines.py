@@ -464,3 +464,38 @@ def test_a_sparsity_that_is_a_string_is_refused() -> None:
     pair = torch.randn(6, 4), torch.zeros(6, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"sparsity '90%' is outside \[0, 1\)"):
         pp.pft(pp.models.mlp(4, 2), pair, pp.Config(epochs=1), sparsity="90%")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("thresholded", {"eps": 0.1}, r"eps is 0\.1, but the recipe 'thresholded' does not read it; .* recipe='paper'"),
+        ("coupled", {"eps": 0.1}, "eps is 0.1, but the recipe 'coupled' does not read it; leave it at 0.0001"),
+        ("coupled", {"limit": None}, "limit is None, but the recipe 'coupled' does not read it; leave it at 0.1"),
+        ("paper", {"theta": 1.0}, "theta is 1.0, but the recipe 'paper' does not read it"),
+    ],
+)
+def test_an_argument_that_a_recipe_does_not_read_is_refused(recipe: str, options: dict[str, Any], message: str) -> None:
+    x, y = torch.randn(8, 4), torch.arange(8) % 2
+    with pytest.raises(ValueError, match=message):
+        pp.pft(torch.nn.Linear(4, 2), (x, y), pp.Config(epochs=1), sparsity=0.5, recipe=recipe, **options)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_config_that_is_none_is_refused_by_its_type(name: str) -> None:
+    method: Any = METHODS[name]
+    x, y = torch.randn(8, 4), torch.arange(8) % 2
+    net = torch.nn.Linear(4, 2)
+    options: dict[str, Any] = {"sparsity": 0.5, **method.options}
+    with pytest.raises(ValueError, match=r"config is of the type dict; give pp\.Config\("):
+        method.verb(net, (x, y), {"epochs": 2}, **options)
+    with pytest.raises(ValueError, match="dense is of the type int"):
+        method.verb(net, (x, y), pp.Config(epochs=1), dense=5, **options)
+    with pytest.raises(ValueError, match="config is of the type dict"):
+        pp.together(method.verb, [net, net], (x, y), {"epochs": 2}, **options)
+
+
+def test_fit_takes_no_dictionary_for_a_config() -> None:
+    config: Any = {"epochs": 2}
+    with pytest.raises(ValueError, match=r"config is of the type dict; give pp\.Config\("):
+        pp.fit(torch.nn.Linear(4, 2), (torch.randn(8, 4), torch.arange(8) % 2), config)

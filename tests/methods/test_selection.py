@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils import prune as prune_by_torch
 
 import pacprune as pp
 from pacprune.methods.table import METHODS, pruning_methods
@@ -51,6 +53,14 @@ def test_every_layer_can_have_its_own_sparsity(name: str) -> None:
     assert kept(result) == {"0.weight": 60, "2.weight": 20}
     for key, keep in result.mask.items():
         assert not result.model.get_parameter(key)[~keep].any()
+
+
+def test_of_patterns_that_overlap_the_first_that_fits_counts() -> None:
+    assert kept(prune("osp", net(), sparsity={"2": 0.9, "*.weight": 0.5})) == {
+        "0.weight": 60,
+        "2.weight": 20,
+        "4.weight": 15,
+    }
 
 
 @pytest.mark.parametrize("scope", ["layer", "erk"])
@@ -133,6 +143,12 @@ def test_a_lower_sparsity_than_that_of_the_mask_is_refused() -> None:
         ({"sparsity": {"0": 1.5}}, r"sparsity 1\.5 is outside \[0, 1\)"),
         ({"sparsity": {"0": 0.5}, "scope": "erk"}, "scope='erk' has nothing to decide"),
         ({"sparsity": {}}, "sparsity has 0 names of tensors"),
+        (
+            {"sparsity": {"*.weight": 0.5, "2": 0.9}},
+            r"'2', but patterns before it fit all of its weights, 2\.weight; the first that fits counts",
+        ),
+        ({"sparsity": {nn.Linear: 0.5}}, r"Linear'>, a type; give patterns of the weights' names"),
+        ({"exclude": net()[4]}, r"exclude has a Linear that is not a module of this model; was it taken before a deep"),
     ],
 )
 def test_what_names_no_weight_is_refused_before_training(options: dict[str, Any], message: str) -> None:
@@ -161,3 +177,22 @@ def test_validation_is_measured_in_every_stage_and_patience_spares_moving_masks(
     if verb is not pp.osp:
         assert len(result.history) == 4
     assert result.sparsity == 0.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_computed_weight_that_is_left_out_is_trained_and_stays(name: str) -> None:
+    model = net()
+    parametrizations.weight_norm(model[0])
+    before = model[0].parametrizations.weight.original1.detach().clone()
+    result = prune(name, model, sparsity=0.9, exclude="0")
+    assert sum(kept(result).values()) == round(0.1 * 230)
+    assert result.sparsity == pp.sparsity(model) == pytest.approx(207 / (350 + 20))  # each output has a length, too
+    assert not torch.equal(model[0].parametrizations.weight.original1, before)
+
+
+def test_hooks_on_a_layer_that_is_left_out_are_no_hindrance() -> None:
+    model = net()
+    prune_by_torch.identity(model[0], "weight")
+    with pytest.raises(ValueError, match=r"call torch\.nn\.utils\.prune\.remove .* first, or leave it out by exclude="):
+        prune("osp", model, sparsity=0.9)
+    assert list(prune("osp", model, sparsity=0.9, exclude="0").mask) == ["2.weight", "4.weight"]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -359,3 +359,62 @@ def test_a_pair_may_have_a_mapping_for_its_labels() -> None:
 
     rows = pp.fit(net(), Named(), CONFIG, loss=loss)
     assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, nn.MSELoss()])
+def test_a_loss_that_compares_every_output_with_every_label_is_refused(loss: Any) -> None:
+    with pytest.raises(ValueError, match=r"every output with every label, .* shape \(2, 1\) .*reshape\(-1, 1\)"):
+        pp.fit(nn.Linear(6, 1), (X, X[:, 0]), CONFIG, loss=loss)
+    pp.fit(nn.Linear(6, 1), (X, X[:, :1]), CONFIG, loss=loss)
+    pp.fit(nn.Linear(6, 1), (X, X[:, 0]), CONFIG, loss=lambda out, y: loss(out.squeeze(1), y))
+
+
+def test_a_lazy_network_needs_a_batch_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(20), nn.Linear(20, 3))
+    for call in (pp.fit, lambda *args: pp.pft(*args, sparsity=0.5)):
+        with pytest.raises(ValueError, match=r"0\.weight has no shape yet, .* run one batch through the model first"):
+            call(model, (X, Y), CONFIG)
+    model(X)
+    assert pp.pft(model, (X, Y), CONFIG, sparsity=0.5).sparsity == 0.5
+
+
+def image_batches() -> Any:
+    examples: Any = [{"image": image, "labels": label} for image, label in zip(X, Y, strict=True)]
+    return DataLoader(examples, 32)
+
+
+def test_a_mapping_that_the_network_does_not_take_names_forward() -> None:
+    for call in (pp.error, lambda model, data: pp.fit(model, data, CONFIG)):
+        with pytest.raises(ValueError, match=r"has image, labels, but Sequential does not .* give forward="):
+            call(net(), image_batches())
+
+
+def test_an_error_of_the_networks_own_stays_what_it_is() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, 6))
+
+        def forward(self, image: Tensor, labels: Tensor) -> Any:
+            return cast("Any", 5)(image)
+
+    with pytest.raises(TypeError, match="not callable"):
+        pp.error(Broken(), image_batches())
+
+
+def test_errors_take_a_forward() -> None:
+    model, batches = net(), image_batches()
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["image"])
+
+    assert pp.error(model, batches, forward=forward) == pp.error(model, (X, Y))
+    assert pp.error(model, (X, Y), forward=lambda model, batch: -model(batch[0])) != pp.error(model, (X, Y))
+    models: Any = [net(), net()]
+    with pytest.raises(ValueError, match="forward= calls one model, but 2 are evaluated at once"):
+        pp.error(models, batches, forward=forward)
+    triples: Any = DataLoader(TensorDataset(X, X, Y), 32)
+    with pytest.raises(ValueError, match="a batch has 3 parts, but an error needs labels"):
+        pp.error(model, triples, forward=lambda model, batch: model(batch[0]))
+    attached = pp.attach(model, pp.isotropic(model, sparsity=0.5))
+    assert 0 < pp.gibbs_error(attached, batches, draws=2, forward=forward) < 1

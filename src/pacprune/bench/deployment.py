@@ -59,6 +59,8 @@ def export(run: Path, *, format: str, out: Path | None = None) -> dict[str, Any]
     check_name("format", format, formats.FORMATS)
     model, x = network(run)
     path = run / formats.FORMATS[format].file if out is None else out
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} lies in {path.parent}, which is no folder; make it first, or choose another --out")
     pattern = getattr(store.read_config(run)[1], "pattern", None)  # pbp has none
     sentence = formats.write(path, model, format=format, example=x, pattern=pattern)
     return {"run": str(run), "format": format, "file": str(path), "bytes": path.stat().st_size, "said": sentence}

@@ -3,6 +3,7 @@
 A batch is a pair (x, y), or any nest of tensors in mappings, lists and tuples; `Objective` says what becomes of it.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -432,7 +433,7 @@ class Objective:
         if self.forward is not None:
             return self.forward(model, batch)
         if isinstance(batch, Mapping):
-            return model(**batch)
+            return _called(model, batch)
         if is_pair(batch):
             return model(batch[0])
         size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
@@ -465,6 +466,21 @@ class Objective:
     def with_tensors(self, model: nn.Module, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
         """The mean loss of a batch with these parameters and buffers in place of the model's."""
         return functional_call(_Call(model, self), {f"model.{name}": t for name, t in tensors.items()}, (batch,))
+
+
+def _called(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """model(**batch), where it can be called so."""
+    try:
+        return model(**batch)
+    except TypeError:
+        try:
+            inspect.signature(model.forward).bind(**batch)
+        except TypeError as failure:
+            raise ValueError(
+                f"a batch has {', '.join(map(str, batch))}, but {type(model).__name__} does not take these as its "
+                f"arguments ({failure}); give forward=(model, batch) -> output"
+            ) from failure
+        raise
 
 
 class _Call(nn.Module):

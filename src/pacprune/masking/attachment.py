@@ -182,7 +182,8 @@ def attach(
     """
     _check_options(mapping, coupling, estimator, train_std)
     pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
-    plain = weights.prunable(model)
+    plain = weights.all_weights(model)
+    weights.refuse_computed(model, [name for name in slab.keep_prob if name in plain])
     if pattern is not None:
         refuse_sharded(plain.values(), "attached pattern", mapping)
     elif train_std or any(std.ndim for std in slab.std.values()):

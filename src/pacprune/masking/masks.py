@@ -155,15 +155,27 @@ def top_k(
 
 
 def layer_sparsities(names: Iterable[str], layers: Mapping[str, float]) -> dict[str, float]:
-    """The sparsity of every tensor that a pattern fits: that of the first one; refuses patterns that fit none."""
+    """The sparsity of every tensor that a pattern fits: that of the first one; refuses patterns that have none."""
     names = list(names)
+    fits: dict[str, list[str]] = {}
     for pattern in layers:
-        if not any(matches(pattern, [name]) for name in names):
+        if not isinstance(pattern, str):
+            raise ValueError(
+                f"sparsity names {pattern!r}, a {type(pattern).__name__}; give patterns of the weights' names"
+            )
+        fits[pattern] = [name for name in names if matches(pattern, [name])]
+        if not fits[pattern]:
             raise ValueError(
                 f"sparsity names {pattern!r}, which fits none of the {len(names)} weights; they are {some(names)}"
             )
-    first = {name: next((p for p in layers if matches(p, [name])), None) for name in names}
-    return {name: layers[pattern] for name, pattern in first.items() if pattern is not None}
+    first = {name: pattern for pattern in reversed(list(layers)) for name in fits[pattern]}
+    for pattern in layers:
+        if pattern not in first.values():
+            raise ValueError(
+                f"sparsity names {pattern!r}, but patterns before it fit all of its weights, {some(fits[pattern])}; "
+                "the first that fits counts, so put it before them, or leave it out"
+            )
+    return {name: layers[first[name]] for name in names if name in first}
 
 
 def layer_ratios(

@@ -108,7 +108,8 @@ def _around(
     made_from: Mapping[str, Tensor] | None = None,
 ) -> SpikeSlab:
     """The SpikeSlab with these keep probabilities, made from scores or a mask, around the model's present weights."""
-    plain = weights.prunable(model)
+    plain = weights.all_weights(model)
+    weights.refuse_computed(model, [name for name in keep_prob if name in plain])
     unknown = [name for name in keep_prob if name not in plain]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not among the model's weights: {', '.join(plain)}; use their names")

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NoReturn, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pacprune.data import trace
 from pacprune.data.trace import Trace
@@ -46,17 +47,23 @@ def prunable(model: nn.Module) -> dict[str, nn.Parameter]:
         >>> round(pruned.sparsity, 3), int((model[3].weight == 0).sum())  # of all weights; none in the last layer
         (0.8, 0)
     """
+    weights = all_weights(model)
+    refuse_computed(model, weights)
+    return weights
+
+
+def all_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What D counts: as `prunable`, and with those of which something else computes a weight anew."""
     across_model(model)
+    refuse_lazy(model)
     weights = {n: p for n, p in model.named_parameters() if p.ndim >= 2 and p.is_floating_point()}
     if not weights:
         raise ValueError(
             f"{type(model).__name__} has nothing to prune: none of its {sum(1 for _ in model.parameters())} parameters "
             "has two or more dimensions; give a model with Linear, Conv, Embedding or similar layers"
         )
-    _refuse_hooks(model)
     for name, weight in weights.items():
-        if ".parametrizations." in f".{name}":
-            _refuse_parametrized(model, name)
+        _refuse_sampled(model, name)
         bad = count(~torch.isfinite(weight))
         if bad:
             raise Diverged(
@@ -71,6 +78,7 @@ def select(*, include: Which | None = None, exclude: Which | None = None, among:
     A pattern is one of a shell, such as "encoder.*.attention" or "head*". It stands for the weights with such a name,
     and for those inside a module with such a name. A type of module, such as torch.nn.Embedding, or a module itself,
     stands for all weights in it. Parameters with requires_grad=False are left out unless `include` names them.
+    Layers whose weight something else computes, such as weight norm, have to be left out.
 
     Args:
         include: What may be pruned: a pattern, a type, a module or a list of these; None is everything.
@@ -91,7 +99,7 @@ def select(*, include: Which | None = None, exclude: Which | None = None, among:
     """
 
     def selected(model: nn.Module) -> dict[str, Tensor]:
-        weights = among(model)
+        weights = all_weights(model) if among is prunable else among(model)
         if include is None:
             chosen = {name for name, weight in weights.items() if weight.requires_grad}
         else:
@@ -103,6 +111,7 @@ def select(*, include: Which | None = None, exclude: Which | None = None, among:
                 f"include={include!r} and exclude={exclude!r} leave nothing to prune of {some(weights)}; frozen "
                 "weights are left alone unless include names them"
             )
+        refuse_computed(model, chosen)
         return {name: weight for name, weight in weights.items() if name in chosen}
 
     return selected
@@ -115,6 +124,11 @@ def _named(model: nn.Module, weights: Mapping[str, Tensor], which: Which, keywor
         if isinstance(entry, str):
             meant = {name for name in weights if matches(entry, _names_of(model, weights[name]) or [name])}
         elif isinstance(entry, nn.Module):
+            if all(entry is not module for module in model.modules()):
+                raise ValueError(
+                    f"{keyword} has a {type(entry).__name__} that is not a module of this model; was it taken before a "
+                    "deepcopy?"
+                )
             meant = _inside(weights, [entry])
         elif isinstance(entry, type) and issubclass(entry, nn.Module):
             meant = _inside(weights, [module for module in model.modules() if isinstance(module, entry)])
@@ -155,36 +169,56 @@ def some(names: Iterable[str], most: int = 6) -> str:
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    """torch.nn.utils' weight_norm, spectral_norm and prune compute a weight anew before every forward pass."""
-    for name, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            if type(hook).__module__.startswith("torch.nn.utils."):
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuses a model whose lazy layers have no shape yet."""
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(f"{lazy[0]} has no shape yet, since its layer is lazy; run one batch through the model first")
+
+
+def refuse_computed(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuses weights from which something else computes others: pruning them would not last."""
+    for name in names:
+        if parametrized := _parametrization(model, name):
+            computed, first = parametrized
+            raise ValueError(
+                f"{computed} is parametrized by {type(first).__name__}; call "
+                "torch.nn.utils.parametrize.remove_parametrizations on it first, or leave it out by exclude="
+            )
+        owner = name.rpartition(".")[0]
+        for hook in model.get_submodule(owner)._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):  # weight_norm, spectral_norm or prune
                 kind = type(hook).__name__
                 remedy = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
                 raise ValueError(
-                    f"the weight of {name or type(module).__name__} is computed by {kind}, so pruning it would not "
-                    f"last; call torch.nn.utils.{remedy.get(kind, 'prune.remove')} on that layer first"
+                    f"the weight of {owner or type(model).__name__} is computed by {kind}, so pruning it would not "
+                    f"last; call torch.nn.utils.{remedy.get(kind, 'prune.remove')} on that layer first, or leave it "
+                    "out by exclude="
                 )
 
 
-def _refuse_parametrized(model: nn.Module, name: str) -> NoReturn:
-    owner, _, tensor = name.rpartition(".")[0].rpartition("parametrizations.")
-    kind = type(model.get_submodule(f"{owner}parametrizations.{tensor}.0"))
-    if kind.__module__ == "pacprune.masking.sampler":
+def _refuse_sampled(model: nn.Module, name: str) -> None:
+    """Refuses a weight that has a stochastic mask."""
+    parametrized = _parametrization(model, name)
+    if parametrized and type(parametrized[1]).__module__ == "pacprune.masking.sampler":
         raise ValueError(
-            f"{owner}{tensor} has a stochastic mask, since a run was interrupted, or it was attached before: "
+            f"{parametrized[0]} has a stochastic mask, since a run was interrupted, or it was attached before: "
             "start from a fresh copy, or call pp.harden(model)"
         )
-    raise ValueError(
-        f"{owner}{tensor} is parametrized by {kind.__name__}; "
-        "call torch.nn.utils.parametrize.remove_parametrizations on it first"
-    )
+
+
+def _parametrization(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
+    """The weight that is computed from this one, and the first that computes it; None where nothing does."""
+    if ".parametrizations." not in f".{name}":
+        return None
+    layer, _, inner = name.partition("parametrizations.")
+    tensor = inner.partition(".")[0]
+    return f"{layer}{tensor}", model.get_submodule(f"{layer}parametrizations.{tensor}.0")
 
 
 def total(model: nn.Module) -> int:
     """D, the denominator of every sparsity: all weights in tensors of two or more dimensions, pruned or not."""
-    return sum(w.numel() for w in prunable(model).values())
+    return sum(w.numel() for w in all_weights(model).values())
 
 
 def sparsity(model: nn.Module) -> float:
@@ -202,7 +236,7 @@ def sparsity(model: nn.Module) -> float:
         0.75
     """
     warn_of_revived(model)
-    return sum(count(w == 0) for w in prunable(model).values()) / total(model)
+    return sum(count(w == 0) for w in all_weights(model).values()) / total(model)
 
 
 class Receipt(TypedDict):
@@ -452,7 +486,8 @@ def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module
     if mask is None:
         forget_masks(model)
         return model
-    weights = prunable(model)
+    weights = all_weights(model)
+    refuse_computed(model, [name for name in mask if name in weights])
     unknown = [name for name in mask if name not in weights]
     if unknown:
         raise ValueError(f"the mask names {unknown[0]!r}, which is not among the model's weights: {', '.join(weights)}")

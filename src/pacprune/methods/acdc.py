@@ -49,7 +49,7 @@ def acdc(
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training, on one learning-rate schedule.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
-            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
+            {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
         rounds: Sparse phases into which the epochs are cut. There are at most a third as many as epochs.
         dense: How the network is trained before pruning; None prunes it as it is.
@@ -60,7 +60,7 @@ def acdc(
         validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
         include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
             `pp.select`. The sparsity is then of these. Frozen weights have to be named.
-        exclude: Weights that are left alone, likewise.
+        exclude: Weights that are left alone. Given likewise.
         prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.

@@ -74,7 +74,7 @@ def feather(
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training. At 98 % sparsity and above, clip=1.0 keeps it from collapsing.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
-            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
+            {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it. A weight then is
             shrunk by the largest one of its group that is pruned.
         theta: Share of its gradient that a weight below the threshold gets. 1 lets the mask move most.
@@ -86,7 +86,7 @@ def feather(
         validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
         include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
             `pp.select`. The sparsity is then of these. Frozen weights have to be named.
-        exclude: Weights that are left alone, likewise.
+        exclude: Weights that are left alone. Given likewise.
         prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order.
         folder: Where checkpoints are kept, so that a broken run goes on from them; None keeps none.

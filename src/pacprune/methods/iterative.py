@@ -45,7 +45,7 @@ def imp(
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training; its schedule is that of every round.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
-            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
+            {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it. The largest of
             every group are the last to go.
         rounds: Rounds into which the epochs are cut. Each has at least one epoch.
@@ -57,7 +57,7 @@ def imp(
         validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
         include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
             `pp.select`. The sparsity is then of these. Frozen weights have to be named.
-        exclude: Weights that are left alone, likewise.
+        exclude: Weights that are left alone. Given likewise.
         prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.

@@ -58,7 +58,7 @@ def osp(
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: How the pruned network is fine-tuned; 0 epochs leave the weights as they are.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
-            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
+            {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
         dense: How the network is trained before pruning; None prunes it as it is.
@@ -69,7 +69,7 @@ def osp(
         validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
         include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
             `pp.select`. The sparsity is then of these. Frozen weights have to be named.
-        exclude: Weights that are left alone, likewise.
+        exclude: Weights that are left alone. Given likewise.
         prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order, and of random scores.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.

@@ -68,14 +68,14 @@ def pbp(
         split: The data: split.prior trains P, split.bound trains Q and is certified on.
         config: How the prior is trained, after dense training.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
-            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
+            {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
         posterior: How Q is trained on the bound; as `config` unless given.
         scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
             `pp.select`. The sparsity is then of these; that of the certificate is of all weights. All others, frozen
             ones too, are the same in P and Q.
-        exclude: Weights that are left alone, likewise.
+        exclude: Weights that are left alone. Given likewise.
         dense: How the network is trained on split.prior before that; None takes it as it is.
         data: What trains dense network and prior in place of split.prior, such as split.prior.augmented(transform).
             Other data than split.prior needs a declaration.

@@ -1,6 +1,7 @@
 """Probabilistic fine-tuning: weights, and what decides which of them are kept, are trained together."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,18 +183,22 @@ class Recipe:
         takes_pattern: Whether it can learn an N:M pattern.
         takes_samples: Whether Algorithm 1 can estimate its gradients, and so its masks are random.
         follows_lr: Whether a gate_lr that is not given follows from the weights' lr.
+        uses: Which arguments of `pft` it alone reads.
     """
 
     train: Callable[[_Task], Pipeline[Pruned]]
     takes_pattern: bool = False
     takes_samples: bool = True
     follows_lr: bool = True
+    uses: tuple[str, ...] = ()
 
 
 RECIPES = {
-    "thresholded": Recipe(_thresholded, takes_pattern=True, takes_samples=False, follows_lr=False),
+    "thresholded": Recipe(
+        _thresholded, takes_pattern=True, takes_samples=False, follows_lr=False, uses=("theta", "limit")
+    ),
     "coupled": Recipe(_coupled, takes_pattern=True),
-    "paper": Recipe(_paper),
+    "paper": Recipe(_paper, uses=("eps",)),
 }
 """What `pft` takes as its `recipe`."""
 
@@ -252,7 +257,7 @@ def pft(
         config: The whole budget after dense training, on one learning-rate schedule; osp with the same config is the
             fair comparison. A gate_lr that is not given is smaller where the mask is learned in many steps.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
-            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
+            {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
         recipe: thresholded (the k best scores at every step), coupled (keep probabilities whose mean falls to
@@ -274,7 +279,7 @@ def pft(
         validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
         include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
             `pp.select`. The sparsity is then of these. Frozen weights have to be named.
-        exclude: Weights that are left alone, likewise.
+        exclude: Weights that are left alone. Given likewise.
         prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order, the masks' noise, and random scores.
         folder: Where checkpoints are kept, so that a broken run goes on from them; None keeps none.
@@ -284,7 +289,8 @@ def pft(
         The pruned network, its mask and its history.
 
     Raises:
-        ValueError: If the recipe is unknown, or a pattern is asked of a recipe that cannot learn it.
+        ValueError: If the recipe is unknown, if it cannot learn the pattern, or if it does not read an argument that is
+            not the default.
 
     Example:
         >>> pruned = pp.pft(model, (x, y), pp.Config(epochs=2), sparsity=0.9)
@@ -295,6 +301,7 @@ def pft(
     """
     check_request(model, sparsity, criterion, pattern)
     _check_recipe(recipe, pattern, config, noise)
+    _check_used(recipe, {"eps": eps, "theta": theta, "limit": limit})
     if RECIPES[recipe].follows_lr or "gate_lr" in config.changes():
         check_rates(config)
     stage = Stages(
@@ -357,3 +364,15 @@ def _check_recipe(recipe: str, pattern: str | None, config: Config, noise: float
             f"the pattern {pattern} is learned by the recipes {' and '.join(able)} without samples, not by "
             f"recipe={recipe!r} with samples={config.samples}; use recipe={able[0]!r} and samples=0"
         )
+
+
+def _check_used(recipe: str, values: Mapping[str, float | None]) -> None:
+    """Refuses an argument that only another recipe reads, unless it has its default."""
+    for other, row in RECIPES.items():
+        for name in row.uses if other != recipe else ():
+            default = inspect.signature(pft).parameters[name].default
+            if values[name] != default:
+                raise ValueError(
+                    f"{name} is {values[name]}, but the recipe {recipe!r} does not read it; leave it at {default}, "
+                    f"or use recipe={other!r}"
+                )

@@ -25,7 +25,7 @@ from pacprune.masking.criteria import Criterion, magnitude
 from pacprune.masking.spikeslab import SpikeSlab
 from pacprune.training.budget import Budget
 from pacprune.training.budget import together as together_
-from pacprune.training.checks import in_step, trial_pass
+from pacprune.training.checks import check_config, in_step, trial_pass
 from pacprune.training.config import Config
 from pacprune.training.evaluate import reestimate_batchnorm
 from pacprune.training.fit import fit
@@ -63,7 +63,7 @@ class Pruned:
 
     def __post_init__(self) -> None:
         if self.pattern is not None:
-            plain = weights.prunable(self.model)
+            plain = weights.all_weights(self.model)
             for name, keep in self.mask.items():
                 for tensor in (keep, plain[name]):
                     patterns.check(tensor, *patterns.parse(self.pattern), name=name)
@@ -231,9 +231,19 @@ def pipeline(steps: Callable[_P, Pipeline[_R]]) -> Callable[_P, _R]:
 
     @functools.wraps(steps)
     def alone(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return _drive([steps(*args, **kwargs)])[0]
+        return _drive([_started(steps, *args, **kwargs)])[0]
 
     return alone
+
+
+def _started(steps: Callable[..., Pipeline[_R]], *args: Any, **kwargs: Any) -> Pipeline[_R]:
+    """The pipeline of these arguments, of which those that say how to train are a Config each."""
+    bound = inspect.signature(steps).bind(*args, **kwargs)
+    for name in ("config", "dense", "posterior"):
+        value = bound.arguments.get(name)
+        if name in bound.arguments and value is not bound.signature.parameters[name].default:
+            check_config(name, value)
+    return steps(*args, **kwargs)
 
 
 def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[_R]:
@@ -274,7 +284,9 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
     }
     if len(models) > 1 and isinstance(arguments.get("folder"), (str, Path)):
         values["folder"] = [Path(arguments["folder"]) / str(k) for k in range(len(models))]
-    return _drive([steps(model, **{name: v[k] for name, v in values.items()}) for k, model in enumerate(models)])
+    return _drive(
+        [_started(steps, model, **{name: v[k] for name, v in values.items()}) for k, model in enumerate(models)]
+    )
 
 
 # --- Steps that methods share.
@@ -287,7 +299,7 @@ def check_request(
     pattern: str | None = None,
 ) -> None:
     """Refuses before anything is trained what would be refused after it."""
-    plain = weights.prunable(model)
+    plain = weights.all_weights(model)
     criteria.check(criterion, model)
     if pattern is not None:
         refuse_sharded(plain.values(), "pattern", pattern)

@@ -74,7 +74,7 @@ def probmask(
         config: The whole budget after dense training, on one learning-rate schedule. Its gate_lr is that of the
             probabilities: 10 * lr unless it is given.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
-            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
+            {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         mask_share: Share of the epochs that trains the probabilities; the rest fine-tunes.
         dense: How the network is trained before pruning; None prunes it as it is.
         scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
@@ -84,7 +84,7 @@ def probmask(
         validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
         include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
             `pp.select`. The sparsity is then of these. Frozen weights have to be named.
-        exclude: Weights that are left alone, likewise.
+        exclude: Weights that are left alone. Given likewise.
         prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order and the masks' noise.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.

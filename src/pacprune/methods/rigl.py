@@ -54,7 +54,7 @@ def rigl(
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
-            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
+            {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         start: What the first mask keeps of every layer: the largest weights (magnitude), or any (random).
         scope: The layers' densities: higher in smaller layers (erk), the same in all (layer), or those of one ranking
             (global).
@@ -67,7 +67,7 @@ def rigl(
         validation: Data whose loss is measured after every epoch. `Config.patience` goes by it where the mask stays.
         include: Weights that may be pruned. A pattern of names, a type of module, a module, or a list of these; see
             `pp.select`. The sparsity is then of these. Frozen weights have to be named.
-        exclude: Weights that are left alone, likewise.
+        exclude: Weights that are left alone. Given likewise.
         prunable: A function in place of these two: model -> {name: weight}. The sparsity is then of all weights.
         seed: Seed of the data order, and of a random start.
         folder: Where checkpoints are kept, so that an interrupted run goes on from them; None keeps none.

@@ -74,6 +74,9 @@ def _rates(*best: float) -> dict[tuple[str, str], float]:
     return dict(zip(_SETTINGS, best, strict=True))
 
 
+_WHICH = ("scope", "include", "exclude")
+"""Flags that every method has: which weights are pruned, and where."""
+
 # The colours of Okabe and Ito, and two more: a test sees to it that colour-blind readers can tell them apart.
 METHODS: dict[str, Method] = {
     "osp": Method(
@@ -84,7 +87,7 @@ METHODS: dict[str, Method] = {
         "#000000",
         "o",
         steps="Dense training, the top k of the criterion's scores, sparse fine-tuning.",
-        flags=("criterion", "scope", "min_per_layer", "pattern"),
+        flags=("criterion", "min_per_layer", "pattern", *_WHICH),
         rates=_rates(0.2, 0.2, 0.1, 0.2),
         examples=("--sparsity 0.95", "--data mnist --criterion snip --device cuda"),
         begin="pacprune.methods.one_shot:begin",
@@ -98,7 +101,18 @@ METHODS: dict[str, Method] = {
         "s",
         steps="Dense training, then all weights and their scores are trained while the network has only the weights "
         "with the k best scores, shrunk towards a threshold. The mask moves to the end.",
-        flags=("criterion", "gate_lr", "recipe", "mask_share", "eps", "noise", "theta", "min_per_layer", "pattern"),
+        flags=(
+            "criterion",
+            "gate_lr",
+            "recipe",
+            "mask_share",
+            "eps",
+            "noise",
+            "theta",
+            "min_per_layer",
+            "pattern",
+            *_WHICH,
+        ),
         rates=_rates(0.1, 0.1, 0.05, 0.2),
         examples=("--sparsity 0.95", "--data cifar10 --device cuda --out runs/cifar"),
         begin="pacprune.methods.pft:begin",
@@ -142,7 +156,7 @@ METHODS: dict[str, Method] = {
         "#0072B2",
         "^",
         steps="Dense training, the smallest weights set to zero a few at a time, sparse fine-tuning.",
-        flags=("mask_share", "every", "min_per_layer", "pattern"),
+        flags=("mask_share", "every", "min_per_layer", "pattern", *_WHICH),
         defaults={"every": 16},
         rates=_rates(0.1, 0.2, 0.1, 0.2),
         examples=("--sparsity 0.95", "--data fashion-mnist --device cuda"),
@@ -158,7 +172,7 @@ METHODS: dict[str, Method] = {
         options={"feedback": True},
         steps="Like gmp, but pruned weights are still trained, by the sparse network's gradient, until the masks are "
         "final.",
-        flags=("mask_share", "every", "min_per_layer", "pattern"),
+        flags=("mask_share", "every", "min_per_layer", "pattern", *_WHICH),
         defaults={"every": 1},
         rates=_rates(0.1, 0.1, 0.02, 0.05),
         examples=("--sparsity 0.9",),
@@ -173,7 +187,7 @@ METHODS: dict[str, Method] = {
         "h",
         steps="Dense training, then all weights are trained while the network has only those above a threshold, shrunk "
         "towards it. The mask moves to the end.",
-        flags=("theta", "min_per_layer"),
+        flags=("theta", "min_per_layer", *_WHICH),
         examples=("--sparsity 0.95",),
         begin="pacprune.methods.feather:begin",
     ),
@@ -186,7 +200,7 @@ METHODS: dict[str, Method] = {
         "p",
         steps="Dense training, then phases in which the largest weights are trained and phases in which all are. The "
         "last phase is sparse.",
-        flags=("rounds", "min_per_layer", "pattern"),
+        flags=("rounds", "min_per_layer", "pattern", *_WHICH),
         examples=("--sparsity 0.95 --rounds 4",),
     ),
     "rigl": Method(
@@ -198,7 +212,7 @@ METHODS: dict[str, Method] = {
         "<",
         steps="Dense training, a mask with the final sparsity, then training in which the smallest weights of every "
         "layer lose their places to those with the largest gradients.",
-        flags=("start", "scope", "exchange", "every", "min_per_layer"),
+        flags=("start", "exchange", "every", "min_per_layer", *_WHICH),
         examples=("--sparsity 0.95", "--start random --dense-epochs 0 --epochs 40"),
     ),
     "str": Method(
@@ -210,7 +224,7 @@ METHODS: dict[str, Method] = {
         "H",
         steps="Dense training, then training of all weights and of a threshold for every layer, by which its weights "
         "are shrunk. The mask moves to the end.",
-        flags=("ramp", "min_per_layer"),
+        flags=("ramp", "min_per_layer", *_WHICH),
     ),
     "imp": Method(
         "pacprune.methods.iterative:imp",
@@ -221,7 +235,7 @@ METHODS: dict[str, Method] = {
         "P",
         steps="Dense training, then rounds of pruning the smallest weights and training with the whole learning-rate "
         "schedule again.",
-        flags=("rounds", "min_per_layer", "pattern"),
+        flags=("rounds", "min_per_layer", "pattern", *_WHICH),
         rates=_rates(0.2, 0.2, 0.05, 0.1),
         examples=("--sparsity 0.95 --rounds 4",),
     ),
@@ -233,7 +247,7 @@ METHODS: dict[str, Method] = {
         "#CC79A7",
         "X",
         steps="Dense training, weights and gates trained together, the most open gates, sparse fine-tuning.",
-        flags=("gate_lr", "mask_share", "min_per_layer"),
+        flags=("gate_lr", "mask_share", "min_per_layer", *_WHICH),
         rates=_rates(0.2, 0.2, 0.1, 0.2),
     ),
     "probmask": Method(
@@ -245,7 +259,7 @@ METHODS: dict[str, Method] = {
         ">",
         steps="Dense training, weights and keep probabilities trained together while the latter are projected onto a "
         "falling budget, the likeliest weights, sparse fine-tuning.",
-        flags=("mask_share", "min_per_layer"),
+        flags=("mask_share", "min_per_layer", *_WHICH),
     ),
     "pbp": Method(
         "pacprune.methods.pbp:pbp",
@@ -258,7 +272,7 @@ METHODS: dict[str, Method] = {
         "that the rest of the training data gives; the certificate holds for networks drawn from the posterior.",
         flags=(
             *("criterion", "gate_lr", "eps", "std", "delta", "objective", "family", "expected_risk", "grid"),
-            *("draws", "tolerance"),
+            *("draws", "tolerance", *_WHICH),
         ),
         defaults={"draws": 4000, "tolerance": 0.005},
         examples=("", "--data mnist --prior-fraction 0.7 --json"),

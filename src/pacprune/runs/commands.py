@@ -26,8 +26,8 @@ from pacprune.data.splits import Part, Split
 from pacprune.distributed import ranks
 from pacprune.masking import criteria, weights
 from pacprune.masking.attachment import attach, harden, read
-from pacprune.masking.masks import top_k
 from pacprune.masking.spikeslab import block_isotropic
+from pacprune.methods.pipeline import make_plan
 from pacprune.methods.table import METHODS
 from pacprune.runs import locks, report, store
 from pacprune.runs import options as opt
@@ -290,7 +290,7 @@ def _issued(place: Path, certificate: Certificate) -> Certificate:
                 f"{place} holds a certificate already: {name} is {issued_value} there and {value} here; "
                 "choose another --out"
             )
-    return issued
+    return replace(issued, tries=certificate.tries)  # which no file holds
 
 
 def prepare(options: Any) -> tuple[Split, nn.Module]:
@@ -349,8 +349,9 @@ def _rehearse_certificate(options: Any, model: nn.Module, split: Split) -> None:
         )
     few = torch.arange(min(FEW, len(split.prior), len(split.bound)))
     split = replace(split, prior=split.prior.subset(few), bound=split.bound.subset(few))
-    scores = criteria.score(options.criterion, model, split.prior, seed=options.seed)
-    mask = top_k(scores, sparsity=options.sparsity)
+    which = {name: _argument(options, name) for name in ("scope", *opt.NAME_PATTERNS)}
+    plan = make_plan(model, options.sparsity, **which)
+    mask = plan.mask(criteria.score(options.criterion, model, split.prior, seed=options.seed, prunable=plan.prunable))
     attach(model, block_isotropic(model, mask, eps=options.eps, std=options.std))
     config = replace(posterior(options), epochs=0)
     with tempfile.TemporaryDirectory() as out:
@@ -391,11 +392,19 @@ def procedure(options: Options) -> "partial[Any]":
     """The pipeline of these options, with all arguments but model, data, config, folder and progress."""
     method = METHODS[options.command]
     flags = (flag for flag in method.flags or () if flag != "gate_lr")  # the Config has it
-    arguments = {name: getattr(options, name) for name in ("sparsity", "seed", *flags)} | dict(method.options)
+    arguments = {name: _argument(options, name) for name in ("sparsity", "seed", *flags)} | dict(method.options)
     if isinstance(options, Certifying):
         arguments |= {"name": options.model, "posterior": posterior(options)}
         arguments |= {"commit": options.commit, "source": options.source}
     return partial(method.verb, **arguments)
+
+
+def _argument(options: Options, name: str) -> Any:
+    """An option as a verb takes it: text with patterns of names becomes several."""
+    value = getattr(options, name)
+    if name not in opt.NAME_PATTERNS or value is None:
+        return value
+    return tuple(pattern.strip() for pattern in value.split(","))
 
 
 def method_name(options: Options) -> str:

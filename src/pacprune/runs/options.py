@@ -26,8 +26,10 @@ from pacprune.training.config import GATE_RATIO, GATE_STEPS, SCHEDULES
 from pacprune.training.posterior import OBJECTIVES
 
 PARTS = ("train", "prior")
-STAGES = ("recipe", "noise", "mask_share", "rounds")
-"""Flags of methods that decide which stages there are, and so must be shared by a population."""
+NAME_PATTERNS = ("include", "exclude")
+"""Flags that hold patterns of names, separated by commas."""
+SHARED = ("recipe", "noise", "mask_share", "rounds", *NAME_PATTERNS)
+"""Flags of methods that decide which stages and masks there are, and so must be shared by a population."""
 
 
 def _option(default: Any, help: str, *, unset: str = "", names_run: bool = True, per_member: bool = False) -> Any:
@@ -112,8 +114,13 @@ class Demo:
     device: str = _option("cpu", "Where to compute: cpu, cuda or cuda:N.", names_run=False)
 
 
-_CHOICES: dict[str, Iterable[str]] = {"criterion": criteria.CRITERIA, "objective": OBJECTIVES, "family": FAMILIES}
-"""Flags whose help lists the choices."""
+_CHOICES: dict[str, Iterable[str]] = {
+    "criterion": criteria.CRITERIA,
+    "objective": OBJECTIVES,
+    "family": FAMILIES,
+    **dict.fromkeys(NAME_PATTERNS, ("patterns of names", "separated by commas")),
+}
+"""Flags whose help lists the choices, or says in which form they are given."""
 
 
 @functools.cache
@@ -127,7 +134,7 @@ def options_of(command: str, method: Method) -> type[Options]:
             continue
         default = method.defaults.get(flag, parameters[flag].default)
         plain = _plain_type(parameters[flag].annotation)
-        option = _option(default, flag_help(method, flag), per_member=flag not in STAGES)
+        option = _option(default, flag_help(method, flag), per_member=flag not in SHARED)
         flags.append((flag, plain if default is not None else plain | None, option))
     text = f"{method.title}: {method.sentence}.\n\n{method.steps}"
     return make_dataclass(

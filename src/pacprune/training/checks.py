@@ -1,5 +1,6 @@
 """What is looked at before training changes anything: data, labels, weights, and settings that do not go together."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ SHARED = (
 )
 """Fields of Config that all members of a population have in common, since they take their steps together."""
 
+_BROADCAST = "Using a target size"
+"""How a warning of torch's losses begins where outputs (n, 1) and labels (n,) become n x n differences."""
+
 _ARRIVAL = 128
 """On how many examples a model is tried that pacprune has not seen before."""
 
@@ -42,6 +46,7 @@ def trial_pass(model: nn.Module, data: Data, objective: Objective) -> str:
     """
     pair, device = tensors(data), device_of(model)
     across_model(model)
+    weights.refuse_lazy(model)
     refuse_carried(model)
     weights.warn_of_revived(model)
     for name, p in model.named_parameters():
@@ -119,14 +124,23 @@ def _outputs(model: nn.Module, batch: Any, objective: Objective) -> Any:
 
 def _number(objective: Objective, out: Any, batch: Any) -> float:
     """The value of a loss of the user's own."""
+    outputs = f"of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"that are a {type(out).__name__}"
+    y = batch[1] if is_pair(batch) else None
+    labels = f"labels of shape {tuple(y.shape)} ({y.dtype})" if isinstance(y, Tensor) else type(batch).__name__
     try:
-        return float(objective.value(out, batch))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", _BROADCAST)
+            return float(objective.value(out, batch))
+    except UserWarning as failure:
+        if not str(failure).startswith(_BROADCAST):
+            raise
+        raise ValueError(
+            f"the loss would compare every output with every label, for outputs {outputs} and {labels}; give both the "
+            "same shape, by y.reshape(-1, 1), say"
+        ) from failure
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as failure:
         if objective.loss is F.cross_entropy and isinstance(failure, ValueError):  # it says itself what is wrong
             raise
-        outputs = f"of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"that are a {type(out).__name__}"
-        y = batch[1] if is_pair(batch) else None
-        labels = f"labels of shape {tuple(y.shape)} ({y.dtype})" if isinstance(y, Tensor) else type(batch).__name__
         reason = str(failure).partition("\n")[0]
         raise ValueError(f"the loss gave no number for outputs {outputs} and {labels}: {reason}") from failure
 
@@ -192,6 +206,12 @@ def check_shards(config: Config, params: Iterable[Tensor]) -> None:
         refuse_sharded(params, "amp")
     if config.execution != "eager":
         refuse_sharded(params, "execution", config.execution)
+
+
+def check_config(name: str, value: Any) -> None:
+    """Refuses what is no Config where one is wanted."""
+    if not isinstance(value, Config):
+        raise ValueError(f"{name} is of the type {type(value).__name__}; give pp.Config(epochs=10, lr=0.1), say")
 
 
 def check_rates(config: Config) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune.data.batches import Objective, batches, device_of, is_stream, isolated_rng, look_at, rows, use_of
+from pacprune.data.batches import Objective, batches, device_of, is_pair, is_stream, isolated_rng, look_at, rows, use_of
 from pacprune.masking import attachment, weights
 from pacprune.training.population import Population
 from pacprune.types import Data, Forward, Loss
@@ -74,10 +74,10 @@ def _wrong_sign(logit: Tensor, y: Tensor) -> Tensor:
 
 
 @overload
-def error(model: nn.Module, data: Data) -> float: ...
+def error(model: nn.Module, data: Data, *, forward: Forward | None = None) -> float: ...
 @overload
-def error(model: Sequence[nn.Module], data: Data) -> list[float]: ...
-def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[float]:
+def error(model: Sequence[nn.Module], data: Data, *, forward: None = None) -> list[float]: ...
+def error(model: nn.Module | Sequence[nn.Module], data: Data, *, forward: Forward | None = None) -> float | list[float]:
     """The fraction of wrong predictions, in eval mode and float32; an attached model is taken with its present draw.
 
     There is one prediction per label, so that of a language model every token counts. The examples are noted as looked
@@ -87,6 +87,8 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[fl
         model: The network; or a list of networks of one architecture, which are evaluated in one call.
         data: Examples with labels, such as split.test. Of a mapping, such as transformers have, `labels` are compared
             with the `logits` of model(**batch). One output per example is the logit of class 1 against class 0.
+        forward: (model, batch) -> logits, for one network that is called otherwise. Labels are those of a pair (x, y),
+            or `labels`, as without it.
 
     Returns:
         The error in [0, 1]; of a list of networks, a list of errors.
@@ -100,26 +102,26 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data) -> float | list[fl
     for member in [model] if isinstance(model, nn.Module) else model:
         weights.warn_of_revived(member)
     if not isinstance(model, nn.Module):
+        if forward is not None:
+            raise ValueError(f"forward= calls one model, but {len(model)} are evaluated at once; evaluate one by one")
         return _errors(Population(model), data)
     wrong, count, device = 0, 0, device_of(model)
     with evaluating(model), isolated_rng(device, data):
         for batch in batches(data, BATCH, device=device):
-            out, y = _logits_and_labels(model, batch)
+            out, y = _logits_and_labels(model, batch, forward)
             wrong, count = wrong + int(mistakes(out, y).sum()), count + y.numel()
     return wrong / count
 
 
-def _logits_and_labels(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
+def _logits_and_labels(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, Tensor]:
     """What the network says to a batch, and what is right: (x, y), or a mapping that has `labels`."""
-    out = Objective().outputs(model, batch)
-    if not isinstance(batch, Mapping):
-        return out, batch[1]
-    if "labels" not in batch:
-        raise ValueError(
-            f"a batch has {', '.join(map(str, batch)) or 'nothing'}, but an error needs labels; call them 'labels', or "
-            "give batches (x, y)"
-        )
-    return getattr(out, "logits", out), batch["labels"]
+    out = Objective(forward=forward).outputs(model, batch)
+    if is_pair(batch):
+        return getattr(out, "logits", out), batch[1]
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return getattr(out, "logits", out), batch["labels"]
+    content = ", ".join(map(str, batch)) or "nothing" if isinstance(batch, Mapping) else f"{len(batch)} parts"
+    raise ValueError(f"a batch has {content}, but an error needs labels; call them 'labels', or give batches (x, y)")
 
 
 def _errors(population: Population, data: Data) -> list[float]:
@@ -134,13 +136,14 @@ def _errors(population: Population, data: Data) -> list[float]:
     return (wrong.double() / count).tolist()
 
 
-def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10) -> float:
+def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10, forward: Forward | None = None) -> float:
     """The mean error of fresh hard draws of an attached model: an estimate of its Gibbs risk on this data.
 
     Args:
         model: A network with stochastic masks; it is left with the last draw.
         data: Examples with labels, such as split.test.
         draws: How many networks to draw, such as 10.
+        forward: (model, batch) -> logits, for a network that is called otherwise; see `pp.error`.
 
     Returns:
         The mean of the draws' errors, in [0, 1].
@@ -154,7 +157,7 @@ def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10) -> float:
     if draws < 1:
         raise ValueError(f"draws is {draws}; at least 1 is needed")
     attachment.require_sites(model)
-    return sum(error(attachment.resample_(model), data) for _ in range(draws)) / draws
+    return sum(error(attachment.resample_(model), data, forward=forward) for _ in range(draws)) / draws
 
 
 def mean_loss(model: nn.Module, data: Data, *, loss: Loss = F.cross_entropy, forward: Forward | None = None) -> float:

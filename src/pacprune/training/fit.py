@@ -25,7 +25,14 @@ from pacprune.distributed import across_model, ranks, refuse_sharded
 from pacprune.files import digest
 from pacprune.masking import weights
 from pacprune.training.budget import Budget, check_budgets
-from pacprune.training.checks import check_labels, check_population, check_shards, loss_identity, trial_pass
+from pacprune.training.checks import (
+    check_config,
+    check_labels,
+    check_population,
+    check_shards,
+    loss_identity,
+    trial_pass,
+)
 from pacprune.training.config import EXECUTIONS, Config
 from pacprune.training.controls import Stepper
 from pacprune.training.evaluate import mean_loss
@@ -162,6 +169,8 @@ class Cohort:
     def __init__(self, model: nn.Module | Sequence[nn.Module], config: Any, seed: Any) -> None:
         self.models = members(model)
         self.configs: list[Config] = per_member("config", config, len(self.models))
+        for member_config in self.configs:
+            check_config("config", member_config)
         self.seeds: list[int] = per_member("seed", seed, len(self.models))
         if not self.models:
             raise ValueError("a population needs at least one model, but the list is empty")
