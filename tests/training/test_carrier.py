@@ -146,7 +146,9 @@ def test_it_may_come_late_and_end_again() -> None:
     for name, keep in mask.items():
         assert not optimizer.state[model.get_parameter(name)]["momentum_buffer"][~keep].any()
     assert set(train(model, optimizer)) == {ZEROS}
+    assert repr(handle) == "Carrier(Sequential, 360 of 400 weights stay zero)"
     handle.remove()
+    assert repr(handle) == "Carrier(Sequential, removed)"
     assert train(model, optimizer)[-1] < ZEROS
 
 
@@ -194,7 +196,7 @@ LOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "error": lambda model: pp.error(model, (X, Y)),
     "errors": lambda model: pp.error([model, copy.deepcopy(model)], (X, Y)),
     "fit": lambda model: pp.fit(model, (X, Y), pp.Config(epochs=1)),
-    "osp": lambda model: pp.osp(model, (X, Y), pp.Config(epochs=1), sparsity=0.5),
+    "osp": lambda model: pp.osp(model, (X, Y), pp.Config(epochs=1), sparsity=0.95),
     "save": lambda model: pp.export.save("net.safetensors", model),
     "dense": lambda model: pp.export.save_dense("net.safetensors", model),
     "slim": lambda model: pp.slim.slim(model, X),
