@@ -113,7 +113,7 @@ class Control:
             trained.
         revert: (which weights) takes `convert` back, so that another backward pass can add to the gradients.
         hide: Makes the weights those that are trained.
-        network: What `show` has left in the weights, computed again; None where only loops of pacprune have the control.
+        network: What `show` has left in the weights, computed again; None where only `fit` has the control.
         settle: Puts zeros back after the optimiser's step.
         conclude: (step, steps), after so many steps, on the host.
         note: Brings the masks up to date, where steps do not.
