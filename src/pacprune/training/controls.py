@@ -708,7 +708,7 @@ class Stepper:
         total = weights.noted_total(model) if pairs else 0
         names, learned = weights.masked_names(model), weights.learned(model)
         self.model, self.shown = model, False
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
         """How often every weight had been written to when it was last shown."""
         self.converted: set[int] = set()
         """The numbers of the weights whose gradients are those of what is trained."""
@@ -740,8 +740,9 @@ class Stepper:
         if self.subject.clean:
             self._versions = self._count_writes()
 
-    def _count_writes(self) -> list[int]:
-        return [local(value)._version for value in self.subject.values]
+    def _count_writes(self) -> list[tuple[int, int]]:
+        # What is written into a sharded tensor, and into its rows, counts at different places.
+        return [(weight._version, local(weight.detach())._version) for weight, _ in self.subject.pairs]
 
     def overwritten(self) -> list[str]:
         """The names of shown weights that something else has changed since, so that the next step would undo it.
@@ -763,7 +764,8 @@ class Stepper:
 
         This is for a network that is still dense: its weights keep their values, also for a backward pass under way.
         """
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self.subject.values)):
+        keep_versions = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+        with keep_versions(tuple(self.subject.values)):
             self.show(None)
 
     @contextmanager
