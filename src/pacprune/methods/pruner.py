@@ -4,7 +4,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ from pacprune.types import Data, Diverged, Forward, Loss, check_name
 
 _LOOK = 100
 """On a GPU, every so many steps the host looks whether weights are finite: it has to wait for that."""
+
+
+_Place = tuple[dict[str, Any], str, Any, str]
+"""A dictionary of a module, the key and what it holds there, and the name of a weight that is reached by it."""
 
 
 class Unfinished(ValueError):
@@ -134,6 +138,7 @@ class Pruner:
         self.budget, self._gate_lr = start.budget, start.gate_lr
         budgets = None if start.budget is None else [start.budget]
         self._stepper = Stepper(model, budgets, seeds=[seed], clean=True)
+        self._places = _places(model, self._stepper.subject.names)
         self._noted_mask = weights.notes(model).mask
         self._offsets = self._offset_optimizer()
         self.steps_done = 0
@@ -423,8 +428,9 @@ class Pruner:
 
     def _check_model(self) -> None:
         """Refuses to go on where something else has replaced weights or masks."""
-        for name, weight in zip(self._stepper.subject.names, self._carrier.weights, strict=True):
-            if _is_replaced(self.model, name, weight):
+        for owner, key, held, name in self._places:
+            present = owner.get(key)
+            if present is not held and not _is_gathered(held, present):
                 raise ValueError(
                     f"{name} is another parameter than when the pruner was made; change the model before that, and "
                     "make a new pruner"
@@ -528,14 +534,25 @@ def _check_ranks(model: nn.Module) -> None:
     ranks.require_equal({"weights": (str(value), advice)})
 
 
-def _is_replaced(model: nn.Module, name: str, weight: nn.Parameter) -> bool:
-    """Whether a parameter of this name, or the layer that has it, is no longer the same object."""
-    try:
-        present = model.get_parameter(name)
-    except AttributeError:
-        return True
-    # fully_shard puts whole weights in the place of their rows until a backward pass has ended.
-    return present is not weight and not (is_sharded(weight) and not is_sharded(present))
+def _places(model: nn.Module, names: Sequence[str]) -> list[_Place]:
+    """The places of all weights, and of the modules on the way to them."""
+    places: dict[tuple[int, str], _Place] = {}
+    for name in names:
+        owner = model
+        *path, key = name.split(".")
+        for part in path:
+            modules: dict[str, Any] = owner._modules
+            places[id(owner), part] = (modules, part, modules[part], name)
+            owner = modules[part]
+        parameters: dict[str, Any] = owner._parameters
+        places[id(owner), key] = (parameters, key, parameters[key], name)
+    return list(places.values())
+
+
+def _is_gathered(held: Any, present: Any) -> bool:
+    """Whether fully_shard has put a whole weight in the place of its rows, until a backward pass has ended."""
+    both = isinstance(held, nn.Parameter) and isinstance(present, nn.Parameter)
+    return both and is_sharded(held) and not is_sharded(present)
 
 
 def _has_skipped(optimizer: Optimizer) -> bool:
