@@ -867,7 +867,8 @@ def test_a_pruner_that_is_given_up_on_its_way_says_so() -> None:
         warnings.simplefilter("error")
         after(0)
         after(4)  # pruned for good
-        after(2, method="osp").finish()
+        after(1, method="osp")
+        after(3, mask_share=0.5)  # its mask stays
         after(2).state_dict()  # to go on from
         with pytest.raises(ValueError, match="finish comes after 1 of 4 steps"):
             after(1).finish()

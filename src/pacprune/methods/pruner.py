@@ -235,7 +235,7 @@ class Pruner:
     def __del__(self) -> None:
         # One that was refused in the making has no steps.
         done = getattr(self, "steps_done", 0)
-        if 0 < done < self.steps and self._outcome is None and not self._may_end:
+        if done and not self._stepper.fixed and not self._may_end:
             warnings.warn(
                 f"a Pruner was given up after {done} of {self.steps} steps, and its {type(self.model).__name__} is not "
                 f"pruned to sparsity {self.final_sparsity:g}; hold it until pruner.finish()",
