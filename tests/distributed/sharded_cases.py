@@ -354,6 +354,13 @@ def refusals(folder: Path) -> Outcome:
             model[0].weight.to_local().data.fill_(torch.nan)
         pp.pft(model, pair(), config, sparsity=0.5)
 
+    def changed() -> None:
+        model = net()
+        pruner = pp.Pruner(model, sparsity=0.5, steps=2)
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        pruner.state_dict()
+
     whole = nn.Sequential(nn.Linear(8, 33))
     mask = pp.top_k(pp.scores.magnitude(whole), sparsity=0.5)
     note_refusal(messages, "mask", lambda: pp.apply_mask(net(), mask))
@@ -366,6 +373,7 @@ def refusals(folder: Path) -> Outcome:
     note_refusal(messages, "late", late)
     note_refusal(messages, "columns", columns)
     note_refusal(messages, "nan", nan)
+    note_refusal(messages, "changed", changed)
     note_refusal(messages, "population", lambda: pp.fit([net(), net()], pair(), config))
     note_refusal(messages, "pbp", lambda: pp.pbp(net(), split, config, sparsity=0.5))
     note_refusal(messages, "pattern", lambda: pp.pft(net(), pair(), config, pattern="2:4"))

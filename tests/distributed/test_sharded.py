@@ -161,6 +161,7 @@ def test_calls_that_need_whole_weights_are_refused_in_one_sentence(two: Path) ->
         "late": "0.weight was attached before it was sharded, so that gates would be gathered",
         "columns": "weight is (Shard(dim=1),) on a mesh of (2,), but of a sharded model every parameter must be",
         "nan": "0.weight has 128 NaN or infinite weights of 264",
+        "changed": "something other than an optimiser has changed 0.weight after step 0 of the pruner",
         "population": f"a population {sharded}train the models one by one",
         "pbp": f"a certificate {sharded}use pp.pft",
         "pattern": f"the pattern 2:4 {sharded}give a sparsity",

@@ -159,6 +159,22 @@ def test_optimisation_by_hand(tmp_path: Path) -> None:
     assert zeros(module) == TOTAL // 2
 
 
+def test_zeros_stay_when_training_goes_on(tmp_path: Path) -> None:
+    class Kept(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.1)
+            pp.keep_zeros(self, optimizer)
+            return optimizer
+
+    module = Classifier()
+    fit(module, tmp_path / "first", PruningCallback(sparsity=SPARSITY))
+    kept = Kept()
+    kept.load_state_dict(module.state_dict())
+    fit(kept, tmp_path / "second")
+    assert zeros(kept) == TOTAL - KEPT
+    assert not equal(kept, module)
+
+
 def test_a_trainer_without_an_end(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not know how many steps there will be; give it max_epochs or max_steps"):
         fit(Classifier(), tmp_path, PruningCallback(sparsity=SPARSITY), max_epochs=-1)
@@ -183,5 +199,8 @@ def test_a_run_that_stops_before_the_sparsity_is_reached(tmp_path: Path) -> None
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.should_stop = True
 
-    with pytest.raises(ValueError, match=f"finish comes after 5 of {STEPS} steps"):
+    words = (
+        f"training stopped after 5 of {STEPS} steps, before sparsity 0.8 was reached; .* set max_epochs or max_steps"
+    )
+    with pytest.raises(ValueError, match=words):
         fit(Classifier(), tmp_path, PruningCallback(sparsity=SPARSITY), Stop())

@@ -211,6 +211,18 @@ def test_the_weights_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     assert equal(model, twin)
 
 
+def test_zeros_stay_when_training_goes_on(tmp_path: Path) -> None:
+    model = bert()
+    trainer_of(model, tmp_path, PruningCallback(sparsity=SPARSITY), save_strategy="no").train()
+    before = [w.detach().clone() for w in pp.prunable(model).values()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    pp.keep_zeros(model, optimizer)
+    args = trainer_of(model, tmp_path, save_strategy="no", eval_strategy="no").args
+    Trainer(model, args, train_dataset=sentences(model), optimizers=(optimizer, None)).train()
+    assert zeros(model) == size(model) - round((1 - SPARSITY) * size(model))
+    assert not all(torch.equal(a, b) for a, b in zip(before, pp.prunable(model).values(), strict=True))
+
+
 def test_gradients_that_are_scaled(tmp_path: Path) -> None:
     # A power of two changes no bit of the weights; the first scale is too large, so that steps are skipped.
     models = [bert(dropout=0), bert(dropout=0)]
@@ -255,7 +267,10 @@ def test_a_run_that_stops_before_the_sparsity_is_reached(tmp_path: Path) -> None
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step == 3
 
-    with pytest.raises(ValueError, match=f"finish comes after 3 of {STEPS} steps"):
+    words = (
+        f"training stopped after 3 of {STEPS} steps, before sparsity 0.8 was reached; .* set num_train_epochs or max"
+    )
+    with pytest.raises(ValueError, match=words):
         trainer_of(bert(), tmp_path, PruningCallback(sparsity=SPARSITY), Stop()).train()
 
 

@@ -3,7 +3,9 @@
 import copy
 import gc
 import io
-from collections.abc import Callable, Iterator
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +20,9 @@ from pacprune.data.batches import portions
 from pacprune.masking import weights
 from pacprune.methods.table import METHODS
 from pacprune.training.step import _order
+
+# Tests of single steps let their pruners go.
+pytestmark = pytest.mark.filterwarnings("ignore:a Pruner was given up")
 
 CARRIED = [name for name, row in METHODS.items() if row.begin is not None]
 MOVING = [name for name in CARRIED if name != "osp"]
@@ -496,6 +501,10 @@ def test_a_pruner_says_where_it_stands() -> None:
     model = net()
     pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS, method="gmp")
     assert repr(pruner) == "Pruner(Sequential, gmp, step 0 of 36, sparsity 0.0000 of 0.8)"
+    pruner = pp.Pruner(net(), sparsity=0.75, steps=STEPS, method="osp", include="0.*")
+    share = 360 / TOTAL
+    words = f"sparsity {share:.4f} of {share:g}, sparsity 0.7500 of 0.75 of the 480 selected"
+    assert repr(pruner) == f"Pruner(Sequential, osp, step 0 of 36, {words})"
 
 
 def test_the_digits_are_learned_as_by_pft() -> None:
@@ -573,6 +582,166 @@ def test_a_state_of_another_pruner_is_refused() -> None:
         pruner.load_state_dict(state)
 
 
+@pytest.mark.parametrize("method", CARRIED)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_states_are_loaded_in_any_order(method: str, order: Sequence[int]) -> None:
+    def new(seed: int) -> list[Any]:
+        model = normalised(seed)
+        return [model, sgd(model), pp.Pruner(model, sparsity=0.8, steps=6, method=method)]
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, pruner: pp.Pruner) -> None:
+        for _ in range(3):
+            one_step(model, optimizer)
+            pruner.step()
+
+    whole, model = new(0), new(1)
+    train(*whole)
+    states = [copy.deepcopy(owner.state_dict()) for owner in whole]
+    train(*whole)
+    for place in order:
+        model[place].load_state_dict(states[place])
+    train(*model)
+    assert equal(whole[2].finish().model, model[2].finish().model)
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_model_whose_state_was_not_loaded_is_refused(stop: int) -> None:
+    model = normalised(0)
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=4), sgd(model)
+    for _ in range(stop):
+        one_step(model, optimizer)
+        pruner.step()
+    states = [copy.deepcopy(owner.state_dict()) for owner in (model, optimizer, pruner)]
+    model = normalised(0)
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=4), sgd(model)
+    optimizer.load_state_dict(states[1])
+    pruner.load_state_dict(states[2])
+    words = f"goes on from its state after step {stop}, but biases or other parameters .*; load the model's state dict"
+    for _ in range(2):  # also when it is tried again
+        refused(words, pruner.finish if stop == 4 else lambda: one_step(model, optimizer))
+    model.load_state_dict(states[0])
+    if stop == 4:
+        pruner.finish()
+    else:
+        one_step(model, optimizer)
+
+
+# --- Weights that something else changes.
+
+HIDING = ["pft", "feather", "dpf"]
+"""Methods that train other weights than those of the network."""
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    loss_of(model, X, Y).backward()
+    optimizer.step()
+
+
+def normalised(seed: int) -> nn.Sequential:
+    model = net(seed)
+    model.insert(1, nn.BatchNorm1d(24))
+    return model
+
+
+@pytest.mark.parametrize("method", ["gmp", *HIDING])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_are_loaded_after_the_pruner_was_made(method: str, compiled: bool) -> None:
+    first, second = net(1), net(0)
+    pruned_in_a_loop(first, method=method)
+    network = torch.compile(second, backend="aot_eager") if compiled else second
+    pruner, optimizer = pp.Pruner(network, sparsity=0.8, steps=STEPS, method=method), sgd(second)
+    second.load_state_dict(net(1).state_dict())
+    for ((x, y),) in batches():
+        loss_of(network, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+    pruner.finish()
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4 if compiled else 0, atol=1e-5 if compiled else 0)
+
+
+@pytest.mark.parametrize("method", HIDING)
+def test_a_state_has_the_weights_that_were_loaded(method: str) -> None:
+    model = net(0)
+    pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS, method=method)
+    model.load_state_dict(net(1).state_dict())
+    state = pruner.state_dict()
+    assert all(torch.equal(a, b) for a, b in zip(state["weights"], pp.prunable(net(1)).values(), strict=True))
+    assert equal(model, net(1))
+
+
+@pytest.mark.parametrize("options", [{"criterion": "random"}, {"method": "osp"}], ids=str)
+def test_weights_that_are_loaded_after_they_were_scored(options: dict[str, Any]) -> None:
+    model = net(0)
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5, **options), sgd(model)
+    model.load_state_dict(net(1).state_dict())
+    refused("has changed 0.weight after step 0 of the pruner", lambda: one_step(model, optimizer))
+    assert pruner.steps_done == 0
+
+
+@pytest.mark.parametrize("method", HIDING)
+def test_weights_that_are_changed_between_steps_are_refused(method: str) -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5, method=method), sgd(model)
+    one_step(model, optimizer)
+    pruner.step()
+    with torch.no_grad():
+        model[4].weight.clamp_(-0.05, 0.05)
+    words = r"other than an optimiser has changed 4\.weight after step 1 of the pruner, .*register_step_post_hook"
+    for act in (pruner.step, pruner.state_dict, lambda: loss_of(model, X, Y).backward(), optimizer.step):
+        refused(words, act)
+
+
+@pytest.mark.parametrize("method", CARRIED)
+def test_weights_are_changed_in_a_hook_of_the_optimiser(method: str) -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5, method=method), sgd(model)
+
+    @torch.no_grad()
+    def clamp(*_: Any) -> None:
+        model[4].weight.clamp_(-0.2, 0.2)
+
+    optimizer.register_step_post_hook(clamp)
+    for _ in range(5):
+        one_step(model, optimizer)
+        pruner.step()
+        assert 0 < model[4].weight.abs().max() <= 0.2
+    pruner.finish()
+
+
+@pytest.mark.parametrize("method", ["gmp", "osp"])
+def test_a_method_that_trains_the_weights_of_the_network_takes_changes(method: str) -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=5, method=method), sgd(model)
+    for _ in range(5):
+        one_step(model, optimizer)
+        with torch.no_grad():
+            model[4].weight.clamp_(-0.05, 0.05)
+        pruner.step()
+    with torch.no_grad():
+        model[4].weight.fill_(1)
+    refused("has changed 4.weight after step 5", pruner.finish)  # which revives pruned weights
+
+
+@pytest.mark.parametrize("method", CARRIED)
+def test_averages_that_are_swapped_in_and_out_again(method: str) -> None:
+    first, second = net(), net()
+    pruned_in_a_loop(first, method=method)
+    pruner, optimizer = pp.Pruner(second, sparsity=0.8, steps=STEPS, method=method), sgd(second)
+    for ((x, y),) in batches():
+        loss_of(second, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept = copy.deepcopy(second.state_dict())
+        second.load_state_dict(net(1).state_dict())
+        second.load_state_dict(kept)
+        pruner.step()
+    pruner.finish()
+    assert equal(first, second)
+
+
 # --- What is refused, and what is let go.
 
 
@@ -629,7 +798,7 @@ def test_steps_that_do_not_fit_together() -> None:
     pruner.step()
     refused("the pruner was made for 2 steps, and this is one more", optimizer.step)
     assert pruner.finish() is pruner.finish()
-    refused("no optimiser has moved the pruner's weights", pruner.step)
+    refused(r"step comes after finish, .* Sequential; leave it out, and call pp\.keep_zeros", pruner.step)
     optimizer.step()  # let go
 
 
@@ -662,6 +831,47 @@ def test_a_model_that_changes_under_the_pruner() -> None:
     pp.apply_mask(model, {"0.weight": torch.ones_like(model[0].weight, dtype=torch.bool)})
     refused("the model has another mask than that of its pruner", optimizer.step)
     assert pruner.steps_done == 0
+
+
+@pytest.mark.parametrize("method", CARRIED)
+def test_a_layer_that_is_replaced_is_noticed_at_the_next_call(method: str) -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=2, method=method), sgd(model)
+    whole = model[4]
+    for _ in range(2):
+        one_step(model, optimizer)
+        model[4] = nn.Linear(16, 5)
+        refused("4.weight is another parameter than when the pruner was made", pruner.step)
+        model[4] = nn.Identity()
+        refused("4.weight is another parameter than when the pruner was made", pruner.step)
+        model[4] = whole
+        pruner.step()
+    model[4] = nn.Linear(16, 5)
+    refused("4.weight is another parameter than when the pruner was made", pruner.finish)
+    model[4] = whole
+    pruner.finish()
+
+
+def test_a_pruner_that_is_given_up_on_its_way_says_so() -> None:
+    def after(steps: int, **options: Any) -> pp.Pruner:
+        model = net()
+        pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=4, **options), sgd(model)
+        for _ in range(steps):
+            one_step(model, optimizer)
+            pruner.step()
+        return pruner
+
+    with pytest.warns(UserWarning, match=r"given up after 1 of 4 steps, .* not pruned to sparsity 0.8; hold it until"):
+        after(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after(0)
+        after(4)  # pruned for good
+        after(1, method="osp")
+        after(3, mask_share=0.5)  # its mask stays
+        after(2).state_dict()  # to go on from
+        with pytest.raises(ValueError, match="finish comes after 1 of 4 steps"):
+            after(1).finish()
 
 
 def test_weights_that_move_to_other_memory() -> None:
@@ -760,3 +970,12 @@ def test_gradients_that_were_thrown_away_move_no_offsets() -> None:
     optimizer.step()
     pruner.step()
     assert all(not p.detach().any() for p in weights.learned(model).values())
+
+
+@pytest.mark.parametrize(
+    "options", [{"mask_share": 0.5}, {"criterion": "random"}, {"min_per_layer": 3}, {"gate_lr": None}]
+)
+def test_a_state_of_other_options_is_refused(options: dict[str, Any]) -> None:
+    state = pp.Pruner(net(), sparsity=0.8, steps=20).state_dict()
+    with pytest.raises(ValueError, match="make it like the first one"):
+        pp.Pruner(net(), sparsity=0.8, steps=20, **options).load_state_dict(state)

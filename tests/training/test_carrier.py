@@ -146,7 +146,9 @@ def test_it_may_come_late_and_end_again() -> None:
     for name, keep in mask.items():
         assert not optimizer.state[model.get_parameter(name)]["momentum_buffer"][~keep].any()
     assert set(train(model, optimizer)) == {ZEROS}
+    assert repr(handle) == "Carrier(Sequential, 360 of 400 weights stay zero)"
     handle.remove()
+    assert repr(handle) == "Carrier(Sequential, removed)"
     assert train(model, optimizer)[-1] < ZEROS
 
 

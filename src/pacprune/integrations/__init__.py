@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from pacprune.distributed import is_sharded
-from pacprune.methods.pruner import Pruner
+from pacprune.methods.pipeline import Pruned
+from pacprune.methods.pruner import Pruner, Unfinished
 
 _KNOWN_TO_TRAINERS = ("model", "steps", "scaler")
 
@@ -49,3 +50,14 @@ def start_pruner(
     if steps_before and state is not None:
         pruner.load_state_dict(state)
     return pruner
+
+
+def finish_pruner(pruner: Pruner, *, settings: str) -> Pruned:
+    """Leaves the plain model; of a run that stopped too early, names the trainer's settings that say how long it is."""
+    try:
+        return pruner.finish()
+    except Unfinished:
+        raise Unfinished(
+            f"training stopped after {pruner.steps_done} of {pruner.steps} steps, before sparsity "
+            f"{pruner.final_sparsity:g} was reached; let it run to its end, or set {settings} to what it takes"
+        ) from None

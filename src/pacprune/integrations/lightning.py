@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pacprune.integrations import check_options, check_storable, start_pruner
+from pacprune.integrations import check_options, check_storable, finish_pruner, start_pruner
 from pacprune.methods.pipeline import Pruned
 from pacprune.methods.pruner import Pruner
 
@@ -93,7 +93,7 @@ class PruningCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leaves the plain module with exactly k weights."""
         assert self.pruner is not None
-        self.pruned = self.pruner.finish()
+        self.pruned = finish_pruner(self.pruner, settings="max_epochs or max_steps")
         self.pruner = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pacprune.integrations import check_options, check_storable, start_pruner
+from pacprune.integrations import check_options, check_storable, finish_pruner, start_pruner
 from pacprune.methods.pipeline import Pruned
 from pacprune.methods.pruner import Pruner
 
@@ -90,7 +90,7 @@ class PruningCallback(TrainerCallback):
     ) -> None:
         """Leaves the plain model with exactly k weights."""
         assert self.pruner is not None
-        self.pruned = self.pruner.finish()
+        self.pruned = finish_pruner(self.pruner, settings="num_train_epochs or max_steps")
         self._release()
 
     def _release(self) -> None:

@@ -430,6 +430,12 @@ def _own_fingerprint(module: nn.Module) -> int | None:
     return _fingerprint([t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None])
 
 
+def fingerprint_of_rest(model: nn.Module, pruned: Iterable[Tensor]) -> int | None:
+    """64 bits of the model's parameters but for these; forward passes do not change them, as they do statistics."""
+    ids = {id(weight) for weight in pruned}
+    return _fingerprint([p for p in model.parameters() if id(p) not in ids])
+
+
 def fingerprint(model: nn.Module) -> int | None:
     """64 bits that another value anywhere in the model's parameters or buffers is almost sure to change.
 

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pacprune import imports
-from pacprune.distributed import local, ranks, unwrapped
+from pacprune.distributed import count, is_sharded, local, ranks, unwrapped
 from pacprune.masking import weights
 from pacprune.masking.criteria import CRITERIA, Criterion, score
 from pacprune.methods.pipeline import Pruned, Request, as_noted, check_request, make_plan
@@ -25,6 +26,14 @@ from pacprune.types import Data, Diverged, Forward, Loss, check_name
 
 _LOOK = 100
 """On a GPU, every so many steps the host looks whether weights are finite: it has to wait for that."""
+
+
+_Place = tuple[dict[str, Any], str, Any, str]
+"""A dictionary of a module, the key and what it holds there, and the name of a weight that is reached by it."""
+
+
+class Unfinished(ValueError):
+    """A pruner is to finish before its sparsity is reached."""
 
 
 class Pruner:
@@ -43,7 +52,7 @@ class Pruner:
         model: A plain network, on the device where it is trained; also one in DistributedDataParallel, in torch.compile
             or cut by fully_shard.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
-            {"conv*": 0.5, "fc*": 0.9}; other weights are then left alone.
+            {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         steps: How many steps the optimiser will take; each adds up all micro-batches since the last one.
         method: pft (learn which weights to keep), feather, gmp, dpf or osp.
         criterion: What ranks the weights of pft at the start, and those of osp. A name, such as "magnitude", or a
@@ -68,7 +77,7 @@ class Pruner:
 
     Raises:
         ValueError: If method, criterion, sparsity or model do not fit together, if a loss was not finite, if `step` was
-            forgotten, or if there are more steps than `steps`.
+            forgotten, if there are more steps than `steps`, or if something else changed weights between two steps.
 
     Example:
         >>> pruner = pp.Pruner(model, sparsity=0.9, steps=20)
@@ -140,11 +149,16 @@ class Pruner:
         """The optimisers that have forgotten the pruned weights of the final mask."""
         self._peak = 0.0
         """The largest learning rate of the weights so far."""
+        self._rest: int | None = None
+        """What the model's other parameters are to be in a run that goes on, until its first step has looked."""
+        self._may_end = False
+        """Whether somebody knows that it is unfinished: its state was stored, or `finish` has said so."""
         self._outcome: Pruned | None = None
         self._show()
         # Weakly, so that a pruner that nobody holds lets go of its model at once.
-        before, after, scale = (weakly(m) for m in (self._before_optimizer, self._after_optimizer, self._scale))
-        self._carrier = Carrier(self._stepper, before=before, after=after, scale=scale)
+        before, after = weakly(self._before_optimizer), weakly(self._after_optimizer)
+        look, scale = weakly(self._check_model), weakly(self._scale)
+        self._carrier = Carrier(self._stepper, before=before, after=after, look=look, scale=scale)
 
     # --- What a user's loop calls.
 
@@ -162,6 +176,12 @@ class Pruner:
                 ...
             ValueError: no optimiser has moved the pruner's weights since ...
         """
+        if self._outcome is not None:
+            raise ValueError(
+                f"step comes after finish, which let go of the {type(self.model).__name__}; leave it out, and call "
+                "pp.keep_zeros(model, optimizer) to train on"
+            )
+        self._check_model()
         if not self._movers:
             self._skip()
         elif self.steps_done == 1:
@@ -178,7 +198,8 @@ class Pruner:
             The pruned network and its mask.
 
         Raises:
-            ValueError: If it is too early: the sparsity has not been reached.
+            ValueError: If it is too early: the sparsity has not been reached. Or if the model was changed by something
+                else.
 
         Example:
             >>> pruner = pp.Pruner(model, sparsity=0.9, steps=20, method="osp")
@@ -186,6 +207,8 @@ class Pruner:
             0.900...
         """
         if self._outcome is None:
+            self._check_model()
+            self._check_rest()
             self._check_end()
             with weights.changing(self.model):
                 self._stepper.finish()
@@ -200,7 +223,24 @@ class Pruner:
 
     def __repr__(self) -> str:
         facts = [type(self.model).__name__, self.method, f"step {self.steps_done:,} of {self.steps:,}"]
-        return f"Pruner({', '.join(facts)}, sparsity {self.sparsity:.4f} of {self.final_sparsity:g})"
+        facts.append(f"sparsity {self.sparsity:.4f} of {self.final_sparsity:g}")
+        values, total = self._stepper.subject.values, weights.total(self.model)
+        size = sum(value.numel() for value in values)
+        if size < total:
+            zero_share = sum(count(value == 0) for value in values) / size
+            goal = self.final_sparsity * total / size
+            facts.append(f"sparsity {zero_share:.4f} of {goal:g} of the {size:,} selected")
+        return f"Pruner({', '.join(facts)})"
+
+    def __del__(self) -> None:
+        # One that was refused in the making has no steps.
+        done = getattr(self, "steps_done", 0)
+        if done and not self._stepper.fixed and not self._may_end:
+            warnings.warn(
+                f"a Pruner was given up after {done} of {self.steps} steps, and its {type(self.model).__name__} is not "
+                f"pruned to sparsity {self.final_sparsity:g}; hold it until pruner.finish()",
+                stacklevel=2,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What a broken run needs to go on, beside the state dicts of model, optimiser and scheduler.
@@ -216,6 +256,8 @@ class Pruner:
             0
         """
         subject = self._stepper.subject
+        self._check_model()
+        self._may_end = True
         with self._stepper.as_trained():
             trained = [local(value).clone() for value in subject.values]
         return {
@@ -227,10 +269,13 @@ class Pruner:
             "learned": [local(p.detach()).clone() for p in weights.learned(self.model).values()],
             "memory": [local(tensor).clone() for tensor in self._stepper.control.memory],
             "momenta": self._offsets.state_dict(),
+            "rest": self._fingerprint_of_rest(),
         }
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Goes on from `state_dict`, in a pruner that was just made with the same arguments.
+
+        The state dict of the model is loaded as well, before or after; the first step looks whether it was.
 
         Args:
             content: What `state_dict` returned.
@@ -265,7 +310,7 @@ class Pruner:
             for tensor, saved in zip(tensors, content[name], strict=name in ("weights", "masks")):
                 local(tensor.detach()).copy_(saved)
         self._offsets.load_state_dict(content["momenta"])
-        self.steps_done, self._peak = content["steps_done"], content["peak"]
+        self.steps_done, self._peak, self._rest = content["steps_done"], content["peak"], content["rest"]
         stepper.resume(self.steps_done + 1, self.steps)
         self._show(fading=False)
 
@@ -288,6 +333,7 @@ class Pruner:
                 "a GradScaler scales the gradients of this loop; give it to the pruner: pp.Pruner(..., scaler=scaler)"
             )
         self._check_model()
+        self._check_rest()
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
         """Goes on to the next step when the first optimiser has moved weights; others may follow."""
@@ -338,7 +384,7 @@ class Pruner:
 
     def _skip(self) -> None:
         """A step that the scaler has skipped."""
-        if self._outcome is not None or self.scaler is None or not self.scaler.is_enabled():
+        if self.scaler is None or not self.scaler.is_enabled():
             raise ValueError(
                 f"no optimiser has moved the pruner's weights since its step {self.steps_done}; call pruner.step() "
                 "once after every step of an optimiser that has this model's parameters"
@@ -379,12 +425,17 @@ class Pruner:
     def _settings(self) -> dict[str, Any]:
         names = self._stepper.subject.names
         shapes = [f"{name} {tuple(weight.shape)}" for name, weight in zip(names, self._carrier.weights, strict=True)]
-        return {"method": self.method, "steps": self.steps, "sparsity": self.final_sparsity, "weights": shapes}
+        settings = {"method": self.method, "steps": self.steps, "sparsity": self.final_sparsity, "weights": shapes}
+        if self.budget is not None:
+            terms = self.budget.record()
+            settings |= {name: terms[name] for name in ("until", "fade", "min_per_layer", "pattern", "layers")}
+        return settings | {"gate_lr": self._gate_lr}
 
     def _check_model(self) -> None:
         """Refuses to go on where something else has replaced weights or masks."""
-        for parameters, key, name, weight in self._places:
-            if parameters.get(key) is not weight:
+        for owner, key, held, name in self._places:
+            present = owner.get(key)
+            if present is not held and not _is_gathered(held, present):
                 raise ValueError(
                     f"{name} is another parameter than when the pruner was made; change the model before that, and "
                     "make a new pruner"
@@ -394,6 +445,32 @@ class Pruner:
                 "the model has another mask than that of its pruner; call pp.apply_mask or pp.attach after "
                 "pruner.finish()"
             )
+        names = self._stepper.overwritten()
+        if names and self._begins():
+            self._stepper.adopt()
+        elif names:
+            raise ValueError(
+                f"something other than an optimiser has changed {names[0]} after step {self.steps_done} of the pruner, "
+                "which the next step would undo; change weights before the pruner is made, or in "
+                "optimizer.register_step_post_hook, which sees those that are trained"
+            )
+
+    def _begins(self) -> bool:
+        """Whether nothing follows from the weights yet: no step, no mask, and no scores. Rows are ranked together."""
+        budget = self.budget
+        return self.steps_done == 0 and budget is not None and not budget.fade and self._stepper.subject.between is None
+
+    def _fingerprint_of_rest(self) -> int | None:
+        return weights.fingerprint_of_rest(self.model, self._carrier.weights)
+
+    def _check_rest(self) -> None:
+        """Refuses to go on with the pruned weights of one state and the other parameters of another."""
+        if self._rest is not None and self._rest != self._fingerprint_of_rest():
+            raise ValueError(
+                f"the pruner goes on from its state after step {self.steps_done}, but biases or other parameters of "
+                f"the {type(self.model).__name__} are not those of then; load the model's state dict of the same moment"
+            )
+        self._rest = None
 
     def _check_trained(self) -> None:
         """Refuses weights that want gradients, but that no optimiser has."""
@@ -424,7 +501,8 @@ class Pruner:
         if budget is None or self._stepper.fixed or share >= budget.ramp:
             return
         now = 1 - budget.density(share)
-        raise ValueError(
+        self._may_end = True
+        raise Unfinished(
             f"finish comes after {self.steps_done} of {self.steps} steps, when the schedule has reached sparsity "
             f"{now:.4g} of {self.final_sparsity:g}; take all steps, or give steps= as many as the loop takes"
         )
@@ -461,14 +539,25 @@ def _check_ranks(model: nn.Module) -> None:
     ranks.require_equal({"weights": (str(value), advice)})
 
 
-def _places(model: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str, str, nn.Parameter]]:
-    """For every weight: the dictionary that holds it, its key there, its name, and itself."""
-    places = []
+def _places(model: nn.Module, names: Sequence[str]) -> list[_Place]:
+    """The places of all weights, and of the modules on the way to them."""
+    places: dict[tuple[int, str], _Place] = {}
     for name in names:
-        owner, _, key = name.rpartition(".")
-        parameters: dict[str, Any] = model.get_submodule(owner)._parameters
-        places.append((parameters, key, name, parameters[key]))
-    return places
+        owner = model
+        *path, key = name.split(".")
+        for part in path:
+            modules: dict[str, Any] = owner._modules
+            places[id(owner), part] = (modules, part, modules[part], name)
+            owner = modules[part]
+        parameters: dict[str, Any] = owner._parameters
+        places[id(owner), key] = (parameters, key, parameters[key], name)
+    return list(places.values())
+
+
+def _is_gathered(held: Any, present: Any) -> bool:
+    """Whether fully_shard has put a whole weight in the place of its rows, until a backward pass has ended."""
+    both = isinstance(held, nn.Parameter) and isinstance(present, nn.Parameter)
+    return both and is_sharded(held) and not is_sharded(present)
 
 
 def _has_skipped(optimizer: Optimizer) -> bool:

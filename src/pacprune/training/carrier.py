@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from pacprune.distributed import across_model, is_sharded, local
+from pacprune.distributed import across_model, count, is_sharded, local
 from pacprune.masking import masks, weights
 from pacprune.training.controls import CARRIED, Stepper, refuse_carried
 
@@ -33,6 +33,7 @@ class Carrier:
     Args:
         stepper: What moves or keeps the masks; its weights are shown already.
         before: Called before an optimiser moves the weights, and may refuse to.
+        look: Called when a backward pass begins, and may refuse what something else did to the weights.
         after: Called after that, with the weights as trained; it leaves them shown.
         optimizer: The only one to listen to; None listens to every one that holds some of the weights.
         scale: What losses are multiplied with, where a GradScaler does that.
@@ -44,10 +45,11 @@ class Carrier:
         *,
         before: Callable[[Optimizer], None],
         after: Callable[[Optimizer], None],
+        look: Callable[[], None] = lambda: None,
         optimizer: Optimizer | None = None,
         scale: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self.stepper, self._before, self._after, self._scale = stepper, before, after, scale
+        self.stepper, self._before, self._after, self._look, self._scale = stepper, before, after, look, scale
         self.weights = [weight for weight, _ in stepper.subject.pairs]
         self._ids = {id(weight) for weight in self.weights}
         self._backward = False
@@ -89,6 +91,13 @@ class Carrier:
         _remove(self.handles)
         CARRIED.discard(self.stepper)
 
+    def __repr__(self) -> str:
+        keeps = self.stepper.subject.keeps
+        total = sum(keep.numel() for keep in keeps)
+        pruned_count = total - sum(count(keep) for keep in keeps)
+        state = f"{pruned_count:,} of {total:,} weights stay zero" if self.handles else "removed"
+        return f"Carrier({type(self.stepper.model).__name__}, {state})"
+
     def _backward_begins(self, gradient: Tensor) -> None:
         if self._backward:
             return
@@ -97,6 +106,7 @@ class Carrier:
                 "a gradient arrived while the weights are those that the optimiser moves, since its last step broke "
                 "off; start again from a checkpoint"
             )
+        self._look()
         self._backward = True
         self.stepper.revert()
         engine = torch.autograd.Variable._execution_engine
@@ -202,6 +212,8 @@ def keep_zeros(model: nn.Module, optimizer: Optimizer) -> Carrier:
         >>> model = pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.9))
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         >>> handle = pp.keep_zeros(model, optimizer)
+        >>> handle
+        Carrier(Sequential, 1,066 of 1,184 weights stay zero)
         >>> torch.nn.functional.cross_entropy(model(x), y).backward()
         >>> optimizer.step()
         >>> round(pp.sparsity(model), 3)

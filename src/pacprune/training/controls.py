@@ -18,7 +18,7 @@ A new control is one class, a function that says at which moments it acts, and o
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,6 +113,7 @@ class Control:
             trained.
         revert: (which weights) takes `convert` back, so that another backward pass can add to the gradients.
         hide: Makes the weights those that are trained.
+        network: What `show` has left in the weights, computed again; None where only `fit` has the control.
         settle: Puts zeros back after the optimiser's step.
         conclude: (step, steps), after so many steps, on the host.
         note: Brings the masks up to date, where steps do not.
@@ -127,6 +128,7 @@ class Control:
     convert: Callable[[Sequence[int], float | None], None] = _nothing
     revert: Callable[[Sequence[int]], None] = _nothing
     hide: Callable[[], None] = _nothing
+    network: Callable[[], list[Tensor]] | None = None
     settle: Callable[[], None] = _nothing
     conclude: Callable[[int, int], None] = _nothing
     note: Callable[[], None] = _nothing
@@ -143,8 +145,14 @@ def fixed(subject: Subject) -> Control:
     """A mask that stays: pruned weights are zero after every step, and without gradients where these are looked at."""
     return Control(
         convert=(lambda *_: clean_gradients_(subject.pairs)) if subject.clean else _nothing,
+        network=lambda: _pruned(subject.values, subject.keeps),
         settle=lambda: weights.zero_pruned_(subject.pairs),
     )
+
+
+def _pruned(values: Sequence[Tensor], keeps: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's rows of weights, with zeros where they are pruned, in other memory."""
+    return [local(value).masked_fill(~local(keep), 0) for value, keep in zip(values, keeps, strict=True)]
 
 
 def clean_gradients_(pairs: weights.Masked) -> None:
@@ -161,7 +169,7 @@ def magnitude(subject: Subject) -> Control:
             weights.zero_pruned_(_member_pairs(subject, k))
 
     still = fixed(subject)
-    return Control(prepare=prepare, convert=still.convert, settle=still.settle, finish=lambda: _prune_finally_(subject))
+    return replace(still, prepare=prepare, finish=lambda: _prune_finally_(subject))
 
 
 def feedback(subject: Subject) -> Control:
@@ -178,7 +186,11 @@ def feedback(subject: Subject) -> Control:
         weights.zero_pruned_(subject.pairs)
 
     return Control(
-        prepare=prepare, show=show, hide=lambda: _copy_(rows, trained), finish=lambda: _prune_finally_(subject)
+        prepare=prepare,
+        show=show,
+        hide=lambda: _copy_(rows, trained),
+        network=lambda: [row.masked_fill(~local(keep), 0) for row, keep in zip(trained, subject.keeps, strict=True)],
+        finish=lambda: _prune_finally_(subject),
     )
 
 
@@ -468,7 +480,12 @@ class Threshold:
         else:
             for inputs, gate, tau in zip(self.inputs, self.gates, thresholds, strict=True):
                 torch.sub(gate, tau, out=inputs.gate)
-        _copy_(self.rows, kernels.draw(self.inputs, self.law))
+        _copy_(self.rows, self.network())
+
+    @torch.no_grad()
+    def network(self) -> list[Tensor]:
+        """The weights that the network computes with."""
+        return kernels.draw(self.inputs, self.law)
 
     def _take(self, numbers: Tensor) -> None:
         """The numbers of a new step."""
@@ -623,7 +640,7 @@ class Threshold:
 def threshold(subject: Subject) -> Control:
     """Feather's threshold on learned scores."""
     control = Threshold(subject)
-    names = ("prepare", "show", "convert", "revert", "hide", "note", "mark", "finish", "groups")
+    names = ("prepare", "show", "convert", "revert", "hide", "network", "note", "mark", "finish", "groups")
     return Control(**{name: getattr(control, name) for name in names}, memory=control.start)
 
 
@@ -702,6 +719,8 @@ class Stepper:
         total = weights.noted_total(model) if pairs else 0
         names, learned = weights.masked_names(model), weights.learned(model)
         self.model, self.shown = model, False
+        self._versions: list[tuple[int, int]] = []
+        """How often every weight had been written to when it was last shown."""
         self.converted: set[int] = set()
         """The numbers of the weights whose gradients are those of what is trained."""
         self.subject = Subject(pairs, names, learned, budgets, seeds, total, members, clean)
@@ -729,6 +748,36 @@ class Stepper:
         """The weights become those that the network computes with; without numbers, by those of the last step."""
         self.control.show(numbers)
         self.shown = True
+        if self.subject.clean:
+            self._versions = self._count_writes()
+
+    def _count_writes(self) -> list[tuple[int, int]]:
+        # What is written into a sharded tensor, and into its rows, counts at different places.
+        return [(weight._version, local(weight.detach())._version) for weight, _ in self.subject.pairs]
+
+    def overwritten(self) -> list[str]:
+        """The names of shown weights that something else has changed since, so that the next step would undo it.
+
+        A write that leaves the values as they were is none: averages that are swapped in and out, or a state dict that
+        is loaded twice. Writes are counted on the host; values are looked at where the count has changed.
+        """
+        counts = self._count_writes()
+        if not self.shown or self.control.network is None or counts == self._versions:
+            return []
+        triples = zip(self.subject.names, self.subject.values, self.control.network(), strict=True)
+        names = [name for name, value, expected in triples if not torch.equal(local(value), expected)]
+        if not names:
+            self._versions = counts
+        return names
+
+    def adopt(self) -> None:
+        """Takes what something else has written into the shown weights for those that are trained.
+
+        This is for a network that is still dense: its weights keep their values, also for a backward pass under way.
+        """
+        keep_versions = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+        with keep_versions(tuple(self.subject.values)):
+            self.show(None)
 
     @contextmanager
     def as_trained(self) -> Iterator[None]:
