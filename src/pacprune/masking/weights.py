@@ -263,6 +263,7 @@ class Notes:
         fingerprint: Of its own parameters and buffers, without those of the modules inside, after the last training or
             pruning by pacprune, so that a change by something else is noticed; None where there was none.
         mask: Which weights are kept, by their names in this module; `fit` keeps the others at zero. None: no mask.
+        moving: Whether the mask is one on the way, which another may follow.
         learned: What decides beside the weights which of them are kept, while it is trained; None where nothing does.
         total: D, the number of weights that sparsity is counted in; None until a mask or gates were given.
         receipt: What training on a bound left; None where there was no such training.
@@ -273,6 +274,7 @@ class Notes:
     changed: int | None = None
     fingerprint: int | None = None
     mask: dict[str, Tensor] | None = None
+    moving: bool = False
     learned: dict[str, nn.Parameter] | None = None
     total: int | None = None
     receipt: Receipt | None = None
@@ -508,6 +510,7 @@ def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module
     with changing(model):
         mark_seen(model, trace.noted(mask.values()))
         forget_masks(model)
+        note.moving = False
         note.mask = {n: keep.to(weights[n].device, torch.bool, copy=True) for n, keep in mask.items()}
         note.total = total(model)
         zero_pruned_(masked(model))
@@ -557,8 +560,8 @@ def revived(model: nn.Module) -> str:
 
 
 def warn_of_revived(model: nn.Module) -> None:
-    """Says so where something has moved pruned weights away from zero."""
-    if sentence := revived(model):
+    """Says so where something has moved pruned weights away from zero, unless the mask moves itself."""
+    if not notes(model).moving and (sentence := revived(model)):
         warnings.warn(
             f"{sentence}, since something else, such as an optimiser, moved them; call pp.apply_mask(model, mask) to "
             "prune them again and pp.keep_zeros(model, optimizer) before training goes on, or pp.apply_mask(model, "

@@ -728,6 +728,8 @@ class Stepper:
         self.fixed = not budgets
         """Whether the masks no longer change."""
         self.control = CONTROLS[budgets[0].control].make(self.subject) if budgets else fixed(self.subject)
+        if budgets:
+            weights.notes(model).moving = True
 
     def groups(self, configs: "Sequence[Config]") -> list[Group]:
         """What is trained beside the weights."""
@@ -851,3 +853,4 @@ class Stepper:
     def _fix(self) -> None:
         self.control, self.fixed = fixed(self.subject), True
         weights.notes(self.model).learned = None
+        weights.notes(self.model).moving = False
