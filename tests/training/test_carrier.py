@@ -1,6 +1,7 @@
 """Zeros stay zero in a loop of one's own, under any optimiser; and what happens to them without that is said."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pacprune as pp
 from pacprune.masking import weights
@@ -219,3 +221,23 @@ def test_a_mask_that_is_taken_off_is_not_missed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pp.sparsity(model) < 0.9
+
+
+def test_a_carrier_that_is_collected_during_a_step_of_another_optimiser_does_no_harm() -> None:
+    """Torch goes through its hooks at that moment."""
+    model, other = masked(), masked()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    pruners: list[pp.Pruner] = []
+
+    def collect(*_: Any) -> None:
+        pruners.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)  # before those of the pruner
+    pruners.append(pp.Pruner(copy.deepcopy(model), sparsity=0.95, steps=3))
+    try:
+        F.cross_entropy(other(X), Y).backward()
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert not pruners

@@ -55,6 +55,7 @@ class Carrier:
         self._backward = False
         """Whether a backward pass is under way."""
         self._addresses = [local(weight).data_ptr() for weight in self.weights]
+        _remove(_FORSAKEN)
         self.handles: list[Any] = []
         # Global hooks must not keep alive what nobody else holds; those of one optimiser live as long as it does.
         before_step, after_step = self._before_step, self._after_step
@@ -69,7 +70,7 @@ class Carrier:
                 optimizer.register_step_post_hook(after_step),
             ]
         self._watch_backward()
-        weakref.finalize(self, _remove, self.handles)
+        weakref.finalize(self, _FORSAKEN.extend, self.handles)
         CARRIED.add(stepper)
 
     def _watch_backward(self) -> None:
@@ -162,6 +163,13 @@ class Carrier:
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether it moves some of the weights."""
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+
+
+_FORSAKEN: list[Any] = []
+"""Hooks of carriers that nobody holds, which do nothing. They are removed when the next carrier is made.
+
+Garbage may be collected while torch goes through its hooks, which must not change then.
+"""
 
 
 def _remove(handles: list[Any]) -> None:
