@@ -22,9 +22,11 @@ __all__ = [
     "gpt",
     "lenet5",
     "lstm",
+    "mixer",
     "mlp",
     "next_character",
     "resnet20",
+    "vgg",
     "vit",
     "wide_resnet",
 ]
@@ -379,12 +381,7 @@ def vit(
         >>> net(torch.zeros(3, 1, 8, 8)).shape
         torch.Size([3, 10])
     """
-    if size % patch:
-        raise ValueError(
-            f"an image of {size}x{size} pixels cannot be cut into patches of {patch}x{patch}; "
-            f"choose a patch that divides {size}"
-        )
-    return _seeded(lambda: _ViT(channels, size // patch, classes, patch, width, depth, heads), seed)
+    return _seeded(lambda: _ViT(channels, _patches(size, patch), classes, patch, width, depth, heads), seed)
 
 
 class _ViT(nn.Module):
@@ -402,6 +399,129 @@ class _ViT(nn.Module):
         """Class scores (n, classes) of images x (n, channels, height, width)."""
         x = self.patches(x).flatten(2).transpose(1, 2) + self.places
         return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+def vgg(
+    channels: int = 3, size: int = 32, classes: int = 10, *, widths: Sequence[int] = (32, 64, 128), seed: int = 0
+) -> nn.Sequential:
+    """A chain of 3x3 convolutions without shortcuts, two at each size: 288,746 parameters by default.
+
+    Simonyan and Zisserman, "Very deep convolutional networks", 2015, small, with BatchNorm and one Linear layer.
+
+    Args:
+        channels: Channels of an image: 1 for grey, 3 for colour.
+        size: Height and width of an image; pooling halves it once per width.
+        classes: Number of outputs, such as 10.
+        widths: Channels of the convolutions at every size, such as (32, 64, 128).
+        seed: Chooses the first weights; one seed gives one network.
+
+    Returns:
+        The network, on the CPU.
+
+    Raises:
+        ValueError: If pooling leaves nothing of the image.
+
+    Example:
+        >>> net = pp.models.vgg(1, 8, widths=(4, 8))
+        >>> net(torch.zeros(3, 1, 8, 8)).shape
+        torch.Size([3, 10])
+    """
+    if size < 2 ** len(widths):
+        raise ValueError(f"an image of {size}x{size} pixels cannot be halved {len(widths)} times; give it fewer widths")
+
+    def make() -> nn.Sequential:
+        layers: list[nn.Module] = []
+        for before, width in itertools.pairwise((channels, *widths)):
+            for inputs in (before, width):
+                layers += [nn.Conv2d(inputs, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+            layers.append(nn.MaxPool2d(2))
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(module.weight)
+        return model
+
+    return _seeded(make, seed)
+
+
+def mixer(
+    channels: int = 3,
+    size: int = 32,
+    classes: int = 10,
+    *,
+    patch: int = 4,
+    width: int = 128,
+    depth: int = 4,
+    seed: int = 0,
+) -> nn.Module:
+    """An MLP-Mixer for size x size images: two-layer networks over the patches and over the channels, in turn.
+
+    Tolstikhin et al., "MLP-Mixer: an all-MLP architecture for vision", 2021, without biases in its blocks.
+
+    Args:
+        channels: Channels of an image: 1 for grey, 3 for colour.
+        size: Height and width of an image, a multiple of `patch`.
+        classes: Number of outputs, such as 10.
+        patch: Height and width of the patches that an image is cut into.
+        width: Numbers per patch.
+        depth: Number of blocks.
+        seed: Chooses the first weights; one seed gives one network.
+
+    Returns:
+        The network, on the CPU.
+
+    Raises:
+        ValueError: If patches do not cover the image.
+
+    Example:
+        >>> net = pp.models.mixer(1, 8, patch=2, width=32, depth=2)
+        >>> net(torch.zeros(3, 1, 8, 8)).shape
+        torch.Size([3, 10])
+    """
+    return _seeded(lambda: _Mixer(channels, _patches(size, patch), classes, patch, width, depth), seed)
+
+
+def _patches(size: int, patch: int) -> int:
+    """How many patches lie side by side."""
+    if size % patch:
+        raise ValueError(
+            f"an image of {size}x{size} pixels cannot be cut into patches of {patch}x{patch}; "
+            f"choose a patch that divides {size}"
+        )
+    return size // patch
+
+
+class _Mixer(nn.Module):
+    """The network of `mixer`, for images of side x side patches."""
+
+    def __init__(self, channels: int, side: int, classes: int, patch: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, width, patch, stride=patch)
+        self.blocks = nn.Sequential(*[_MixerBlock(side * side, width) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        _small_start(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores (n, classes) of images x (n, channels, height, width)."""
+        return self.head(self.norm(self.blocks(self.patches(x).flatten(2).transpose(1, 2))).mean(1))
+
+
+class _MixerBlock(nn.Module):
+    """A two-layer network over the patches and one over the channels, each added to its input."""
+
+    def __init__(self, places: int, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.places, self.places_out = (
+            nn.Linear(places, 2 * places, bias=False),
+            nn.Linear(2 * places, places, bias=False),
+        )
+        self.hidden, self.hidden_out = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.places_out(F.gelu(self.places(self.norm1(x).transpose(1, 2))))
+        x = x + mixed.transpose(1, 2)
+        return x + self.hidden_out(F.gelu(self.hidden(self.norm2(x))))
 
 
 def lstm(

@@ -82,9 +82,11 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "lstm": lambda shape, classes, **sizes: models.lstm(shape[0] * shape[-1], classes, **sizes),
     "mlp": lambda shape, classes, **sizes: models.mlp(math.prod(shape), classes, **sizes),
     "lenet5": lambda shape, classes, **sizes: models.lenet5(shape[0], shape[-1], classes, **sizes),
+    "vgg": lambda shape, classes, **sizes: models.vgg(shape[0], shape[-1], classes, **sizes),
+    "mixer": lambda shape, classes, **sizes: models.mixer(shape[0], shape[-1], classes, **sizes),
 }
 """(shape of an image, number of classes, seed=, sizes) -> network."""
-_CONVOLUTIONS = ("convnext", "resnet20", "wide-resnet")
+_CONVOLUTIONS = ("convnext", "resnet20", "vgg", "wide-resnet")
 
 
 # --- The settings.
@@ -98,6 +100,7 @@ def _setting(
     epochs: int,
     sparsities: tuple[float, ...],
     rates: tuple[float, ...],
+    label: str = "",
     options: Callable[..., Contest] = Images,
     **sizes: Any,
 ) -> Setting[Any]:
@@ -107,6 +110,7 @@ def _setting(
     return Setting(
         data=data,
         model=model,
+        label=label,
         seeds=3,
         sparsities=sparsities,
         dense=dense,
@@ -196,6 +200,27 @@ _REDUCED: tuple[Setting[Any], ...] = (
         epochs=10,
         sparsities=(0.95, 0.98, 0.99),
         rates=(0.02, 0.06, 0.2),
+        examples=_IMAGES,
+    ),
+    # Chosen after all defaults had been frozen; run once.
+    _setting(
+        "cifar10",
+        "vgg",
+        replace(_SGD, augment=True),
+        epochs=10,
+        sparsities=(0.95, 0.98, 0.99),
+        rates=(0.03, 0.1, 0.3),
+        label="untouched",
+        examples=_IMAGES,
+    ),
+    _setting(
+        "cifar10",
+        "mixer",
+        replace(_ADAMW, augment=True, clip=1.0),
+        epochs=10,
+        sparsities=(0.9, 0.95, 0.98),
+        rates=(3e-4, 1e-3, 3e-3),
+        label="untouched",
         examples=_IMAGES,
     ),
 )
@@ -471,6 +496,8 @@ def summary(table: Table) -> dict[str, float]:
 
 _TITLES = {"gpt": "GPT", "lenet5": "LeNet-5", "lstm": "LSTM", "mlp": "MLP", "resnet20": "ResNet20", "vit": "ViT"} | {
     "convnext": "ConvNeXt",
+    "mixer": "Mixer",
+    "vgg": "VGG",
     "wide-resnet": "wide ResNet",
 }
 _DATA = {"cifar10": "CIFAR-10", "fashion-mnist": "Fashion-MNIST", "tinyshakespeare": "Shakespeare"}
