@@ -411,6 +411,46 @@ def test_lbfgs(method: str) -> None:
     assert method == "pft" or set(counts) == {TOTAL - KEPT}
 
 
+@pytest.mark.parametrize("method", CARRIED)
+def test_optimisers_of_one_step_have_one_mask(method: str) -> None:
+    model, twin = net(), net()
+    by_verb(method, twin)
+    pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS, method=method)
+    optimizers = [sgd(model[:2]), sgd(model[2:])]
+    for number, ((x, y),) in enumerate(batches()):
+        loss_of(model, x, y).backward()
+        for optimizer in optimizers[:: 1 if number % 2 else -1]:
+            optimizer.step()
+            optimizer.zero_grad()
+            assert pp.sparsity(model) <= 0.8 + 1e-3
+            loss_of(model, x, y)  # an evaluation, which changes nothing
+        if number % 2:
+            pruner.state_dict()  # neither does that
+        pruner.step()
+        assert pruner.steps_done == number + 1
+    assert equal(pruner.finish().model, twin)
+
+
+@pytest.mark.parametrize("method", MOVING)
+def test_a_step_without_one_of_two_optimisers(method: str) -> None:
+    model = net()
+    pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS, method=method)
+    optimizers = [sgd(model[:2]), sgd(model[2:])]
+    for number in range(STEPS):
+        loss_of(model, X, Y).backward()
+        for optimizer in optimizers[: 1 if number % 2 else 2]:
+            optimizer.step()
+        before = pruner.sparsity
+        if number % 2:
+            assert pruner.steps_done == number
+        model.zero_grad()
+        if number < STEPS - 1:
+            pruner.step()
+        assert pruner.sparsity >= before
+    assert zeros(pruner.finish().model) == TOTAL - KEPT
+    assert pruner.steps_done == STEPS
+
+
 def test_two_optimisers_share_the_weights() -> None:
     model = net()
     optimizers = [sgd(model[:2]), torch.optim.AdamW(model[2:].parameters(), lr=0.01)]  # made before the pruner

@@ -4,7 +4,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,6 +145,8 @@ class Pruner:
         """How many steps the optimiser has taken."""
         self._movers: list[Optimizer] = []
         """The optimisers that have taken the present step."""
+        self._due = False
+        """Whether some of them have moved weights, and the mask of the next step waits for the others."""
         self._cleared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """The optimisers that have forgotten the pruned weights of the final mask."""
         self._peak = 0.0
@@ -184,7 +186,8 @@ class Pruner:
         self._check_model()
         if not self._movers:
             self._skip()
-        elif self.steps_done == 1:
+        self._catch_up()
+        if self.steps_done == 1 and self._movers:
             self._check_trained()
         self._movers.clear()
         self._stepper.converted.clear()
@@ -209,6 +212,7 @@ class Pruner:
         if self._outcome is None:
             self._check_model()
             self._check_rest()
+            self._catch_up()
             self._check_end()
             with weights.changing(self.model):
                 self._stepper.finish()
@@ -257,6 +261,7 @@ class Pruner:
         """
         subject = self._stepper.subject
         self._check_model()
+        self._catch_up()
         self._may_end = True
         with self._stepper.as_trained():
             trained = [local(value).clone() for value in subject.values]
@@ -336,34 +341,56 @@ class Pruner:
         self._check_rest()
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
-        """Goes on to the next step when the first optimiser has moved weights; others may follow."""
-        first = not self._movers
+        """Goes on to the next step when all weights have moved, so that several optimisers see one mask."""
+        if not self._movers:
+            self._due = True
+            if not _has_skipped(optimizer):
+                self._move_offsets(optimizer)
         self._movers.append(optimizer)
-        if first and not _has_skipped(optimizer):
-            self._move_offsets(optimizer)
         self._offsets.zero_grad()
         self._stepper.settle()
-        if first:
+        if self._due:
             self._check_finite()
+        if self._due and next(self._unmoved(), None) is None:
             self._advance()
         else:
             self._stepper.show(None)
-        if self._stepper.fixed and optimizer not in self._cleared:
-            clear_states_(optimizer, self._stepper.subject.pairs)
-            self._cleared.add(optimizer)
+            self._forget_pruned()
 
     def _scale(self) -> float | None:
         return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler.get_scale()
 
     # --- Steps.
 
+    def _unmoved(self) -> Iterator[str]:
+        """The weights that want gradients, but that belong to no optimiser of the present step."""
+        moved_ids = {id(p) for optimizer in self._movers for group in optimizer.param_groups for p in group["params"]}
+        for name, weight in zip(self._stepper.subject.names, self._carrier.weights, strict=True):
+            if weight.requires_grad and id(weight) not in moved_ids:
+                yield name
+
+    def _catch_up(self) -> None:
+        """Goes on to the next step without the optimisers that took none."""
+        if self._due:
+            self._stepper.uncover()
+            self._advance()
+
     def _advance(self) -> None:
         """From one step to the next; after the last one the network is pruned for good."""
+        self._due = False
         self.steps_done += 1
         self._stepper.conclude(self.steps_done, self.steps)
         if self.steps_done == self.steps:
             self._stepper.finish()
         self._show()
+        self._forget_pruned()
+
+    def _forget_pruned(self) -> None:
+        """Clears what optimisers have gathered for weights that the final mask prunes, once each."""
+        for optimizer in self._movers if self._stepper.fixed else ():
+            if optimizer not in self._cleared:
+                clear_states_(optimizer, self._stepper.subject.pairs)
+                self._cleared.add(optimizer)
 
     def _show(self, *, fading: bool = True) -> None:
         """Shows the network of this step; what fades of the scores' start has done so in a run that goes on."""
@@ -474,13 +501,12 @@ class Pruner:
 
     def _check_trained(self) -> None:
         """Refuses weights that want gradients, but that no optimiser has."""
-        trained_ids = {id(p) for optimizer in self._movers for group in optimizer.param_groups for p in group["params"]}
-        for name, weight in zip(self._stepper.subject.names, self._carrier.weights, strict=True):
-            if weight.requires_grad and id(weight) not in trained_ids:
-                raise ValueError(
-                    f"{name} is to be pruned, but no optimiser that took a step has it; give it to one, or leave it "
-                    "out by exclude="
-                )
+        name = next(self._unmoved(), None)
+        if name is not None:
+            raise ValueError(
+                f"{name} is to be pruned, but no optimiser that took a step has it; give it to one, or leave it out by "
+                "exclude="
+            )
 
     def _check_finite(self) -> None:
         """Says so when weights are no longer finite; on a GPU the host looks now and then."""
