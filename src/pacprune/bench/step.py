@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from pacprune import models
+from pacprune.bench.own_loop import own_loop
 from pacprune.bench.sampler import LITERAL, literal
 from pacprune.bench.timing import (
     SPARSITY,
@@ -36,7 +37,8 @@ from pacprune.types import Loss
 
 
 def step(device: torch.device, *, scale: str) -> Iterator[Finding]:
-    """A training step with stochastic masks beside the dense, the masked and the literal one."""
+    """A training step with stochastic masks beside the dense, the masked and the literal one; loops of one's own."""
+    yield from own_loop(device, scale=scale)
     yield from _mlp(device, scale)
     if scale == "cpu":
         return

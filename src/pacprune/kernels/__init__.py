@@ -11,7 +11,16 @@ PACPRUNE_KERNELS=reference asks for plain torch. `torch_ops` makes the draw diff
 estimator is added.
 """
 
-from pacprune.kernels.dispatch import backend, draw, draw_fast, fast_backend, gradients, next_scores, status
+from pacprune.kernels.dispatch import (
+    backend,
+    draw,
+    draw_fast,
+    fast_backend,
+    gradients,
+    next_scores,
+    status,
+    thresholded_network,
+)
 from pacprune.kernels.law import (
     CLAMP,
     ESTIMATORS,
@@ -63,4 +72,5 @@ __all__ = [
     "raw",
     "sample",
     "status",
+    "thresholded_network",
 ]

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,6 +119,18 @@ def next_scores(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """What the draw after the present one compares with the shift, in the mode "thresholded"; float32."""
     check_law(law)
     return _common_backend(all_inputs).next_scores(all_inputs, law)
+
+
+def thresholded_network(*, rows: Sequence[Tensor], **others: Any) -> Any:
+    """What computes a whole network in the mode "thresholded" in few launches; None where no backend does.
+
+    Its arguments and methods are those of triton_threshold.Network.
+    """
+    if rows[0].device.type != "cuda" or backend(rows[0].device) != "triton":
+        return None
+    from pacprune.kernels import triton_threshold
+
+    return triton_threshold.network(rows=rows, **others)
 
 
 def _common_backend(all_inputs: Sequence[SampleInputs]) -> ModuleType:

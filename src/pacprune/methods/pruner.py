@@ -139,6 +139,9 @@ class Pruner:
         budgets = None if start.budget is None else [start.budget]
         self._stepper = Stepper(model, budgets, seeds=[seed], clean=True)
         self._places = _places(model, self._stepper.subject.names)
+        prunable_weights = [weight for weight, _ in self._stepper.subject.pairs]
+        self._sizes = sum(w.numel() for w in prunable_weights), weights.noted_total(model), prunable_weights[0].device
+        """How many weights are pruned together and how many there are in all, and where they lie."""
         self._noted_mask = weights.notes(model).mask
         self._offsets = self._offset_optimizer()
         self.steps_done = 0
@@ -400,13 +403,13 @@ class Pruner:
         if stepper.fixed or self.budget is None:
             stepper.show(None)
             return
-        values = stepper.subject.values
-        size, total = sum(value.numel() for value in values), weights.noted_total(self.model)
+        size, total, device = self._sizes
         rows = self.budget.numbers([self.steps_done / self.steps], self.steps, size, total)
-        numbers = torch.tensor([row[0] for row in rows], dtype=torch.float64)
+        # From pinned memory, so that the host need not wait for the device.
+        numbers = torch.tensor([row[0] for row in rows], dtype=torch.float32, pin_memory=device.type == "cuda")
         if not fading:
             numbers[1] = 0
-        stepper.show(numbers.to(values[0].device, torch.float32))
+        stepper.show(numbers.to(device, non_blocking=True))
         stepper.note()  # copies of the model have the mask of this moment
 
     def _skip(self) -> None:
@@ -510,9 +513,9 @@ class Pruner:
 
     def _check_finite(self) -> None:
         """Says so when weights are no longer finite; on a GPU the host looks now and then."""
-        values = [local(value) for value in self._stepper.subject.values]
-        if values[0].device.type != "cpu" and self.steps_done % _LOOK:
+        if self._sizes[2].type != "cpu" and self.steps_done % _LOOK:
             return
+        values = [local(value) for value in self._stepper.subject.values]
         bad = [not bool(torch.isfinite(value.sum())) for value in values]
         if any(bad):
             name = self._stepper.subject.names[bad.index(True)]

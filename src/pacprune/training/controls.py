@@ -15,6 +15,7 @@ that a CUDA graph can replay it.
 A new control is one class, a function that says at which moments it acts, and one row of CONTROLS.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -426,21 +427,43 @@ class Threshold:
         self.start = [offset.detach().clone() for offset in self.offsets] if fades else []
         device, shape = first.device, (len(subject.budgets),) if subject.members else ()
         self.law = Law(coupling=COUPLING, mode=kernels.THRESHOLDED, beta=1.0, theta=budget.theta)
-        self.sharpness, self.noise = torch.ones(shape, device=device), torch.zeros(shape, device=device)
-        self.shifts = [torch.zeros(shape, device=device) for _ in subject.pairs]
+        self.numbers = torch.ones(NUMBERS, *shape, device=device)
+        self.noise, self.faded, self.density, self.sharpness = self.numbers
         self.seed = torch.tensor(subject.seeds, device=device).reshape(shape)
         self.step = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.density = torch.ones(shape, dtype=torch.float64, device=device)
         self.noisy = any(entry.noise for entry in subject.budgets)
         self.limit = budget.limit
-        self.shares: dict[int, Tensor] = {}
+        self.shares: dict[int, Callable[[], Tensor]] = {}
         """By tensor, what the limit has left of every output's gradient below the threshold."""
         self.pattern = None if budget.pattern is None else patterns.parse(budget.pattern)
         self.floors, self.ratios = self._floors(), subject.layer_ratios()
+        self.is_common = self.pattern is None and self.floors is None and self.ratios is None
+        """Whether all tensors have one threshold."""
+        count = 1 if self.is_common else len(subject.pairs)
+        shifts = [torch.zeros(shape, device=device) for _ in range(count)]
+        self.shifts = shifts * len(subject.pairs) if self.is_common else shifts
         zero = torch.zeros(0 if self.offsets else max(row.numel() for row in self.rows), device=device)
         self.gates = [local(offset.detach()) for offset in self.offsets]
         self.gates = self.gates or [zero[: row.numel()].view(row.shape) for row in self.rows]
         self.inputs = self._inputs()
+        self.whole = self._whole()
+        """What computes all tensors together, where a device has it."""
+
+    def _whole(self) -> Any:
+        if not self.is_common or self.noisy or self.subject.between is not None:
+            return None
+        return kernels.thresholded_network(
+            rows=self.rows,
+            trained=self.trained,
+            gates=self.gates,
+            keeps=self.subject.keeps,
+            density=self.density,
+            shift=self.shifts[0],
+            sharpness=self.sharpness,
+            law=self.law,
+            members=self.subject.members,
+            recorded=self.subject.clean,  # in a loop that somebody else owns, nothing else records it
+        )
 
     def _inputs(self) -> list[SampleInputs]:
         """What every tensor is drawn from; under a pattern, its gates hold the threshold, which every group has."""
@@ -471,11 +494,17 @@ class Threshold:
         """Finds the threshold of this step, and shrinks the weights."""
         if numbers is not None:
             self._take(numbers)
+        if self.whole is not None:
+            self.whole.show()
+            torch.autograd.graph.increment_version(self.rows)  # as other writes do
+            return
         _copy_(self.trained, self.rows)
         free = [inputs._replace(gate=gate) for inputs, gate in zip(self.inputs, self.gates, strict=True)]
         thresholds = self._thresholds(kernels.next_scores(free, self.law))
         self.step.add_(1)
-        if self.pattern is None:
+        if self.is_common:
+            self.shifts[0].copy_(thresholds[0])
+        elif self.pattern is None:
             _copy_(self.shifts, thresholds)
         else:
             for inputs, gate, tau in zip(self.inputs, self.gates, thresholds, strict=True):
@@ -485,24 +514,23 @@ class Threshold:
     @torch.no_grad()
     def network(self) -> list[Tensor]:
         """The weights that the network computes with."""
-        return kernels.draw(self.inputs, self.law)
+        return kernels.draw(self.inputs, self.law) if self.whole is None else self.whole.network()
 
     def _take(self, numbers: Tensor) -> None:
         """The numbers of a new step."""
-        noise, faded, density, sharpness = numbers
+        self.numbers.copy_(numbers)
         for offset, start in zip(self.offsets, self.start, strict=False):
-            local(offset.detach()).addcmul_(local(start), self.subject.over(faded, start), value=-1)
-        for number, value in ((self.noise, noise), (self.density, density), (self.sharpness, sharpness)):
-            number.copy_(value)
+            local(offset.detach()).addcmul_(local(start), self.subject.over(self.faded, start), value=-1)
 
-    def _thresholds(self, scores: list[Tensor]) -> list[Tensor]:
+    def _thresholds(self, scores: list[Tensor], density: Tensor | None = None) -> list[Tensor]:
         """For every tensor the threshold that the asked share of all scores is above: one number, or one per weight.
 
         What a group or a layer keeps at least is above it, too.
         """
         subject, options = self.subject, {"members": self.subject.members, "between": self.subject.between}
+        density = self.density.double() if density is None else density
         if self.ratios is not None:
-            return self._layer_thresholds(scores)
+            return self._layer_thresholds(scores, density)
         if self.pattern is not None:
             edges = [self._group_edges(score) for score in scores]
         elif self.floors is not None:
@@ -511,19 +539,19 @@ class Threshold:
                 for score, share, (weight, _) in zip(scores, self.floors, subject.pairs, strict=True)
             ]
         else:
-            return [masks.threshold(scores, self.density, **options)] * len(scores)
+            return [masks.threshold(scores, density, **options)] * len(scores)
         free = [torch.where(score > edge, torch.inf, score) for score, edge in zip(scores, edges, strict=True)]
-        tau = masks.threshold(free, self.density, **options)
+        tau = masks.threshold(free, density, **options)
         thresholds = [torch.minimum(edge, subject.over(tau, edge)) for edge in edges]
         return thresholds if self.pattern is not None else [t.reshape(tau.shape) for t in thresholds]
 
-    def _layer_thresholds(self, scores: list[Tensor]) -> list[Tensor]:
+    def _layer_thresholds(self, scores: list[Tensor], density: Tensor) -> list[Tensor]:
         """For every tensor the threshold that its own share of its scores is above."""
         thresholds = []
         for i, (score, ratio, (weight, _)) in enumerate(
             zip(scores, self.ratios or [], self.subject.pairs, strict=True)
         ):
-            share = 1 - (1 - self.density) * ratio
+            share = 1 - (1 - density) * ratio
             share = share if self.floors is None else torch.maximum(share, self.floors[i])
             options = {"members": self.subject.members, "between": across([weight])}
             thresholds.append(masks.threshold([score], share, **options))
@@ -535,7 +563,8 @@ class Threshold:
             return None
         least = [budget.min_per_layer for budget in self.subject.budgets]
         sizes = [weight.numel() // len(least) for weight, _ in self.subject.pairs]
-        return [self.density.new_tensor([min(1.0, m / n) for m in least]).reshape(self.density.shape) for n in sizes]
+        shares = [self.density.new_tensor([min(1.0, m / n) for m in least], dtype=torch.float64) for n in sizes]
+        return [share.reshape(self.density.shape) for share in shares]
 
     def _group_edges(self, score: Tensor) -> Tensor:
         """For every weight, the score that is number N + 1 of its group."""
@@ -551,6 +580,8 @@ class Threshold:
         for offset, (weight, _) in zip(self.offsets, self.subject.pairs, strict=False):
             if weight.grad is None:  # it was thrown away, and what follows from it goes, too
                 offset.grad = None
+        if which and self._convert_together(which, scale):
+            return
         for i in which:
             gradient = self._gradient(i)
             to_weight, to_offset, _ = kernels.gradients(self.inputs[i], self.law, gradient, needs)
@@ -559,6 +590,23 @@ class Threshold:
             if to_offset is not None:
                 to_offset = (to_offset if scale is None else to_offset / scale).contiguous()  # as offsets lie
                 self.offsets[i].grad = like(to_offset, self.offsets[i])
+
+    def _convert_together(self, which: Sequence[int], scale: float | None) -> bool:
+        """The same for all tensors in one launch, where that can be done."""
+        if self.whole is None:
+            return False
+        gradients: list[Tensor | None] = [None] * len(self.rows)
+        for i in which:
+            gradients[i] = self._gradient(i)
+        to_offsets = self.whole.room() if self.offsets else []
+        limits = {"limit": self.limit, "least": _LEAST_NORM}
+        if not self.whole.convert(gradients, to_offsets, **limits, scale=1.0 if scale is None else scale):
+            return False
+        for i in which if self.offsets else ():
+            self.offsets[i].grad = to_offsets[i]
+        if self.limit is not None:
+            self.shares |= {i: functools.partial(self.whole.share, i) for i in which}
+        return True
 
     def _gradient(self, i: int) -> Tensor:
         gradient = self.subject.pairs[i][0].grad
@@ -571,8 +619,9 @@ class Threshold:
         below = gradient.masked_fill(self.rows[i] != 0, 0)
         room = self.limit * torch.linalg.vector_norm(self.trained[i], dim=axes, keepdim=True).clamp_min(_LEAST_NORM)
         room = room if scale is None else room * scale
-        self.shares[i] = (room / torch.linalg.vector_norm(below, dim=axes, keepdim=True)).clamp_max(1)
-        return torch.addcmul(gradient, below, self.shares[i] - 1)
+        share = (room / torch.linalg.vector_norm(below, dim=axes, keepdim=True)).clamp_max(1)
+        self.shares[i] = lambda: share
+        return torch.addcmul(gradient, below, share - 1)
 
     @torch.no_grad()
     def revert(self, which: Sequence[int]) -> None:
@@ -586,7 +635,7 @@ class Threshold:
             through = kernels.gradients(self.inputs[i], self.law, torch.ones_like(gradient), (True, False, False))[0]
             assert through is not None
             if i in self.shares:
-                through = torch.where(self.rows[i] == 0, through * self.shares[i], through)
+                through = torch.where(self.rows[i] == 0, through * self.shares[i](), through)
             gradient.div_(torch.where(through == 0, 1.0, through))
 
     def hide(self) -> None:
@@ -610,6 +659,8 @@ class Threshold:
 
     def mark(self) -> None:
         """The masks become what is not zero in the network that is shown."""
+        if self.whole is not None:  # it writes them as well
+            return
         for keep, row in zip(self.subject.keeps, self.rows, strict=True):
             torch.ne(row, 0, out=local(keep))
 
@@ -620,8 +671,9 @@ class Threshold:
         whole = [like(score, weight) for score, (weight, _) in zip(scores, subject.pairs, strict=True)]
         counts = [keep_best_(subject, k, subject.member(whole, k)) for k in range(len(subject.budgets))]
         size = sum(weight.numel() for weight, _ in subject.pairs) // len(counts)
-        self.density.copy_(self.density.new_tensor([count / size for count in counts]).reshape(self.density.shape))
-        for row, score, tau in zip(self.rows, scores, self._thresholds(scores), strict=True):
+        shares = [count / size for count in counts]
+        density = torch.tensor(shares, dtype=torch.float64, device=self.density.device).reshape(self.density.shape)
+        for row, score, tau in zip(self.rows, scores, self._thresholds(scores, density), strict=True):
             row.mul_(kernels.opening(self.law, score - self._over(tau, score)).clamp_min(LEAST_OPENING))
         weights.zero_pruned_(subject.pairs)
 
@@ -724,6 +776,7 @@ class Stepper:
         self.converted: set[int] = set()
         """The numbers of the weights whose gradients are those of what is trained."""
         self.subject = Subject(pairs, names, learned, budgets, seeds, total, members, clean)
+        self._sharded = any(is_sharded(weight) for weight, _ in pairs)
         self.until = budgets[0].until if budgets else 0.0
         self.fixed = not budgets
         """Whether the masks no longer change."""
@@ -755,7 +808,10 @@ class Stepper:
 
     def _count_writes(self) -> list[tuple[int, int]]:
         # What is written into a sharded tensor, and into its rows, counts at different places.
-        return [(weight._version, local(weight.detach())._version) for weight, _ in self.subject.pairs]
+        return [
+            (weight._version, local(weight.detach())._version if self._sharded else 0)
+            for weight, _ in self.subject.pairs
+        ]
 
     def overwritten(self) -> list[str]:
         """The names of shown weights that something else has changed since, so that the next step would undo it.
