@@ -21,8 +21,10 @@ from pacprune.kernels.law import LOGIT_MAX, Law
 
 _SIZE = 2048
 """Weights of one program that goes through tensors from end to end."""
-_LONGEST_BLOCK = 4096
-"""Weights of an output that a program holds at a time."""
+_BLOCKS = (256, 1024, 2048, 4096)
+"""Weights of an output that a program holds at a time; longer outputs go through the third in turns."""
+_PER_THREAD = 8
+"""Weights of an output that a thread holds: with twice as many, registers are short, and it takes thrice as long."""
 _WINDOW_SHARE, _LEAST_WINDOW = 32, 4096
 """Of every so many scores one has room in the window, and so many have at least."""
 _COLUMNS, _PLACES = tl.constexpr(20), tl.constexpr(5)
@@ -312,10 +314,10 @@ def _pass_gradients(
     Below the threshold a gradient is multiplied by theta, and by what keeps its norm within `limit` times that of the
     output's weights. WHOLE says that these fit into one block.
     """
-    pid = tl.program_id(0)
-    tensor = tl.load(outputs + pid).to(tl.int64)
+    tensor = tl.load(outputs + 2 * tl.program_id(0)).to(tl.int64)
+    number = tl.load(outputs + 2 * tl.program_id(0) + 1)
     entry, places = table + tensor * _COLUMNS, gradients + tensor * _PLACES
-    output = pid - tl.load(entry + 8)
+    output = number - tl.load(entry + 8)
     member = output // tl.load(entry + 9)
     if BF16:
         kind = tl.pointer_type(tl.bfloat16)
@@ -341,7 +343,7 @@ def _pass_gradients(
         if LIMITED:
             below = tl.sum(tl.where(closed, g * through * g * through, 0.0), 0)
             share = _share(below, tl.sum(mean * mean, 0), limit * scale, least)
-            tl.store(shares + pid, share)
+            tl.store(shares + number, share)
         tl.store(place, (g * through * tl.where(closed, share, 1.0)).to(place.dtype.element_ty), mask=inside)
         if TO_GATE:
             slope = _slope(g, mean, depth, gamma, sharper) / scale
@@ -360,7 +362,7 @@ def _pass_gradients(
                 below += tl.sum(tl.where(closed, g * through * g * through, 0.0), 0)
                 norm += tl.sum(mean * mean, 0)
             share = _share(below, norm, limit * scale, least)
-            tl.store(shares + pid, share)
+            tl.store(shares + number, share)
         for first in range(0, n, SIZE):
             at = first + tl.arange(0, SIZE)
             inside = at < n
@@ -435,12 +437,11 @@ class Network:
         dimensions = 2 if members else 1
         self.outputs = [row.shape[:dimensions].numel() for row in rows]
         lengths = [row.numel() // count for row, count in zip(rows, self.outputs, strict=True)]
-        self.block = min(_LONGEST_BLOCK, max(32, triton.next_power_of_2(max(lengths))))
-        self.whole = max(lengths) <= self.block
         self.size = sum(row.numel() for row in rows)
         self._make_table(lengths)
         self.recorded = recorded and self.size <= _LARGEST_RECORDED
         self._shown, self._graph = 0, None
+        self._room: list[Tensor] | None = None
         self.state = torch.zeros(self.members, 6, dtype=torch.int64, device=self.device)
         room = max(_LEAST_WINDOW, self.size // self.members // _WINDOW_SHARE)
         self.window = torch.empty(self.members, -(-room // _SIZE) * _SIZE, device=self.device)
@@ -476,9 +477,23 @@ class Network:
         self.table = torch.tensor(table, dtype=torch.int64, device=self.device)
         numbers = torch.arange(len(table), dtype=torch.int32)
         self.programs = numbers.repeat_interleave(torch.tensor(programs).diff()).to(self.device)
-        self.output_programs = numbers.repeat_interleave(torch.tensor(outputs).diff()).to(self.device)
+        self.output_programs = self._output_programs(lengths, outputs)
+
+    def _output_programs(self, lengths: Sequence[int], firsts: Sequence[int]) -> dict[int, Tensor]:
+        """By the size of a block, 0 for turns: tensor and number of every output of such a length."""
+        tensors = torch.arange(len(lengths)).repeat_interleave(torch.tensor(firsts).diff())
+        pairs = torch.stack([tensors, torch.arange(firsts[-1])], dim=1)
+        blocks = torch.tensor([next((block for block in _BLOCKS if block >= n), 0) for n in lengths])[tensors]
+        return {
+            block: pairs[blocks == block].to(torch.int32).to(self.device)
+            for block in (*_BLOCKS, 0)
+            if bool((blocks == block).any())
+        }
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if torch.cuda.current_device() == self.device.index:
+            kernel[grid](*args, **constants)
+            return
         with torch.cuda.device(self.device):
             kernel[grid](*args, **constants)
 
@@ -514,8 +529,15 @@ class Network:
         return self._pieces(out)
 
     def room(self) -> list[Tensor]:
-        """Memory for the gradients in all gates, one after another, cut into those of each tensor."""
-        return self._pieces(torch.empty(self.length, device=self.device))
+        """Memory for the gradients in all gates, one after another, cut into those of each tensor.
+
+        Where `show` is recorded it is the same memory every time: cutting takes the host longer than the device.
+        """
+        if self._room is None:
+            pieces = self._pieces(torch.empty(self.length, device=self.device))
+            self._room = pieces if self.recorded else None
+            return pieces
+        return self._room
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         pairs = zip(self.rows, self.starts, strict=True)
@@ -569,12 +591,7 @@ class Network:
         if places is None:
             return False
         table, strided = places
-        self._launch(
-            _pass_gradients,
-            (len(self.output_programs),),
-            self.table,
-            self.output_programs,
-            table,
+        args = (
             self.shift,
             self.sharpness,
             to_gates[0] if to_gates else self.shares,
@@ -586,14 +603,12 @@ class Network:
             0.0 if limit is None else float(limit),
             float(least),
             float(scale),
-            LIMITED=limit is not None,
-            TO_GATE=bool(to_gates),
-            STRIDED=strided,
-            BF16=self.bf16,
-            WHOLE=self.whole,
-            SIZE=self.block,
-            num_warps=1 if self.block <= 128 else 4 if self.block <= 1024 else 8,
         )
+        flags = {"LIMITED": limit is not None, "TO_GATE": bool(to_gates), "STRIDED": strided, "BF16": self.bf16}
+        for block, outputs in self.output_programs.items():
+            size = block or _BLOCKS[2]
+            constants = {"WHOLE": block > 0, "SIZE": size, "num_warps": max(1, size // (32 * _PER_THREAD))}
+            self._launch(_pass_gradients, (len(outputs),), self.table, outputs, table, *args, **flags, **constants)
         return True
 
     def share(self, i: int) -> Tensor:
