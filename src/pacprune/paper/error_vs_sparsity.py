@@ -34,8 +34,8 @@ margin = 0.002
 eps = 1e-5
 std = [0.003, 0.003]
 expected_risk = 0.1
-draws = 1000
-tolerance = 0.003
+draws = 200
+tolerance = 0.01
 [setting.dense]
 epochs = 6
 lr = 0.1
