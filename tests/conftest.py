@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from pacprune import data
 
 torch.set_num_threads(1)  # the workers of pytest-xdist share the cores
+# torch.compile would build three small programs to see which instructions the compiler knows.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 FOLDERS = {"mnist": "mnist", "fashion-mnist": "fashion-mnist", "cifar10": "cifar-10-batches-bin"}
 

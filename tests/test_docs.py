@@ -1,15 +1,15 @@
 """Every code block of README.md and docs/*.md runs, in order, in one namespace and one empty folder per file."""
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-import pacprune
+from pacprune.cli import app
+from pacprune.data import trace
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if page.exists()]
@@ -17,18 +17,18 @@ FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.M
 NOT_CODE = {"", "text", "toml", "json"}
 
 
-def run_command(line: str, folder: Path) -> None:
+def run_command(line: str) -> None:
     words = shlex.split(line)
     if words[0] == "make":
         targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets), f"{line!r} names no target of the Makefile, which has {targets}"
     elif words[:1] == ["pacprune"] or words[:3] == ["python", "-m", "pacprune"]:
-        arguments = words[words.index("pacprune") + 1 :]
-        # The package under test, wherever it was imported from, also from the new working directory.
-        env = os.environ | {"PYTHONPATH": str(Path(pacprune.__file__).parents[1])}
-        command = [sys.executable, "-m", "pacprune", *arguments]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, f"{line!r} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        looks = {**trace._looks}
+        trace._looks.clear()  # a command is a process of its own
+        done = CliRunner().invoke(app.build(), words[words.index("pacprune") + 1 :], prog_name="pacprune")
+        assert done.exit_code == 0, f"{line!r} exited with {done.exit_code}:\n{done.stdout}\n{done.stderr}"
+        trace._looks.clear()
+        trace._looks.update(looks)
     else:
         assert words[:2] == ["pip", "install"], f"{line!r} is not a command that this test can check"
 
@@ -36,6 +36,7 @@ def run_command(line: str, folder: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # a page may write a module of its own
     text = page.read_text()
     for needed in re.findall(r"^<!-- needs (.*) -->$", text, re.MULTILINE):
         for package in needed.split():
@@ -49,7 +50,7 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
             exec(compile("\n" * line + body, page, "exec"), namespace)
         elif kind == "console":
             for command in re.findall(r"^\$ (.*)$", body.replace("\\\n", ""), re.MULTILINE):
-                run_command(command, tmp_path)
+                run_command(command)
         else:
             assert kind in NOT_CODE, f"{page.name}:{line}: a block is python, console or one of {sorted(NOT_CODE)}"
 

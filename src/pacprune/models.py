@@ -727,12 +727,12 @@ def build(name: str | Factory, split: _Split, *, seed: int = 0) -> nn.Module:
     outputs = split.classes or split.train.y[0].numel()
     model = build_for(name, tuple(split.train.x.shape[1:]), outputs, seed=seed)
     # In the seed's random state, since lazy layers draw their weights when they meet the first examples.
-    return _seeded(lambda: _checked(name, model, split.train.x[:2], outputs), seed) if _is_own(name) else model
+    return _seeded(lambda: _checked(name, model, split.train.x[:2], outputs), seed) if is_own(name) else model
 
 
 def build_for(name: str | Factory, shape: tuple[int, ...], outputs: int, *, seed: int = 0) -> nn.Module:
     """`build` where only the shape of an example and the number of outputs are known, not the data."""
-    if _is_own(name):
+    if is_own(name):
         return _seeded(lambda: _own(str(name), shape, outputs, seed), seed)
     if isinstance(name, str):
         check_name("model", name, MODELS, alternative="a function such as package.module:factory")
@@ -740,7 +740,8 @@ def build_for(name: str | Factory, shape: tuple[int, ...], outputs: int, *, seed
     return factory(shape, outputs, seed=seed)
 
 
-def _is_own(name: str | Factory) -> bool:
+def is_own(name: str | Factory) -> bool:
+    """Whether a name is package.module:factory, which is imported and called."""
     return isinstance(name, str) and ":" in name
 
 

@@ -29,7 +29,7 @@ def lowest_rate(failures: int, trials: int) -> float:
 def test_the_best_of_twenty_seeds_costs_what_it_must(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_full_size: bool
 ) -> None:
-    trials = 1000 if at_full_size else 40
+    trials = 1000 if at_full_size else 20
     failures = dict.fromkeys(("claimed", "counted", "declared"), 0)
     for trial in range(trials):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / str(trial)))

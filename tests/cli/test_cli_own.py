@@ -1,6 +1,7 @@
 """The command line on networks and data of one's own: every command takes them, and bad ones get one sentence."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,21 +73,21 @@ def test_a_network_of_ones_own_goes_from_pruning_to_its_certificate() -> None:
     report = Path("run/report.html").read_text()
     assert "--model mine:net" in report
     assert result["architecture"] in report
-    answer("certify", "run")
+    answer("certify", "run", *OWN)
     record = json.loads(Path("run/certificate/certificate.json").read_text())
     assert (record["model"], record["data"]["dataset"]) == ("mine:net", "mine:stripes")
     assert answer("verify", "run")["level"] == 1
     assert "is mine:net, which pacprune does not have" in refusal("verify", "run", "--data", "mine:stripes")
     assert "give the data as --data" in refusal("verify", "run", "--recount")
     assert answer("verify", "run", *OWN)["level"] == 2
-    assert answer("export", "run")["bytes"] > 0
-    assert answer("profile", "run", "--seconds", "0.01")["weights"] == result["total"]
+    assert answer("export", "run", *OWN[2:])["bytes"] > 0
+    assert answer("profile", "run", *OWN[2:], "--seconds", "0.01")["weights"] == result["total"]
     assert answer("report", "run")["folder"] == "run"
 
 
 def test_export_makes_no_folders() -> None:
     answer("osp", *OWN, *SHORT, "--out", "run")
-    line = refusal("export", "run", "--out", "nowhere/net.safetensors")
+    line = refusal("export", "run", *OWN[2:], "--out", "nowhere/net.safetensors")
     assert "nowhere/net.safetensors lies in nowhere, which is no folder; make it first" in line
     assert not Path("nowhere").exists()
 
@@ -156,11 +157,29 @@ def test_a_factory_that_changed_is_noticed() -> None:
     answer("osp", *OWN, *SHORT, "--train-on", "prior", "--out", "run")
     Path("mine.py").write_text(CODE.replace("16", "17"))
     sys.modules.pop("mine")
-    for command in ("export", "profile", "certify"):
-        assert "the network that was built is not that of run/model.safetensors" in refusal(command, "run")
+    for command, words in {"export": OWN[2:], "profile": OWN[2:], "certify": OWN}.items():
+        assert "the network that was built is not that of run/model.safetensors" in refusal(command, "run", *words)
     result = store.result(Path("run"))
     _, model = commands.prepare(opt.Osp(data="mine:stripes", model="mine:net"))
     assert commands.architecture(model) != result["architecture"]
+
+
+def test_code_that_only_a_run_folder_names_is_not_imported() -> None:
+    answer("pbp", "--commit", *OWN, *SHORT, "--posterior-epochs", "1", "--unlabelled", "9", "--out", "sealed")
+    answer("osp", *OWN, *SHORT, "--train-on", "prior", "--out", "run")
+    sys.modules.pop("mine")
+    Path("mine.py").write_text("raise AssertionError('it was imported')")
+    model = "has the model 'mine:net', which is code that would be imported and called; if you trust it, give --model"
+    for words in (["export", "run"], ["profile", "run"], ["certify", "run"], ["commit", "sealed"]):
+        assert model in refusal(*words)
+        assert model in refusal(*words, "--model", "mine:other")
+    assert model in refusal("certify", "sealed", "--beacon", "88888888888877aa")
+    assert "has the data 'mine:stripes', which is code" in refusal("certify", "run", *OWN[2:])
+    # Names of files are none of networks: what stands before the colon would be imported.
+    config = Path("run/config.toml")
+    for name in ("folder:net", "mine:net.npz"):
+        config.write_text(re.sub("^model = .*", f'model = "{name}"', config.read_text(), flags=re.MULTILINE))
+        assert f"has the model '{name}', which is code" in refusal("export", "run")
 
 
 @pytest.mark.parametrize(

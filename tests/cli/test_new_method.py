@@ -10,6 +10,9 @@ from pathlib import Path
 import pacprune
 
 SCRIPT = """
+    import json
+    import sys
+
     from pacprune.cli.app import main
     from pacprune.methods.one_shot import osp
     from pacprune.methods.table import METHODS, Method
@@ -18,27 +21,33 @@ SCRIPT = """
         osp, "Halving", "prune once, as an example", "halves", "#abcdef", "o", steps="Nothing new.",
         flags=("criterion", "min_per_layer"),
     )
-    main()
+    for words in json.loads(sys.argv[1]):
+        sys.argv[1:] = words
+        try:
+            main()
+        except SystemExit as end:
+            assert not end.code
+        print("END")
 """
 
 
-def run(*arguments: str, folder: Path) -> str:
+def run(*commands: list[str], folder: Path) -> list[str]:
+    """What the commands print, one after another in a process of their own."""
     env = os.environ | {"PYTHONPATH": str(Path(pacprune.__file__).parents[1])}
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments]
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), json.dumps(commands)]
     process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
-    return process.stdout
+    return process.stdout.split("END\n")[:-1]
 
 
 def test_a_new_row_is_a_command(tmp_path: Path) -> None:
-    listed = run("--help", folder=tmp_path)
+    flags = "--sparsity 0.5 --epochs 1 --dense-epochs 1 --criterion random --json --out run"
+    listed, help_text, answer = run(["--help"], ["halves", "--help"], ["halves", *flags.split()], folder=tmp_path)
     assert "halves" in listed
     assert "Halving: prune once, as an example." in listed
-    help_text = run("halves", "--help", folder=tmp_path)
     assert "--criterion" in help_text
     assert "What ranks the weights" in help_text
-    flags = ("--sparsity", "0.5", "--epochs", "1", "--dense-epochs", "1", "--criterion", "random", "--json")
-    result = json.loads(run("halves", *flags, "--out", "run", folder=tmp_path))
+    result = json.loads(answer)
     assert result["rows"][-1]["method"] == "halves"
     assert result["sparsity"] == 0.5
     assert "Halving" in (tmp_path / "run" / "report.html").read_text()

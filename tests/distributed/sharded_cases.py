@@ -189,7 +189,7 @@ def paper(folder: Path) -> Outcome:
 
 
 def thresholded(folder: Path) -> Outcome:
-    config = pp.Config(epochs=4, batch_size=20)
+    config = pp.Config(epochs=2, batch_size=20)  # every step asks all ranks for the threshold, again and again
     return outcome_of(pp.pft(net(), pair(), config, sparsity=0.8, recipe="thresholded", noise=0.3, min_per_layer=1))
 
 
@@ -201,7 +201,7 @@ def thirds(folder: Path) -> Outcome:
 
 def transformer(folder: Path) -> Outcome:
     model = tied_net()
-    outcome = outcome_of(pp.pft(model, tokens(), pp.Config(epochs=5, batch_size=20), sparsity=0.8))
+    outcome = outcome_of(pp.pft(model, tokens(), pp.Config(epochs=2, batch_size=20), sparsity=0.8))
     return outcome | {"tied": model.head.weight is model.embed.weight}
 
 

@@ -1,9 +1,6 @@
 """Two gloo processes with a model cut by fully_shard against one with the whole: the same masks to the bit."""
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +19,6 @@ EQUAL = [
 ]
 """Cases in which sharded models become what whole ones do."""
 ALL = [*EQUAL, "pruner_parts", "draws", "bfloat16", "memory", "export", "ties", "checkpoints", "refusals", "broken"]
-
-
-def command(folder: Path, *cases: str) -> list[str]:
-    return ["-W", "error", sharded_cases.__file__, str(folder), *cases]
 
 
 run = functools.partial(test_ranks.run, script=sharded_cases.__file__)
@@ -190,14 +183,8 @@ def test_a_dying_rank_ends_the_job_and_the_next_start_resumes(two: Path, tmp_pat
     parts = sorted(path.name for path in (tmp_path / "torn" / "broken" / "broken").iterdir())
     assert parts == [f"{stage}.pt.{rank}-of-2" for stage in ("masks", "tune") for rank in range(2)]
 
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    again = subprocess.run(
-        [*launch, *command(tmp_path / "torn", "broken")[2:]],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert again.returncode == 0, again.stderr
+    for code, output in run(tmp_path / "torn", "broken"):
+        assert code == 0, output
     resumed, whole = results(tmp_path / "torn", "broken"), results(two, "broken")
     assert equal(resumed[0]["state"], whole[0]["state"])
     assert equal(resumed[1]["mask"], whole[0]["mask"])

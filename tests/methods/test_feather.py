@@ -1,5 +1,6 @@
 """Feather and pft's recipe "thresholded": what they share, what offsets and noise add, and what is refused."""
 
+import copy
 import dataclasses
 import itertools
 from pathlib import Path
@@ -168,9 +169,10 @@ def test_feather_beats_gradual_pruning_on_a_very_sparse_convolution() -> None:
 
     options = {"lr": 0.1, "schedule": "cosine", "batch_size": 64, "weight_decay": 5e-4, "clip": 1.0}
     config, dense = pp.Config(epochs=16, **options), pp.Config(epochs=12, **{**options, "lr": 0.05})
-    errors = {}
+    errors, trained = {}, [conv(k) for k in range(3)]
+    pp.fit(trained, split.train, dense, seed=[0, 1, 2])
     for verb in (pp.gmp, pp.feather):
-        models = [conv(k) for k in range(3)]
-        results = pp.together(verb, models, split.train, config, dense=dense, sparsity=0.985, seed=[0, 1, 2])
+        models = copy.deepcopy(trained)
+        results = pp.together(verb, models, split.train, config, sparsity=0.985, seed=[0, 1, 2])
         errors[verb] = mean(float(pp.error(result.model, split.test)) for result in results)
     assert errors[pp.feather] < errors[pp.gmp] - 0.01, errors

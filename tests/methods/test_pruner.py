@@ -236,6 +236,43 @@ def test_gradients_of_two_backward_passes_are_those_of_their_sum(set_to_none: bo
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
 
 
+class Failing(torch.autograd.Function):
+    """Passes its input on, and fails in so many backward passes."""
+
+    failures = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        Failing.failures -= 1
+        if Failing.failures >= 0:
+            raise RuntimeError("out of memory")
+        return gradient
+
+
+@pytest.mark.parametrize("method", ["pft", "gmp"])
+def test_a_backward_pass_that_failed_is_taken_again(method: str) -> None:
+    first, second = net(), net()
+    pruned_in_a_loop(first, method=method, clip=0.25)
+    pruner, optimizer = pp.Pruner(second, sparsity=0.8, steps=STEPS, method=method), sgd(second)
+    for number, ((x, y),) in enumerate(batches()):
+        Failing.failures = 2 if number % 3 == 2 else 0
+        while True:  # the last layer has its gradient when the pass breaks off
+            try:
+                F.cross_entropy(second[4](Failing.apply(second[:4](x))), y).backward()
+                break
+            except RuntimeError:
+                optimizer.zero_grad()
+        nn.utils.clip_grad_norm_(second.parameters(), 0.25)
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+    assert equal(pruner.finish().model, first)
+
+
 def scaled_loop(model: nn.Module, scaler: torch.amp.GradScaler | None, *, fused: bool, bad: int = -1) -> pp.Pruner:
     pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS, scaler=scaler)
     optimizer = sgd(model, fused=fused)
@@ -449,6 +486,31 @@ def test_a_step_without_one_of_two_optimisers(method: str) -> None:
         assert pruner.sparsity >= before
     assert zeros(pruner.finish().model) == TOTAL - KEPT
     assert pruner.steps_done == STEPS
+
+
+@pytest.mark.parametrize("method", CARRIED)
+def test_a_step_that_one_of_two_pruners_refuses(method: str) -> None:
+    models = [net(seed) for seed in range(3)]
+    pruners = [pp.Pruner(model, sparsity=0.8, steps=4 - k, method=method) for k, model in enumerate(models[:2])]
+    pp.apply_mask(models[2], pp.top_k(pp.scores.magnitude(models[2]), sparsity=0.8))
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1, momentum=0.9)
+    pp.keep_zeros(models[2], optimizer)
+    for _ in range(3):
+        torch.stack([loss_of(model, X, Y) for model in models]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for pruner in pruners:
+            pruner.step()
+    before = copy.deepcopy(models)
+    torch.stack([loss_of(model, X, Y) for model in models]).sum().backward()
+    refused("the pruner was made for 3 steps, and this is one more", optimizer.step)
+    assert all(equal(model, copied) for model, copied in zip(models, before, strict=True))
+    optimizer.zero_grad()
+    pruners[1].finish()
+    loss_of(models[0], X, Y).backward()
+    optimizer.step()
+    pruners[0].step()
+    assert zeros(pruners[0].finish().model) == TOTAL - KEPT
 
 
 def test_two_optimisers_share_the_weights() -> None:
@@ -751,6 +813,34 @@ def test_weights_are_changed_in_a_hook_of_the_optimiser(method: str) -> None:
     pruner.finish()
 
 
+@pytest.mark.parametrize("method", [*HIDING, "osp"])
+@pytest.mark.parametrize("late", [False, True])
+def test_writes_through_data_are_noticed(method: str, late: bool) -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=3, method=method), sgd(model)
+    loss_of(model, X, Y).backward()
+    optimizer.step()
+    if late:
+        pruner.step()
+    model[2].weight.data.add_(1.0)  # which revives what is pruned
+    refused(r"something other than an optimiser has changed 2\.weight", optimizer.step if late else pruner.step)
+
+
+@pytest.mark.parametrize("method", HIDING)
+def test_writes_through_data_before_the_first_step_count(method: str) -> None:
+    model, twin = net(), net(1)
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=STEPS, method=method), sgd(model)
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        parameter.data.copy_(other.data)
+    for ((x, y),) in batches():
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+    by_verb(method, twin)
+    assert equal(pruner.finish().model, twin)
+
+
 @pytest.mark.parametrize("method", ["gmp", "osp"])
 def test_a_method_that_trains_the_weights_of_the_network_takes_changes(method: str) -> None:
     model = net()
@@ -809,6 +899,22 @@ def test_requests_that_cannot_be_met() -> None:
     refused("the criterion snip reads data", lambda: pp.Pruner(model, sparsity=0.8, steps=3, criterion="snip"))
     refused("mask_share is 2", lambda: pp.Pruner(model, sparsity=0.8, steps=3, mask_share=2.0))
     pp.Pruner(model, sparsity=0.8, steps=3, criterion="snip", data=(X, Y))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_get_one_sentence(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(30, 8, sparse=True), nn.Flatten(), nn.Linear(8, 5))
+    x, y = torch.arange(30)[:, None], torch.arange(30) % 5
+    line = f"0.weight gets sparse gradients; make its {kind.__name__} with sparse=False, or leave it out by exclude="
+    refused(line, lambda: pp.Pruner(model, sparsity=0.5, steps=3))
+    assert not weights.masked(model)
+    refused(line.partition(",")[0], lambda: pp.pft(model, (x, y), pp.Config(epochs=1), sparsity=0.5))
+    weights.apply_mask(model, None)
+    pruner = pp.Pruner(model, sparsity=0.5, steps=1, exclude="0.*")
+    loss_of(model, x, y).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    pruner.step()
+    assert zeros(pruner.finish().model) == 20
 
 
 def test_a_criterion_of_ones_own_needs_no_data() -> None:

@@ -222,10 +222,11 @@ def _another(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_another")
 def test_a_new_row_in_the_table_of_methods_is_compared_and_drawn(job: Job) -> None:
     (smoke,) = pft_vs_osp.SETTINGS["smoke"]
+    smoke = smoke.changed(rates=(0.1,), gated=((0.1, 100.0),))  # nothing is tuned
     assert ("exchange", "magnitude") in smoke.options.pairs()
     rows = comparison.run(smoke, job)
     pruned = [row for row in rows if row["method"] == "exchange"]
-    assert {(row["sparsity"], row["seed"]) for row in pruned} == {(s, seed) for s in (0.9, 0.98) for seed in range(3)}
+    assert {(row["sparsity"], row["seed"]) for row in pruned} == {(s, seed) for s in (0.9, 0.98) for seed in range(2)}
     assert all(row["kept"] == round((1 - row["sparsity"]) * row["total"]) for row in pruned)
     assert max(row["test_error"] for row in pruned) < 0.2
     (figure,) = pft_vs_osp.figures(smoke, job)

@@ -334,8 +334,11 @@ def test_a_lock_is_released_when_its_holder_dies() -> None:
 def test_two_sweeps_at_once_do_every_run_once() -> None:
     path = write_sweep(FIXED, TWO, "seed = [0, 1]\n")
     code = "from pathlib import Path; from pacprune.runs import sweep; sweep.run(Path('mine.toml'))"
-    processes = [subprocess.Popen([sys.executable, "-c", code], env=os.environ) for _ in range(2)]
-    assert [process.wait() for process in processes] == [0, 0]
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ) as other:
+        while not list(Path().glob("runs/mine/**/config.toml")) and other.poll() is None:
+            time.sleep(0.01)
+        sweep.run(path)
+        assert other.wait() == 0
     for entry in sweep.read(path).entries:
         assert len(events(Path("runs/mine"), entry.name, "finished")) == 1
         assert len(events(Path("runs/mine"), entry.name, "begun")) == 1
@@ -347,8 +350,10 @@ def test_readers_do_not_take_each_other_for_workers() -> None:
     code = "from pathlib import Path; from pacprune.runs import locks\n" + (
         "assert {locks.state(Path('out'), 'one')['state'] for _ in range(1000)} == {'waiting'}"
     )
-    watchers = [subprocess.Popen([sys.executable, "-c", code], env=os.environ) for _ in range(2)]
-    assert [watcher.wait() for watcher in watchers] == [0, 0]
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ) as watcher:
+        while watcher.poll() is None:
+            assert locks.state(Path("out"), "one")["state"] == "waiting"
+    assert watcher.returncode == 0
 
 
 def test_a_file_system_without_locks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,12 +188,18 @@ def fit_both_ways(
 # --- Every member equals its single run.
 
 
+@pytest.fixture(scope="module")
+def epochs(at_full_size: bool) -> int:
+    """Of 5 steps each."""
+    return 10 if at_full_size else 4
+
+
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("name", NETS)
-def test_a_member_equals_its_single_run(name: str, state: str) -> None:
+def test_a_member_equals_its_single_run(name: str, state: str, epochs: int) -> None:
     make, (data, loss) = NETS[name]
     models = [prepare(make, state, k) for k in range(3)]
-    config = pp.Config(epochs=10, lr=0.02, gate_lr=0.02 if state == "clamp" else 0.5, batch_size=20)  # 50 steps
+    config = pp.Config(epochs=epochs, lr=0.02, gate_lr=0.02 if state == "clamp" else 0.5, batch_size=20)
     alone, _ = fit_both_ways(models, data, config, seed=[4, 4, 9], loss=loss, budget=budgets(state))
     ties = 1 if name == "lenet5" else 0
     for k, (model, expected) in enumerate(zip(models, alone, strict=True)):
@@ -214,10 +220,10 @@ def test_a_member_equals_its_single_run(name: str, state: str) -> None:
 
 @pytest.mark.parametrize("state", ["dense", "masked"])
 @pytest.mark.parametrize("name", ["mlp", "residual", "lenet5"])
-def test_a_member_in_float64_equals_its_single_run_to_a_billionth(name: str, state: str) -> None:
+def test_a_member_in_float64_equals_its_single_run_to_a_billionth(name: str, state: str, epochs: int) -> None:
     make, ((x, y), _) = NETS[name]
     models = [prepare(make, state, k).double() for k in range(3)]
-    alone, _ = fit_both_ways(models, (x.double(), y), pp.Config(epochs=10, lr=0.02, batch_size=20), seed=[4, 4, 9])
+    alone, _ = fit_both_ways(models, (x.double(), y), pp.Config(epochs=epochs, lr=0.02, batch_size=20), seed=[4, 4, 9])
     for model, expected in zip(models, alone, strict=True):
         assert_alike(model, expected, 1e-9)
 
@@ -241,7 +247,7 @@ SETTINGS: dict[str, dict[str, list[Any] | Any]] = {
 @pytest.mark.parametrize("state", ["dense", "budget", "train_std"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_members_may_differ_in_their_settings(setting: str, state: str) -> None:
-    settings = {"epochs": 5, "batch_size": 20, "gate_lr": 0.5, "lr": 0.05, **SETTINGS[setting]}
+    settings = {"epochs": 3, "batch_size": 20, "gate_lr": 0.5, "lr": 0.05, **SETTINGS[setting]}
     configs = [pp.Config(**{n: v[k] if isinstance(v, list) else v for n, v in settings.items()}) for k in range(3)]
     models = [prepare(NETS["mlp"][0], state, k) for k in range(3)]
     alone, _ = fit_both_ways(models, (X, Y), configs, seed=[0, 1, 2], budget=budgets(state))

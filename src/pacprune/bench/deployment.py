@@ -32,18 +32,22 @@ CPU = torch.device("cpu")
 Network = Callable[[Tensor], Any]
 
 
-def network(folder: Path) -> tuple[nn.Module, Tensor]:
-    """The network of a finished run, in eval mode, and a batch of noise as its input."""
+def network(folder: Path, *, model: str | None = None) -> tuple[nn.Module, Tensor]:
+    """The network of a finished run, in eval mode, and a batch of noise as its input.
+
+    A factory that is not pacprune's own is called if `model` names it as well.
+    """
     _, options = store.read_config(folder)
+    store.check_code(folder, options, model=model)
     result = store.result(folder)
     path = folder / "model.safetensors"
     if not path.is_file():
         raise ValueError(f"{folder} holds no {path.name}: name the folder of one finished run, not of the demo")
     shape, dtype, classes = _sizes(folder, options.data, result)
     x = torch.randn(max(BATCHES), *shape, generator=torch.Generator().manual_seed(0))
-    model = models.build_for(options.model, shape, classes)
-    store.read_model(path, model)
-    return model.eval(), x if dtype == "float32" else torch.zeros_like(x, dtype=getattr(torch, dtype))
+    net = models.build_for(options.model, shape, classes)
+    store.read_model(path, net)
+    return net.eval(), x if dtype == "float32" else torch.zeros_like(x, dtype=getattr(torch, dtype))
 
 
 def _sizes(folder: Path, data: str, result: dict[str, Any]) -> tuple[tuple[int, ...], str, int]:
@@ -54,27 +58,29 @@ def _sizes(folder: Path, data: str, result: dict[str, Any]) -> tuple[tuple[int, 
     return DATA_SETS[data].shape, "float32", DATA_SETS[data].classes
 
 
-def export(run: Path, *, format: str, out: Path | None = None) -> dict[str, Any]:
+def export(run: Path, *, format: str, out: Path | None = None, model: str | None = None) -> dict[str, Any]:
     """Writes the network of a finished run to `out`, or into its folder, in one of the formats of `pacprune.export`."""
     check_name("format", format, formats.FORMATS)
-    model, x = network(run)
+    net, x = network(run, model=model)
     path = run / formats.FORMATS[format].file if out is None else out
     if not path.parent.is_dir():
         raise ValueError(f"{path} lies in {path.parent}, which is no folder; make it first, or choose another --out")
     pattern = getattr(store.read_config(run)[1], "pattern", None)  # pbp has none
-    sentence = formats.write(path, model, format=format, example=x, pattern=pattern)
+    sentence = formats.write(path, net, format=format, example=x, pattern=pattern)
     return {"run": str(run), "format": format, "file": str(path), "bytes": path.stat().st_size, "said": sentence}
 
 
-def profile(run: Path, *, seconds: float = 5.0, progress: Progress | None = None) -> dict[str, Any]:
+def profile(
+    run: Path, *, seconds: float = 5.0, model: str | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
     """Bytes, FLOPs per example and CPU latency of every form, next to the dense one's; `seconds` per batch size.
 
     A latency ratio is the median over rounds in which all forms are timed in turn, its spread their middle half.
     """
-    model, x = network(run)
-    rows, notes, forms = _forms(model, x)
+    net, x = network(run, model=model)
+    rows, notes, forms = _forms(net, x)
     with torch.inference_mode():
-        expected = model(x)
+        expected = net(x)
         for name, form in forms.items():
             rows[name]["difference"] = float((torch.as_tensor(form(x)) - expected).abs().max())
         for number, batch in enumerate(BATCHES):
@@ -90,8 +96,8 @@ def profile(run: Path, *, seconds: float = 5.0, progress: Progress | None = None
         progress("profile", len(BATCHES), len(BATCHES), {})
     return {
         "run": str(run),
-        "sparsity": weights.sparsity(model),
-        "weights": weights.total(model),
+        "sparsity": weights.sparsity(net),
+        "weights": weights.total(net),
         "environment": timing.environment(CPU),
         "rows": list(rows.values()),
         "notes": notes,

@@ -35,8 +35,18 @@ PRUNING = ", ".join(name for name, method in pruning_methods().items() if method
 WITH_NETWORK = ", ".join(name for name, method in METHODS.items() if method.flags is not None)
 
 
+OwnModel = Annotated[
+    str | None, typer.Option(help="The run's network, if it is not one of pacprune: package.module:factory.")
+]
+OwnData = Annotated[
+    str | None, typer.Option(help="The run's data, if code of your own loads them: package.module:loader.")
+]
+
+
 def commit(
     run: Annotated[Path, typer.Argument(help="Folder of a run that was begun by pacprune pbp --commit.")],
+    model: OwnModel = None,
+    data: OwnData = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write seals.json to.")] = None,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -49,7 +59,7 @@ def commit(
     """
     with user_errors():
         with progress_bars() as progress:
-            result = commands.commit(run, progress=progress)
+            result = commands.commit(run, progress=progress, model=model, data=data)
         write(out, "seals.json", result)
         show(result, json, *sealed_lines(result))
 
@@ -77,6 +87,8 @@ def certify(
         str | None,
         typer.Option(help="For a sealed run of pbp: the public randomness after its second seal, in hexadecimal."),
     ] = None,
+    model: OwnModel = None,
+    data: OwnData = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the certificate." + default_text("RUN/certificate"))
     ] = None,
@@ -90,12 +102,13 @@ def certify(
     (Clopper-Pearson). Runs of pbp have a certificate already, unless they are sealed.
     """
     with user_errors():
+        code = {"model": model, "data": data}
         if beacon is None:
             options = {"delta": delta, "certified": certified, "declare": declare, "device": device, "out": out}
-            certificate = commands.certify(run, **options)
+            certificate = commands.certify(run, **options, **code)
         else:
             with progress_bars() as progress:
-                certificate = commands.certify_sealed(run, beacon=beacon, progress=progress)
+                certificate = commands.certify_sealed(run, beacon=beacon, progress=progress, **code)
         place = str(run / store.CERTIFICATE if out is None or beacon is not None else out)
         numbers = {name: getattr(certificate, name) for name in ("bound", "n", "risk", "sparsity", "statement")}
         lines = [certificate.statement] + ([] if certificate.tries is None else [str(certificate.tries)])
@@ -349,6 +362,7 @@ def export(
     format: Annotated[
         str, typer.Option(help=", ".join(f"{name} ({row.sentence})" for name, row in FORMATS.items()) + ".")
     ] = "safetensors",
+    model: OwnModel = None,
     out: Annotated[
         Path | None, typer.Option(help="File to write." + default_text("in RUN, named by the format"))
     ] = None,
@@ -358,13 +372,14 @@ def export(
 ) -> None:
     """Writes the network of a run to a file."""
     with user_errors():
-        exported = deployment.export(run, format=format, out=out)
+        exported = deployment.export(run, format=format, out=out, model=model)
         show(exported, json, exported["said"])
 
 
 def measure(
     run: Annotated[Path, typer.Argument(help=f"Folder of a finished run of {WITH_NETWORK}.")],
     seconds: Annotated[float, typer.Option(help="Time to measure, per batch size.")] = 5.0,
+    model: OwnModel = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write profile.json to.")] = None,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -373,7 +388,7 @@ def measure(
     """Size on disk, FLOPs and CPU latency of every form of a network."""
     with user_errors():
         with progress_bars() as progress:
-            forms = deployment.profile(run, seconds=seconds, progress=progress)
+            forms = deployment.profile(run, seconds=seconds, model=model, progress=progress)
         write(out, "profile.json", forms)
         show(forms, json, *deployment.render(forms))
 

@@ -38,6 +38,11 @@ def is_own(name: str) -> bool:
     return ":" in name or is_file(name)
 
 
+def is_code(name: str) -> bool:
+    """Whether a name is package.module:loader, which is imported and called."""
+    return is_own(name) and not is_file(name)
+
+
 def is_file(name: str) -> bool:
     """Whether a name has a path in it."""
     return name.startswith(FOLDER) or name.endswith(tuple(READERS))

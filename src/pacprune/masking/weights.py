@@ -1,7 +1,7 @@
 """Which weights can be pruned, how many are zero, and what pacprune has noted about a model."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -174,6 +174,16 @@ def refuse_lazy(model: nn.Module) -> None:
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         raise ValueError(f"{lazy[0]} has no shape yet, since its layer is lazy; run one batch through the model first")
+
+
+def refuse_sparse_gradients(model: nn.Module, names: Container[str] | None = None) -> None:
+    """Refuses weights whose gradients are sparse tensors: all, or those of these names, which could be left out."""
+    for path, module in model.named_modules():
+        name = f"{path}.weight".removeprefix(".")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and (names is None or name in names):
+            remedy = f"make its {type(module).__name__} with sparse=False"
+            remedy += "" if names is None else ", or leave it out by exclude="
+            raise ValueError(f"{name} gets sparse gradients; {remedy}")
 
 
 def refuse_computed(model: nn.Module, names: Iterable[str]) -> None:

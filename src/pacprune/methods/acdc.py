@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pacprune.masking import weights
-from pacprune.methods.pipeline import Pipeline, Pruned, Stages, check_request, make_plan, pipeline
+from pacprune.methods.pipeline import Pipeline, Pruned, pipeline, set_up
 from pacprune.training.config import Config
 from pacprune.types import Data, Forward, Loss, Progress
 
@@ -79,19 +79,7 @@ def acdc(
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; at least 1 sparse phase must prune to the sparsity")
-    check_request(model, sparsity, pattern=pattern)
-    stage = Stages(
-        model,
-        data,
-        loss=loss,
-        forward=forward,
-        validation=validation,
-        seed=seed,
-        folder=folder,
-        progress=progress,
-    )
-    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
-    plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
+    stage, plan = set_up(locals())
     history = (yield stage("dense", dense)) if dense else []
     phases, mask = _phases(config, rounds), {}
     for number, phase in enumerate(phases):

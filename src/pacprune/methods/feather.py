@@ -8,19 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pacprune.masking import weights
-from pacprune.methods.pipeline import (
-    Pipeline,
-    Plan,
-    Pruned,
-    Request,
-    Stages,
-    Start,
-    begin_dense,
-    check_request,
-    make_plan,
-    pipeline,
-    pruned,
-)
+from pacprune.methods.pipeline import Pipeline, Plan, Pruned, Request, Start, begin_dense, pipeline, pruned, set_up
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.types import Data, Forward, Loss, Progress
@@ -103,19 +91,7 @@ def feather(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    check_request(model, sparsity, pattern=pattern)
-    stage = Stages(
-        model,
-        data,
-        loss=loss,
-        forward=forward,
-        validation=validation,
-        seed=seed,
-        folder=folder,
-        progress=progress,
-    )
-    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
-    plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
+    stage, plan = set_up(locals())
     budget = threshold_budget(plan, theta=theta)
     history = (yield stage("dense", dense)) if dense else []
     begin_dense(plan)

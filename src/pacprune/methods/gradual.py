@@ -12,14 +12,12 @@ from pacprune.methods.pipeline import (
     Plan,
     Pruned,
     Request,
-    Stages,
     Start,
     begin_dense,
-    check_request,
     check_share,
-    make_plan,
     pipeline,
     pruned,
+    set_up,
 )
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
@@ -119,19 +117,7 @@ def gmp(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    check_request(model, sparsity, pattern=pattern)
-    stage = Stages(
-        model,
-        data,
-        loss=loss,
-        forward=forward,
-        validation=validation,
-        seed=seed,
-        folder=folder,
-        progress=progress,
-    )
-    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
-    plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
+    stage, plan = set_up(locals())
     budget = gradual_budget(plan, feedback=feedback, mask_share=mask_share, every=every)
     history = (yield stage("dense", dense)) if dense else []
     begin_dense(plan)

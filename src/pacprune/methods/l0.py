@@ -12,16 +12,7 @@ from pacprune import kernels
 from pacprune.masking import weights
 from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.spikeslab import SpikeSlab, isotropic, top_mask
-from pacprune.methods.pipeline import (
-    Pipeline,
-    Pruned,
-    Stages,
-    check_request,
-    fine_tune,
-    make_plan,
-    pipeline,
-    split_epochs,
-)
+from pacprune.methods.pipeline import Pipeline, Pruned, fine_tune, pipeline, set_up, split_epochs
 from pacprune.training.config import Config
 from pacprune.types import Data, Forward, Loss, Progress
 
@@ -88,22 +79,10 @@ def l0(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    check_request(model, sparsity)
     if not config.gate_lr:
         raise ValueError(f"gate_lr is {config.gate_lr}, so the gates of L0 would stay as they are; give one above 0")
     mask_config, tune_config = split_epochs(config, mask_share)
-    stage = Stages(
-        model,
-        data,
-        loss=loss,
-        forward=forward,
-        validation=validation,
-        seed=seed,
-        folder=folder,
-        progress=progress,
-    )
-    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
-    plan = make_plan(model, sparsity, **choice, min_per_layer=min_per_layer)
+    stage, plan = set_up(locals())
     history = (yield stage("dense", dense)) if dense else []
     start = isotropic(model, sparsity=0.0, prunable=plan.prunable)
     start = replace(start, keep_prob={name: torch.full_like(p, START) for name, p in start.keep_prob.items()})

@@ -8,17 +8,7 @@ from torch import nn
 
 from pacprune.masking import weights
 from pacprune.masking.criteria import Criterion
-from pacprune.methods.pipeline import (
-    Pipeline,
-    Pruned,
-    Request,
-    Stages,
-    Start,
-    check_request,
-    fine_tune,
-    make_plan,
-    pipeline,
-)
+from pacprune.methods.pipeline import Pipeline, Pruned, Request, Start, fine_tune, pipeline, set_up
 from pacprune.training.config import Config
 from pacprune.types import Data, Forward, Loss, Progress
 
@@ -86,19 +76,7 @@ def osp(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    check_request(model, sparsity, criterion, pattern)
-    stage = Stages(
-        model,
-        data,
-        loss=loss,
-        forward=forward,
-        validation=validation,
-        seed=seed,
-        folder=folder,
-        progress=progress,
-    )
-    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
-    plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
+    stage, plan = set_up(locals())
     history = (yield stage("dense", dense)) if dense else []
     mask = plan.mask(stage.scores(criterion, plan.prunable))
     weights.apply_mask(model, mask)

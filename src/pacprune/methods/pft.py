@@ -25,12 +25,11 @@ from pacprune.methods.pipeline import (
     Stages,
     Start,
     begin_dense,
-    check_request,
     check_share,
     fine_tune,
-    make_plan,
     pipeline,
     pruned,
+    set_up,
     split_epochs,
 )
 from pacprune.training.checkpoint import stored_scores
@@ -299,23 +298,11 @@ def pft(
         >>> [row["stage"] for row in pruned.history]
         ['masks', 'masks']
     """
-    check_request(model, sparsity, criterion, pattern)
     _check_recipe(recipe, pattern, config, noise)
     _check_used(recipe, {"eps": eps, "theta": theta, "limit": limit})
     if RECIPES[recipe].follows_lr or "gate_lr" in config.changes():
         check_rates(config)
-    stage = Stages(
-        model,
-        data,
-        loss=loss,
-        forward=forward,
-        validation=validation,
-        seed=seed,
-        folder=folder,
-        progress=progress,
-    )
-    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
-    plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
+    stage, plan = set_up(locals())
     history = (yield stage("dense", dense)) if dense else []
     task = _Task(
         plan=plan,

@@ -448,6 +448,20 @@ def make_plan(
     return Plan(model, chosen, overall, layers, min_per_layer, pattern)
 
 
+def set_up(arguments: Mapping[str, Any]) -> tuple[Stages, Plan]:
+    """What makes a method's stages, and what they are to reach; refuses what cannot be before anything is trained.
+
+    Args:
+        arguments: The method's own, `locals()`: whatever methods share has one name in all of them.
+    """
+
+    def named(function: Callable[..., Any]) -> dict[str, Any]:
+        return {name: arguments[name] for name in inspect.signature(function).parameters if name in arguments}
+
+    check_request(**named(check_request))
+    return Stages(**named(Stages)), make_plan(**named(make_plan))
+
+
 def _refuse_regrowth(model: nn.Module, sparsity: float) -> None:
     """Refuses a lower sparsity than that of the mask the model has: the weights that it lacks are zero."""
     size = weights.total(model)

@@ -10,16 +10,7 @@ from torch import nn
 from pacprune.masking import weights
 from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.spikeslab import isotropic, top_mask
-from pacprune.methods.pipeline import (
-    Pipeline,
-    Pruned,
-    Stages,
-    check_request,
-    fine_tune,
-    make_plan,
-    pipeline,
-    split_epochs,
-)
+from pacprune.methods.pipeline import Pipeline, Pruned, fine_tune, pipeline, set_up, split_epochs
 from pacprune.training.config import Config
 from pacprune.types import Data, Forward, Loss, Progress
 
@@ -101,24 +92,12 @@ def probmask(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    check_request(model, sparsity)
     if not config.gate_lr:
         raise ValueError(f"gate_lr is {config.gate_lr}, so that all weights stay equally likely; give one above 0")
     if "gate_lr" not in config.changes():
         config = replace(config, gate_lr=GATE_RATIO * config.lr)
     mask_config, tune_config = split_epochs(config, mask_share)
-    stage = Stages(
-        model,
-        data,
-        loss=loss,
-        forward=forward,
-        validation=validation,
-        seed=seed,
-        folder=folder,
-        progress=progress,
-    )
-    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
-    plan = make_plan(model, sparsity, **choice, min_per_layer=min_per_layer)
+    stage, plan = set_up(locals())
     history = (yield stage("dense", dense)) if dense else []
     attach(model, isotropic(model, sparsity=0.0, prunable=plan.prunable), mapping="clamp", beta=BETA, seed=seed)
     budget = plan.budget(control="projection", schedule=held_cubic, ramp=RAMP)

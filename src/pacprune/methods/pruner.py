@@ -25,7 +25,7 @@ from pacprune.training.optim import Optimizer as OffsetOptimizer
 from pacprune.types import Data, Diverged, Forward, Loss, check_name
 
 _LOOK = 100
-"""On a GPU, every so many steps the host looks whether weights are finite: it has to wait for that."""
+"""Every so many steps the host looks at weights, which it has to wait for on a GPU: are they finite, are they ours."""
 
 
 _Place = tuple[dict[str, Any], str, Any, str]
@@ -124,6 +124,7 @@ class Pruner:
         _check_ranks(model)
         choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
         self._plan = plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
+        weights.refuse_sparse_gradients(model, plan.prunable(model))
         self.final_sparsity = plan.sparsity
         request = Request(
             plan=plan,
@@ -475,7 +476,8 @@ class Pruner:
                 "the model has another mask than that of its pruner; call pp.apply_mask or pp.attach after "
                 "pruner.finish()"
             )
-        names = self._stepper.overwritten()
+        # Loops that write through weight.data do so before the first step, or again and again.
+        names = self._stepper.overwritten(closely=self.steps_done % _LOOK < 2)
         if names and self._begins():
             self._stepper.adopt()
         elif names:

@@ -8,7 +8,7 @@ from torch import nn
 
 from pacprune.distributed import refuse_sharded
 from pacprune.masking import weights
-from pacprune.methods.pipeline import Pipeline, Pruned, Stages, check_request, make_plan, pipeline, pruned
+from pacprune.methods.pipeline import Pipeline, Pruned, pipeline, pruned, set_up
 from pacprune.training.config import Config
 from pacprune.types import Data, Forward, Loss, Progress, check_name
 
@@ -84,25 +84,9 @@ def rigl(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    check_request(model, sparsity)
     check_name("start", start, STARTS)
-    stage = Stages(
-        model,
-        data,
-        loss=loss,
-        forward=forward,
-        validation=validation,
-        seed=seed,
-        folder=folder,
-        progress=progress,
-    )
-    choice = {
-        "include": include,
-        "exclude": exclude,
-        "prunable": prunable,
-        "scope": "global" if isinstance(sparsity, Mapping) else scope,
-    }
-    plan = make_plan(model, sparsity, **choice, min_per_layer=min_per_layer)
+    scope = "global" if isinstance(sparsity, Mapping) else scope
+    stage, plan = set_up(locals())
     refuse_sharded(plan.prunable(model).values(), "control", "growth")
     budget = plan.budget(control="growth", ramp=0.75, every=every, exchange=exchange)
     history = (yield stage("dense", dense)) if dense else []

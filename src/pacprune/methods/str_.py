@@ -9,7 +9,7 @@ from torch import nn
 
 from pacprune.distributed import refuse_sharded
 from pacprune.masking import weights
-from pacprune.methods.pipeline import Pipeline, Pruned, Stages, begin_dense, check_request, make_plan, pipeline, pruned
+from pacprune.methods.pipeline import Pipeline, Pruned, begin_dense, pipeline, pruned, set_up
 from pacprune.training.config import Config
 from pacprune.training.controls import THRESHOLDS
 from pacprune.types import Data, Forward, Loss, Progress
@@ -80,19 +80,7 @@ def str_(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    check_request(model, sparsity)
-    stage = Stages(
-        model,
-        data,
-        loss=loss,
-        forward=forward,
-        validation=validation,
-        seed=seed,
-        folder=folder,
-        progress=progress,
-    )
-    choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
-    plan = make_plan(model, sparsity, **choice, min_per_layer=min_per_layer)
+    stage, plan = set_up(locals())
     refuse_sharded(plan.prunable(model).values(), "control", "soft")
     budget = plan.budget(control="soft", schedule="cubic", ramp=ramp, min_per_layer=min_per_layer)
     history = (yield stage("dense", dense)) if dense else []

@@ -60,8 +60,9 @@ SETTINGS: dict[str, tuple[Setting[Factors], ...]] = {
         _GREY.changed(
             data="digits",
             kl_weights=(0.001, 0.03, 1.0),
+            seeds=2,
             dense=Config(epochs=10, lr=0.1, schedule="cosine"),
-            prior=Config(epochs=40, lr=0.1, schedule="cosine"),
+            prior=Config(epochs=20, lr=0.1, schedule="cosine"),
             posterior=Config(epochs=10, lr=0.3, schedule="cosine"),
             std=0.05,
             draws=200,

@@ -202,9 +202,13 @@ def save_certificate(folder: Path, certificate: Certificate) -> dict[str, Any]:
     return {"certificate": certificate.bound, "delta": certificate.ledger.delta, **numbers, **count}
 
 
-def commit(folder: Path, *, progress: Progress) -> dict[str, Any]:
-    """Goes on with a run that was begun with --commit, to its next seal; returns what `execute` does there."""
+def commit(folder: Path, *, progress: Progress, model: str | None = None, data: str | None = None) -> dict[str, Any]:
+    """Goes on with a run that was begun with --commit, to its next seal; returns what `execute` does there.
+
+    Code of the run's model and data is imported if `model` and `data` name it as well.
+    """
     command, options = store.read_config(folder)
+    store.check_code(folder, options, model=model, data=data)
     if not isinstance(options, Certifying) or not options.commit:
         raise ValueError(
             f"{folder} is a run of {command} that was not begun with --commit, so that nothing of it can be sealed any "
@@ -216,9 +220,15 @@ def commit(folder: Path, *, progress: Progress) -> dict[str, Any]:
     return result
 
 
-def certify_sealed(folder: Path, *, beacon: str, progress: Progress) -> Certificate:
-    """The certificate of a run that was begun with --commit, drawn by a beacon that is younger than its seals."""
+def certify_sealed(
+    folder: Path, *, beacon: str, progress: Progress, model: str | None = None, data: str | None = None
+) -> Certificate:
+    """The certificate of a run that was begun with --commit, drawn by a beacon that is younger than its seals.
+
+    Code of the run's model and data is imported if `model` and `data` name it as well.
+    """
     command, options = store.read_config(folder)
+    store.check_code(folder, options, model=model, data=data)
     if not isinstance(options, Certifying) or not options.commit:
         raise ValueError(f"{folder} is a run of {command} without seals; a beacon is for one begun with --commit")
     if (folder / store.CERTIFICATE / RECORD).is_file():
@@ -243,14 +253,23 @@ def _refuse_second_beacon(folder: Path, beacon: str) -> None:
 
 
 def certify(
-    folder: Path, *, delta: float, certified: int, declare: str | None, device: str, out: Path | None
+    folder: Path,
+    *,
+    delta: float,
+    certified: int,
+    declare: str | None,
+    device: str,
+    out: Path | None,
+    model: str | None = None,
+    data: str | None = None,
 ) -> Certificate:
     """Certifies the sparse network of a finished run by held-out examples, saves that, and shows it in the report.
 
     What the network was trained on is what its training wrote down. A certificate that was issued before is returned as
-    it is, and never replaced.
+    it is, and never replaced. Code of the run's model and data is imported if `model` and `data` name it as well.
     """
     command, options = store.read_config(folder)
+    store.check_code(folder, options, model=model, data=data)
     result = store.result(folder)
     if not isinstance(options, Pruning):
         certificate_folder = folder / store.CERTIFICATE
@@ -262,10 +281,10 @@ def certify(
             f"the network in {folder} was trained on the bound set too (train_on is {options.train_on!r}), so nothing "
             f"is left to certify it by; run pacprune {command} with --train-on prior"
         )
-    split, model = prepare(replace(options, device=device))
-    store.read_model(folder / "model.safetensors", model)
-    store.read_trace(folder, model)
-    certificate = certify_held_out(model, split, delta=delta, certified=certified, name=options.model, declare=declare)
+    split, net = prepare(replace(options, device=device))
+    store.read_model(folder / "model.safetensors", net)
+    store.read_trace(folder, net)
+    certificate = certify_held_out(net, split, delta=delta, certified=certified, name=options.model, declare=declare)
     place = folder / store.CERTIFICATE if out is None else out
     if (place / RECORD).is_file():
         certificate = _issued(place, certificate)

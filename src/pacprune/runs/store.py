@@ -10,10 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import nn
 
+from pacprune import models
 from pacprune.certification import commitment
 from pacprune.certification.certificate import RECORD
 from pacprune.certification.commitment import Commitment
-from pacprune.data import trace
+from pacprune.data import own, trace
 from pacprune.data.trace import Trace
 from pacprune.files import write_atomically
 from pacprune.masking import weights
@@ -92,6 +93,27 @@ def read_config(folder: Path) -> tuple[str, Any]:
     if "seed" in values and "split_seed" in opt.types_of(opt.COMMANDS[command]):
         values.setdefault("split_seed", values["seed"])  # in older runs one seed was both
     return command, opt.COMMANDS[command](**values)
+
+
+_IMPORTED = {"model": models.is_own, "data": own.is_code}
+"""Which names of networks and data are functions that are imported."""
+
+
+def check_code(folder: Path, options: Any, **named: str | None) -> None:
+    """Refuses to import what only a run folder names, which may be somebody else's.
+
+    Args:
+        folder: The run.
+        options: Its options.
+        **named: What the user has named: `model`, and `data` where these are read as well.
+    """
+    for name, value in named.items():
+        recorded = getattr(options, name)
+        if _IMPORTED[name](recorded) and value != recorded:
+            raise ValueError(
+                f"the run in {folder} has the {name} {recorded!r}, which is code that would be imported and called; if "
+                f"you trust it, give --{name} {recorded}"
+            )
 
 
 def result(folder: Path) -> dict[str, Any]:

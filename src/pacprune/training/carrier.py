@@ -52,8 +52,8 @@ class Carrier:
         self.stepper, self._before, self._after, self._look, self._scale = stepper, before, after, look, scale
         self.weights = [weight for weight, _ in stepper.subject.pairs]
         self._ids = {id(weight) for weight in self.weights}
-        self._backward = False
-        """Whether a backward pass is under way."""
+        self._pass: weakref.ref[Callable[[], None]] | None = None
+        """What ends the backward pass that is under way. Only the pass holds it: one that broke off has none."""
         self._addresses = [local(weight).data_ptr() for weight in self.weights]
         _remove(_FORSAKEN)
         self.handles: list[Any] = []
@@ -100,7 +100,7 @@ class Carrier:
         return f"Carrier({type(self.stepper.model).__name__}, {state})"
 
     def _backward_begins(self, gradient: Tensor) -> None:
-        if self._backward:
+        if self._pass is not None and self._pass() is not None:
             return
         if not self.stepper.shown:
             raise ValueError(
@@ -108,26 +108,33 @@ class Carrier:
                 "off; start again from a checkpoint"
             )
         self._look()
-        self._backward = True
         self.stepper.revert()
+
+        def ends() -> None:
+            self._pass = None
+            self.stepper.convert(self._scale())
+
+        self._pass = weakref.ref(ends)
         engine = torch.autograd.Variable._execution_engine
         # What reduces gradients over ranks has its own callback at the end; this one comes after it.
-        engine.queue_callback(lambda: engine.queue_callback(self._backward_ends))
-
-    def _backward_ends(self) -> None:
-        self._backward = False
-        self.stepper.convert(self._scale())
+        engine.queue_callback(lambda: engine.queue_callback(ends))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Makes the weights those that are trained, or a closure one that does so at its end."""
         if not self.holds(optimizer):
             return None
-        self._check_memory()
-        self._before(optimizer)
-        self._backward = False  # a pass that broke off had no end
+        try:
+            self._check_memory()
+            self._before(optimizer)
+        except Exception:
+            _show_again(optimizer)
+            raise
         by_keyword = kwargs.get("closure")
         closure = args[1] if by_keyword is None and len(args) > 1 else by_keyword
         if closure is None:
+            _HIDDEN.pop(self.stepper, None)  # of a step that broke off, which nothing takes back
+            if self.stepper.shown:
+                _HIDDEN[self.stepper] = id(optimizer)
             self._hide()
             return None
 
@@ -149,6 +156,7 @@ class Carrier:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # An optimiser that wraps another one ends its step a second time.
         if self.holds(optimizer) and not self.stepper.shown:
+            _HIDDEN.pop(self.stepper, None)
             self._after(optimizer)
 
     def _check_memory(self) -> None:
@@ -176,6 +184,17 @@ def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
+
+
+_HIDDEN: "weakref.WeakKeyDictionary[Stepper, int]" = weakref.WeakKeyDictionary()
+"""Steppers whose networks a step of an optimiser has hidden, each with the optimiser's id."""
+
+
+def _show_again(optimizer: Optimizer) -> None:
+    """Takes back what others have done for a step that is refused: its optimiser may have the weights of several."""
+    for stepper in [stepper for stepper, number in _HIDDEN.items() if number == id(optimizer)]:
+        del _HIDDEN[stepper]
+        stepper.show(None)
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,6 +249,7 @@ def keep_zeros(model: nn.Module, optimizer: Optimizer) -> Carrier:
     across_model(model)
     refuse_carried(model)
     _note_zeros(model)
+    weights.refuse_sparse_gradients(model, weights.masked_names(model))
     stepper = Stepper(model, None, clean=True)
     stepper.show(None)
 

@@ -813,14 +813,15 @@ class Stepper:
             for weight, _ in self.subject.pairs
         ]
 
-    def overwritten(self) -> list[str]:
+    def overwritten(self, *, closely: bool = False) -> list[str]:
         """The names of shown weights that something else has changed since, so that the next step would undo it.
 
         A write that leaves the values as they were is none: averages that are swapped in and out, or a state dict that
-        is loaded twice. Writes are counted on the host; values are looked at where the count has changed.
+        is loaded twice. Writes are counted on the host; values are looked at where the count has changed. Writes
+        through `weight.data` do not count: looking closely, values are looked at in any case, and waited for.
         """
         counts = self._count_writes()
-        if not self.shown or self.control.network is None or counts == self._versions:
+        if not self.shown or self.control.network is None or (counts == self._versions and not closely):
             return []
         triples = zip(self.subject.names, self.subject.values, self.control.network(), strict=True)
         names = [name for name, value, expected in triples if not torch.equal(local(value), expected)]

@@ -191,6 +191,9 @@ class Cohort:
             )
         values = [trial_pass(model, data, objective) for model in self.models]
         check_shards(self.configs[0], self.models[0].parameters())
+        # Optimisers of the user's own may take sparse gradients, but masks do not.
+        own = callable(self.configs[0].optimizer)
+        weights.refuse_sparse_gradients(self.models[0], weights.masked_names(self.models[0]) if own else None)
         return values[0]
 
     def stack(self) -> None:
