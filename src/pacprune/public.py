@@ -15,6 +15,7 @@ from pacprune.masking.masks import entropy, overlap, top_k
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
 from pacprune.masking.weights import apply_mask, prunable, select, sparsity
 from pacprune.methods.acdc import acdc
+from pacprune.methods.compress import Compressed, compress
 from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
 from pacprune.methods.iterative import imp
@@ -41,6 +42,7 @@ __all__ = [
     "Certificate",
     "Certified",
     "Commitment",
+    "Compressed",
     "Config",
     "Monitor",
     "Pruned",
@@ -55,6 +57,7 @@ __all__ = [
     "certify",
     "certify_held_out",
     "commit",
+    "compress",
     "data",
     "entropy",
     "error",

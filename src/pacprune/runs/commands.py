@@ -31,7 +31,7 @@ from pacprune.methods.pipeline import make_plan
 from pacprune.methods.table import METHODS
 from pacprune.runs import locks, report, store
 from pacprune.runs import options as opt
-from pacprune.runs.options import Certifying, Options, Pruning
+from pacprune.runs.options import Certifying, Options, Pruning, Training
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error
 from pacprune.training.fit import fit
@@ -161,7 +161,7 @@ def single(
     return ranks.on_rank0(lambda: store_outcomes(options, outcomes, split, folder))
 
 
-def store_outcomes(options: Options, outcomes: list[Outcome], split: Split, folder: Path) -> dict[str, Any]:
+def store_outcomes(options: Training, outcomes: list[Outcome], split: Split, folder: Path) -> dict[str, Any]:
     """Writes the network and its history; returns the numbers."""
     last = outcomes[-1]
     store.write_model(folder / "model.safetensors", last.model)
@@ -358,7 +358,7 @@ def _rehearse_certificate(options: Any, model: nn.Module, split: Split) -> None:
         fit_posterior(model, read(model), split, config, delta=options.delta, objective=options.objective, out=out)
 
 
-def stage(options: Options) -> Config:
+def stage(options: Training) -> Config:
     """The Config of the stages after dense training."""
     gate_lr = getattr(options, "gate_lr", None)  # not every method has gates
     on_gpu = torch.device(options.device).type == "cuda"
@@ -376,7 +376,7 @@ def stage(options: Options) -> Config:
     )
 
 
-def dense_stage(options: Options) -> Config:
+def dense_stage(options: Training) -> Config:
     """The Config of dense training."""
     rates = {"lr": options.dense_lr, "weight_decay": options.dense_weight_decay}
     changes = {name: value for name, value in rates.items() if value is not None}

@@ -98,6 +98,41 @@ def png_of(paint: Callable[[Any, Table], None], rows: Table) -> bytes | None:
     return content.getvalue()
 
 
+# --- The chain of `compress`.
+
+
+def _compression_table(folder: Path, result: dict[str, Any]) -> Table:
+    return result.get("points", [])
+
+
+def draw_compression(points: Table, path: Path) -> None:
+    """Draws the chain of `pp.compress` as a PNG file."""
+    picture = png_of(_compression, points)
+    if picture is None:
+        raise ValueError(HINT)
+    write_atomically(path, picture)
+
+
+def _compression(canvas: Any, rows: Table) -> None:
+    canvas.set_size_inches(7, 3.8)
+    axes = canvas.subplots()
+    places = [-np.log1p(-row["sparsity"]) for row in rows]
+    axes.plot(places, [row["validation_risk"] for row in rows], color=GREY, lw=1, marker=".", label="validation part")
+    for label, colour, marker, passed in (("passed", BLUE, "o", True), ("failed", ORANGE, "X", False)):
+        points = [(place, row["risk"]) for place, row in zip(places, rows, strict=True) if row["passed"] is passed]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker, color=colour, ms=8, label=f"bound set, {label}")
+    bounded = [(place, row["bound"]) for place, row in zip(places, rows, strict=True) if row["bound"] is not None]
+    if bounded:
+        axes.plot(*zip(*bounded, strict=True), "_", color="black", ms=12, mew=2, label="bound")
+    axes.axhline(rows[0]["limit"], color="black", lw=1, ls="--", label="limit: proved of all that passed")
+    axes.set_xticks(places, [f"{row['sparsity']:.4g}" for row in rows], rotation=45, ha="right")
+    axes.set_xlabel("sparsity (fraction of the weights pruned)")
+    axes.set_ylabel("risk")
+    canvas.legend(ncols=3, loc="outside lower center", fontsize=9)
+    title(canvas, "How far the network can be pruned", "bound examples, split, weights, data order")
+
+
 # --- Test error of every method (where there is more than one to compare).
 
 
@@ -311,6 +346,13 @@ def _certificate(canvas: Any, rows: Table) -> None:
 
 
 _PLOTS: dict[str, tuple[Callable[[Path, dict[str, Any]], Table], str, Callable[[Any, Table], None]]] = {
+    "compression": (
+        _compression_table,
+        "The risk of every network of the chain: on the validation part, by which the order was chosen, and on the "
+        "bound set, on which the densest is tested first, until one fails. Of every network that passed, the limit is "
+        "proved.",
+        _compression,
+    ),
     "methods": (
         _methods_table,
         "How often each network is wrong on test examples that no training has seen. A certificate, where there is "

@@ -67,8 +67,14 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
     return out / "report.html"
 
 
+_TITLES = {
+    "demo": "Three ways to prune a network, and one proof",
+    "compress": "The sparsest network that provably keeps its limit",
+}
+
+
 def _title(command: str) -> str:
-    return "Three ways to prune a network, and one proof" if command == "demo" else METHODS[command].title
+    return _TITLES[command] if command in _TITLES else METHODS[command].title
 
 
 def _meaning(method: str) -> str:
@@ -92,8 +98,9 @@ def cell(name: str, value: Any) -> str:
 
 def _summary(result: dict[str, Any]) -> str:
     rows = {row["method"]: row for row in result["rows"]}
+    headline = [result["headline"]] if "headline" in result else []
     wrong = [f"{name} {row['test_error']:.1%}" for name, row in rows.items()]
-    text = f"Wrong answers on the test part: {', '.join(wrong)}."
+    text = " ".join([*headline, f"Wrong answers on the test part: {', '.join(wrong)}."])
     if "pbp" in rows:
         bound = rounded_up(rows["pbp"]["certificate"])
         text += f" For a network drawn by pbp, the error rate on new data is certified to be at most {bound}."
@@ -260,9 +267,12 @@ def console_output(result: dict[str, Any]) -> Iterator[Any]:
     for row in result["rows"]:
         table.add_row(*(cell(name, row[name]) for name in names))
     yield table
+    if "headline" in result:
+        yield result["headline"]
     if "statement" in result:
         tries = [result["tries"]["text"]] if "tries" in result else []
-        yield "\n".join([result["statement"], *tries, sentence(result["winner"])])
+        winner = [sentence(result["winner"])] if "winner" in result else []
+        yield "\n".join([result["statement"], *tries, *winner])
     folder = Path(result["folder"])
     yield f"Report: {folder / 'report.html'}"
     if not list(folder.glob("figures/*.png")):
