@@ -201,15 +201,9 @@ class _Task:
         """What a network counts on a part."""
         return risks.evaluate(risks.RISKS[self.risk], model, self.reference, part).tally()
 
-    def expected_bound(self, candidate: _Candidate, share: float = 1.0) -> float:
-        """The bound, at a share of delta, that the bound set would give if it counted as the validation part does."""
-        tally, times = candidate.tally, self.n / candidate.tally.n
-        expected = replace(tally, n=self.n, plus=math.ceil(tally.plus * times), minus=math.floor(tally.minus * times))
-        return expected.bound(self.delta * share)
-
     def keeps(self, candidate: _Candidate) -> bool:
         """Whether a candidate is expected to pass its test."""
-        return self.expected_bound(candidate) <= self.limit
+        return expected_bound(candidate.tally, n=self.n, delta=self.delta) <= self.limit
 
     @property
     def at_once(self) -> int:
@@ -288,15 +282,28 @@ def _between(low: float, high: float, count: int) -> list[float]:
     return sorted(point for point in points if low < point < high)
 
 
-def _declared(task: _Task, chain: Sequence[_Candidate]) -> list[_Candidate]:
-    """The order: by sparsity, without those that a sparser one beats on the validation part, unless they are safe."""
-    bounds = [task.expected_bound(candidate) for candidate in chain]
-    order = []
-    for k, candidate in enumerate(chain):
-        is_beaten = any(bound <= bounds[k] for bound in bounds[k + 1 :])
-        if not is_beaten or task.expected_bound(candidate, SAFE) <= task.limit:
-            order.append(candidate)
-    return order
+def expected_bound(tally: Tally, *, n: int, delta: float) -> float:
+    """The bound that n examples would give if they counted as the validation part does."""
+    plus, minus = math.ceil(tally.plus * n / tally.n), math.floor(tally.minus * n / tally.n)
+    return replace(tally, n=n, plus=plus, minus=minus).bound(delta)
+
+
+def declared_order(tallies: Sequence[Tally], *, n: int, limit: float, delta: float) -> list[int]:
+    """Which candidates are tested: all but those that a sparser one beats on the validation part and that are not safe.
+
+    Args:
+        tallies: What the candidates count on the validation part, by sparsity.
+        n: The number of bound examples.
+        limit: The limit.
+        delta: The level of the tests.
+
+    Returns:
+        Their places, rising.
+    """
+    bounds = [expected_bound(tally, n=n, delta=delta) for tally in tallies]
+    beaten = [any(bound <= bounds[k] for bound in bounds[k + 1 :]) for k in range(len(bounds))]
+    safe = [expected_bound(tally, n=n, delta=SAFE * delta) <= limit for tally in tallies]
+    return [k for k in range(len(bounds)) if safe[k] or not beaten[k]]
 
 
 def _write_order(task: _Task, order: Sequence[_Candidate], front: bool) -> str:
@@ -422,7 +429,7 @@ def compress(
     _check_request(model, split, config, dense, delta, method, declare)
     if reference is not None:
         _check_reference(model, reference, split, declare)
-    fitting, chosen_on = _cut(split.prior, validation)
+    fitting, chosen_on = cut_validation(split.prior, validation)
     folder = None if folder is None else Path(folder)
     history: History = []
     if dense is not None:
@@ -447,7 +454,8 @@ def compress(
     )
     _check_start(task)
     chain = _grow(task, grid, refinements)
-    order = _declared(task, chain)
+    tallies = [candidate.tally for candidate in chain]
+    order = [chain[k] for k in declared_order(tallies, n=task.n, limit=limit, delta=delta)]
     _write_order(task, order, front)
     outcome = (_front if front else _walk)(task, order, {"name": name, "declare": declare})
     return Compressed(
@@ -507,7 +515,7 @@ def _points(
             {
                 "sparsity": candidate.sparsity,
                 "validation_risk": candidate.tally.mean,
-                "expected_bound": task.expected_bound(candidate),
+                "expected_bound": expected_bound(candidate.tally, n=task.n, delta=task.delta),
                 "order": None if place is None else place + 1,
                 "risk": test.get("mean"),
                 **{key: test.get(key) for key in ("p_value", "passed", "bound", "price")},
@@ -585,7 +593,7 @@ def _check_reference(model: nn.Module, reference: nn.Module, split: Split, decla
         )
 
 
-def _cut(part: Part, validation: float) -> tuple[Part, Part]:
+def cut_validation(part: Part, validation: float) -> tuple[Part, Part]:
     """What candidates are trained on, and what they are chosen on; the order of a part is random already."""
     size = round(validation * len(part)) if 0 < validation < 1 else 0
     if not 0 < size < len(part):

@@ -1,0 +1,347 @@
+"""How far networks can be pruned under a limit that is proved, and what the chain and the paired risk are worth.
+
+For every data set and seed: a dense network and one chain of candidates, pruned by PFT as a population, are trained on
+a part of S_P. The rest of S_P decides, limit by limit, which of them are tested in which order. The bound set is opened
+once for all limits. The four arms differ in how they pay for many candidates, and in how they compare two networks.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from pacprune import bounds, data, models
+from pacprune.certification import risks
+from pacprune.certification.held_out import certify_sequence
+from pacprune.certification.risks import Tally
+from pacprune.data.splits import Part, Split
+from pacprune.deploy import export
+from pacprune.masking import weights
+from pacprune.methods.compress import cut_validation, declared_order
+from pacprune.methods.pft import pft
+from pacprune.methods.pipeline import together
+from pacprune.paper import painting
+from pacprune.paper.frame import Figure, Job, Setting, compute_rows, dense_networks
+from pacprune.paper.painting import Style
+from pacprune.paper.statistics import groups, interval
+from pacprune.runs import plots
+from pacprune.training.config import Config
+from pacprune.types import Table
+
+LIMITS = {"drop": (0.005, 0.01, 0.02), "disagreement": (0.01, 0.02, 0.05)}
+COUNT = sum(len(limits) for limits in LIMITS.values())
+"""How many limits there are: at delta divided by this, all of them hold at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The chain, and how the data are cut.
+
+    Args:
+        grid: Sparsities of the candidates, rising.
+        prior_fraction: Share of the training data in S_P; the rest is the bound set.
+        validation: Share of S_P that decides on the order.
+        delta: Probability with which a certificate may fail.
+    """
+
+    grid: tuple[float, ...]
+    prior_fraction: float = 0.8
+    validation: float = 0.2
+    delta: float = 0.05
+
+
+def _grid(count: int, least: float) -> tuple[float, ...]:
+    """So many sparsities from 0.5 on; each keeps the same share of the weights of the one before, the last `least`."""
+    factor = (least / 0.5) ** (1 / (count - 1))
+    return tuple(1 - float(f"{0.5 * factor**k:.3g}") for k in range(count))
+
+
+_GREY = Setting(
+    data="mnist",
+    model="lenet5",
+    seeds=5,
+    dense=Config(epochs=12, lr=0.05, schedule="cosine"),
+    pruning=Config(epochs=12, lr=0.05, schedule="cosine", warmup=0.05),
+    options=Chain(grid=_grid(24, 0.002)),
+)
+_COLOUR = _GREY.changed(
+    data="cifar10",
+    model="resnet20",
+    seeds=3,
+    dense=Config(epochs=40, lr=0.1, schedule="cosine", warmup=0.05, augment=True, weight_decay=5e-4),
+    pruning=Config(epochs=32, lr=0.2, schedule="cosine", warmup=0.05, augment=True, weight_decay=5e-4),
+    grid=_grid(24, 0.01),
+)
+SETTINGS: dict[str, tuple[Setting[Chain], ...]] = {
+    "smoke": (
+        _GREY.changed(
+            data="digits",
+            model="mlp",
+            seeds=2,
+            dense=Config(epochs=10, lr=0.1, schedule="cosine"),
+            pruning=Config(epochs=4, lr=0.1, schedule="cosine"),
+            grid=_grid(4, 0.02),
+            prior_fraction=0.5,
+        ),
+    ),
+    "reduced": (_GREY, _GREY.changed(data="fashion-mnist"), _COLOUR),
+    "paper": (
+        _GREY.changed(dense=replace(_GREY.dense, epochs=30), pruning=replace(_GREY.pruning, epochs=30)),
+        _GREY.changed(
+            data="fashion-mnist",
+            dense=replace(_GREY.dense, epochs=70),
+            pruning=replace(_GREY.pruning, epochs=30),
+        ),
+        _COLOUR.changed(
+            seeds=5,
+            dense=replace(_COLOUR.dense, epochs=120),
+            pruning=replace(_COLOUR.pruning, epochs=120),
+        ),
+    ),
+}
+
+
+# --- The arms: which candidate each of them can promise.
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """What all candidates, by sparsity, count on one part, and how often they and the reference err there."""
+
+    tallies: list[Tally]
+    errors: list[int]
+    reference_errors: int
+
+
+Arm = Callable[[Counts, Sequence[int], float, float], int | None]
+"""(counts on the bound set, declared order, limit, delta) -> the place of the sparsest that is proved; None: none."""
+
+
+def _last_passed(order: Sequence[int], passes: Callable[[int], bool]) -> int | None:
+    """The last place of an order before the first that fails."""
+    last = None
+    for place in order:
+        if not passes(place):
+            break
+        last = place
+    return last
+
+
+def _chain(counts: Counts, order: Sequence[int], limit: float, delta: float) -> int | None:
+    """Each test at the full delta, in the declared order, until one fails."""
+    return _last_passed(order, lambda place: counts.tallies[place].p_value(limit) <= delta)
+
+
+def _union(counts: Counts, order: Sequence[int], limit: float, delta: float) -> int | None:
+    """All candidates of the grid, each at its part of delta."""
+    share = delta / len(counts.tallies)
+    return max((k for k, tally in enumerate(counts.tallies) if tally.p_value(limit) <= share), default=None)
+
+
+def _difference(counts: Counts, place: int, delta: float, reference_delta: float) -> float:
+    """A bound on the drop from two bounds: of the candidate's error from above, of the reference's from below."""
+    n = counts.tallies[place].n
+    lower = 1 - bounds.clopper_pearson(n - counts.reference_errors, n=n, delta=reference_delta)
+    return bounds.clopper_pearson(counts.errors[place], n=n, delta=delta) - lower
+
+
+def _separate(counts: Counts, order: Sequence[int], limit: float, delta: float) -> int | None:
+    """As the chain, with two separate bounds at half of delta each."""
+    return _last_passed(order, lambda place: _difference(counts, place, delta / 2, delta / 2) <= limit)
+
+
+def _ordinary(counts: Counts, order: Sequence[int], limit: float, delta: float) -> int | None:
+    """All candidates of the grid, with two separate bounds; the reference's is the same for all of them."""
+    share = delta / 2 / len(counts.tallies)
+    kept = [k for k in range(len(counts.tallies)) if _difference(counts, k, share, delta / 2) <= limit]
+    return max(kept, default=None)
+
+
+ARMS: dict[str, tuple[Style, Arm, tuple[str, ...]]] = {
+    "chain": (Style("chain, paired", plots.BLUE, "o"), _chain, ("drop", "disagreement")),
+    "union": (Style("union bound, paired", plots.ORANGE, "s"), _union, ("drop", "disagreement")),
+    "separate": (Style("chain, two bounds", plots.GREEN, "^"), _separate, ("drop",)),
+    "ordinary": (Style("union bound, two bounds", plots.GREY, "v"), _ordinary, ("drop",)),
+}
+"""Name -> look, how it chooses, and for which risks there is such a thing."""
+
+
+# --- Rows.
+
+
+class Entry(NamedTuple):
+    """One promise."""
+
+    seed: int
+    risk: str
+    limit: float
+    arm: str
+
+
+def entries(seeds: Sequence[int]) -> list[Entry]:
+    """All promises of these seeds."""
+    return [
+        Entry(seed, risk, limit, arm)
+        for seed in seeds
+        for risk, limits in LIMITS.items()
+        for limit in limits
+        for arm, (_, _, kinds) in ARMS.items()
+        if risk in kinds
+    ]
+
+
+def rows(setting: Setting[Chain], job: Job) -> Table:
+    """One row per seed, limit and arm; those of an interrupted run are kept."""
+    table = compute_rows(
+        entries(job.seeds(setting.seeds)),
+        partial(promises, setting, job),
+        path=job.out / f"compress-{setting.name}.jsonl",
+        terms=setting.terms,
+        group=lambda entry: entry.seed,
+    )
+    return [{"dataset": setting.data, "model": setting.model} | row for row in table]
+
+
+def promises(setting: Setting[Chain], job: Job, portion: Sequence[Entry]) -> Table:
+    """All promises of one seed, from one chain."""
+    seed, options = portion[0].seed, setting.options
+    split = data.load(setting.data, seed=seed, prior_fraction=options.prior_fraction, data_dir=job.data_dir)
+    fitting, chosen_on = cut_validation(split.prior, options.validation)
+    reference, candidates = chain(setting, split, fitting, seed, job)
+    table: dict[Entry, dict[str, Any]] = {}
+    for risk, limits in LIMITS.items():
+        # The order is fixed by the first of these parts before the second is opened.
+        planned = count(risk, candidates, reference, chosen_on).tallies
+        orders = {
+            limit: declared_order(planned, n=len(split.bound), limit=limit, delta=options.delta) for limit in limits
+        }
+        bound, test = (count(risk, candidates, reference, part) for part in (split.bound, split.test))
+        for limit, order in orders.items():
+            _check_certificate(candidates, reference, split, order, risk, limit, bound, options.delta)
+            for entry in portion:
+                if (entry.risk, entry.limit) == (risk, limit):
+                    table[entry] = _promise(entry, order, candidates, bound, test, options.delta)
+    return [table[entry] for entry in portion]
+
+
+def chain(
+    setting: Setting[Chain], split: Split, fitting: Part, seed: int, job: Job
+) -> tuple[nn.Module, list[nn.Module]]:
+    """The dense network and the candidates, by sparsity, all from the part that is not for validation."""
+    examples = job.tensors(fitting)
+    build = partial(models.build, setting.model, split)
+    dense = dense_networks(setting, lambda seed: build(seed=seed), examples, job, seeds=[seed])[seed]
+    candidates: list[nn.Module] = []
+    for portion in job.portions(setting.options.grid):
+        nets = [copy.deepcopy(dense) for _ in portion]
+        together(pft, nets, examples, setting.pruning, sparsity=portion, seed=seed, progress=job.progress)
+        candidates += [net.eval() for net in nets]
+    return dense.eval(), candidates
+
+
+def count(risk: str, candidates: Sequence[nn.Module], reference: nn.Module, part: Part) -> Counts:
+    """What the candidates count on a part."""
+
+    def errors(net: nn.Module) -> int:
+        return risks.evaluate(risks.RISKS["error"], net, None, part).tally().plus
+
+    tallies = [risks.evaluate(risks.RISKS[risk], net, reference, part).tally() for net in candidates]
+    return Counts(tallies, [errors(net) for net in candidates], errors(reference))
+
+
+def _check_certificate(
+    candidates: Sequence[nn.Module],
+    reference: nn.Module,
+    split: Split,
+    order: Sequence[int],
+    risk: str,
+    limit: float,
+    counts: Counts,
+    delta: float,
+) -> None:
+    """The certificate that is issued says what the row of the chain says; otherwise the row would be worth nothing."""
+    certificate = certify_sequence(
+        [candidates[place] for place in order], split, risk=risk, limit=limit, reference=reference, delta=delta
+    )
+    place = _chain(counts, order, limit, delta)
+    issued = order[certificate.passed - 1] if certificate.passed else None
+    if issued != place:
+        raise ValueError(f"the certificate is about candidate {issued}, but the row about {place}; please report this")
+
+
+def _promise(
+    entry: Entry, order: Sequence[int], candidates: Sequence[nn.Module], bound: Counts, test: Counts, delta: float
+) -> dict[str, Any]:
+    """A row: what an arm can promise under a limit."""
+    _, arm, _ = ARMS[entry.arm]
+    place, place_of_all = (arm(bound, order, entry.limit, level) for level in (delta, delta / COUNT))
+    network = None if place is None else candidates[place]
+    return {
+        "sparsity": 0.0 if network is None else weights.sparsity(network),
+        "certified": None if network is None else entry.limit,
+        "bound_set_value": None if place is None else bound.tallies[place].mean,
+        "test_value": None if place is None else test.tallies[place].mean,
+        "test_error": test.reference_errors / len_of(test) if place is None else test.errors[place] / len_of(test),
+        "dense_test_error": test.reference_errors / len_of(test),
+        "bytes": None if network is None else len(export.packed(network)),
+        "sparsity_all": 0.0 if place_of_all is None else weights.sparsity(candidates[place_of_all]),
+        "tested": len(order) if entry.arm in ("chain", "separate") else len(candidates),
+        "n": bound.tallies[0].n,
+        "delta": delta,
+    }
+
+
+def len_of(counts: Counts) -> int:
+    """How many examples were counted."""
+    return counts.tallies[0].n
+
+
+# --- The figure.
+
+
+def figures(setting: Setting[Chain], job: Job) -> Iterator[Figure]:
+    """The sparsity that each arm reaches under every limit."""
+    yield Figure(
+        f"compress-{setting.name}",
+        f"{setting.data}, {setting.model}: the sparsest network of a chain of {len(setting.options.grid)} that is "
+        f"proved to keep a limit, at delta = {setting.options.delta:g}; mean and 95 % interval over {setting.seeds} "
+        "seeds (split, weights and data order are random). Every row of the CSV is a promise of its own, at the full "
+        f"delta; for all {COUNT} limits at once, the column sparsity_all has each at delta/{COUNT}. Sparsity 0 is the "
+        "dense network, where no candidate could be proved to keep the limit.",
+        lambda: rows(setting, job),
+        paint,
+        lambda rows: numbers(setting, rows),
+    )
+
+
+def numbers(setting: Setting[Chain], rows: Table) -> dict[str, float]:
+    """The mean sparsity of every arm under every limit."""
+    return {
+        f"{setting.name}, {risk} {limit:g}, {arm}: sparsity": interval([row["sparsity"] for row in part]).mean
+        for (risk, limit, arm), part in groups(rows, "risk", "limit", "arm").items()
+    }
+
+
+def paint(canvas: Any, rows: Table) -> None:
+    """A panel per risk: how many of the weights are left, against the limit."""
+    canvas.set_size_inches(9, 4)
+    styles = {arm: style for arm, (style, _, _) in ARMS.items()}
+    for axes, ((risk,), part) in zip(canvas.subplots(1, len(LIMITS)), groups(rows, "risk").items(), strict=True):
+        left = [row | {"left": 1 - row["sparsity"]} for row in part]
+        painting.lines(axes, left, x="limit", y="left", by="arm", styles=styles)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        limits = sorted({row["limit"] for row in part})
+        axes.set_xticks(limits, [f"{limit:g}" for limit in limits], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel(f"limit of the {risk}")
+    canvas.axes[0].set_ylabel("share of the weights that is left")
+    canvas.axes[0].legend(fontsize=8)
+    plots.title(
+        canvas,
+        painting.subject(rows),
+        f"split, weights, order; 95 % intervals over {painting.seed_count(rows)} seeds",
+    )
