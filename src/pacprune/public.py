@@ -3,8 +3,9 @@
 from pacprune import bounds, data, models
 from pacprune.certification.audit import verify
 from pacprune.certification.certificate import Certificate
-from pacprune.certification.certify import certify, certify_held_out
+from pacprune.certification.certify import certify
 from pacprune.certification.commitment import Commitment, commit
+from pacprune.certification.held_out import certify_held_out
 from pacprune.certification.monitor import Monitor
 from pacprune.deploy import export, slim
 from pacprune.distributed import ranks

@@ -17,9 +17,9 @@ from torch import nn
 from pacprune import __version__, data, models
 from pacprune.bounds import Ledger
 from pacprune.certification.certificate import RECORD, Certificate
-from pacprune.certification.certify import certify_held_out
 from pacprune.certification.commitment import Commitment, check_source
 from pacprune.certification.decode import load
+from pacprune.certification.held_out import certify_held_out
 from pacprune.certification.rules import check_declared
 from pacprune.certification.tries import Tries
 from pacprune.data.splits import Part, Split
