@@ -68,6 +68,7 @@ class Compressed:
     Args:
         model: The network: the sparsest that passed; the densest candidate if none did.
         certificate: What is proved, with the list of tests.
+        front: With `front`, the certificate about all candidates at once; else None.
         points: One row per candidate, by sparsity. `validation_risk` and `expected_bound` are what the order was chosen
             by. `order` is the place in the declared order, None if it has none. `risk`, `p_value` and `passed` are
             those of the test, None if it was not tested. With `front`, `bound` holds for all rows at once, and `price`
@@ -91,6 +92,7 @@ class Compressed:
 
     model: nn.Module
     certificate: Certificate
+    front: Certificate | None
     points: Table
     models: tuple[nn.Module, ...]
     passed: int
@@ -141,7 +143,7 @@ class Compressed:
         imports.function("pacprune.runs.plots:draw_compression")(self.points, Path(path))
 
     def save(self, folder: str | Path) -> Path:
-        """Writes the certificate's folder `certificate` and the packed network `packed.safetensors`.
+        """Writes the folder `certificate`, perhaps `front`, and the packed network `packed.safetensors`.
 
         Args:
             folder: Where to write; it is made if it is missing.
@@ -156,6 +158,8 @@ class Compressed:
             raise ValueError(f"there is nothing to save: {self.statement}")
         folder = Path(folder)
         self.certificate.save(folder / "certificate")
+        if self.front is not None:
+            self.front.save(folder / "front")
         write_atomically(folder / export.FORMATS["safetensors"].file, export.packed(self.model))
         return folder
 
@@ -457,10 +461,12 @@ def compress(
     tallies = [candidate.tally for candidate in chain]
     order = [chain[k] for k in declared_order(tallies, n=task.n, limit=limit, delta=delta)]
     _write_order(task, order, front)
-    outcome = (_front if front else _walk)(task, order, {"name": name, "declare": declare})
+    common = {"risk": risk, "reference": against, "delta": delta, "name": name, "declare": declare}
+    outcome = (_front if front else _walk)(task, [candidate.model for candidate in order], common)
     return Compressed(
         model=order[outcome.chosen].model,
         certificate=outcome.certificate,
+        front=outcome.front,
         points=_points(task, chain, order, outcome.tests),
         models=tuple(candidate.model for candidate in chain),
         passed=outcome.passed,
@@ -476,30 +482,32 @@ class _Outcome:
     """What the bound set has said: rows of the tests in the declared order, how many passed, and which is chosen."""
 
     certificate: Certificate
-    tests: Table
+    tests: Sequence[Mapping[str, Any]]
     passed: int
     chosen: int
+    front: Certificate | None = None
 
 
-def _walk(task: _Task, order: Sequence[_Candidate], words: Mapping[str, Any]) -> _Outcome:
+def _walk(task: _Task, models: Sequence[nn.Module], common: Mapping[str, Any]) -> _Outcome:
     """Opens the bound set: one certificate by fixed-sequence testing."""
-    models = [candidate.model for candidate in order]
-    common = {"risk": task.risk, "reference": task.reference, "delta": task.delta}
-    certificate = certify_sequence(models, task.split, limit=task.limit, **common, **words)
-    return _Outcome(certificate, list(certificate.tests), certificate.passed, max(0, certificate.passed - 1))
+    certificate = certify_sequence(models, task.split, limit=task.limit, **common)
+    return _Outcome(certificate, certificate.tests, certificate.passed, max(0, certificate.passed - 1))
 
 
-def _front(task: _Task, order: Sequence[_Candidate], words: Mapping[str, Any]) -> _Outcome:
+def _front(task: _Task, models: Sequence[nn.Module], common: Mapping[str, Any]) -> _Outcome:
     """Opens the bound set: bounds at delta divided by the number of candidates, which hold for all of them at once."""
-    tests: Table = []
-    for candidate in order:
-        tally = task.tally(candidate.model, task.split.bound)
-        bound, alone = (tally.bound(delta) for delta in (task.delta / len(order), task.delta))
-        tests.append({"mean": tally.mean, "passed": bound <= task.limit, "bound": bound, "price": bound - alone})
+    front = certify_sequence(models, task.split, limit=task.limit, front=True, **common)
+    tests, lowest = [], risks.RISKS[task.risk].lowest
+    for test in front.tests:
+        counts, bound = test["counts"], test["bound"]
+        assert counts is not None
+        assert bound is not None
+        price = bound - Tally(test["n"], lowest, counts["plus"], counts["minus"]).bound(task.delta)
+        tests.append({**test, "passed": bound <= task.limit, "price": price})
     chosen = max((k for k, test in enumerate(tests) if test["passed"]), default=0)
-    common = {"risk": task.risk, "reference": task.reference, "delta": task.delta, "certified": len(order)}
-    certificate = certify_held_out(order[chosen].model, task.split, **common, **words)
-    return _Outcome(certificate, tests, sum(test["passed"] for test in tests), chosen)
+    # The same bound, in a certificate about this network.
+    certificate = certify_held_out(models[chosen], task.split, certified=len(models), **common)
+    return _Outcome(certificate, tests, sum(test["passed"] for test in tests), chosen, front)
 
 
 def _points(
