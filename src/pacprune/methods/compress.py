@@ -46,10 +46,10 @@ LIMITS = {"max_error": "error", "max_drop": "drop", "max_disagreement": "disagre
 """The keyword of every limit, and the risk that it is a limit of."""
 SPARSITIES = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
 """The chain before it is refined, unless one is given."""
-SAFE = 0.01
-"""A candidate that a sparser one beats stays in the chain if it is expected to pass at this share of delta, too.
+BEATEN = 0.5
+"""A candidate is left out if a sparser one beats it on the validation part by more than so many standard errors.
 
-By the normal approximation it then passes at delta in about 95 % of all bound sets.
+In simulated chains, 0 leaves out too many where that part is small, and 1 too few where candidates are many.
 """
 ORDER = "order.json"
 """The file in which the order is declared."""
@@ -205,9 +205,9 @@ class _Task:
         """What a network counts on a part."""
         return risks.evaluate(risks.RISKS[self.risk], model, self.reference, part).tally()
 
-    def keeps(self, candidate: _Candidate) -> bool:
-        """Whether a candidate is expected to pass its test."""
-        return expected_bound(candidate.tally, n=self.n, delta=self.delta) <= self.limit
+    def keeps(self, candidate: _Candidate, errors: float) -> bool:
+        """Whether a candidate is expected to pass, if its risk is so many standard errors above what was counted."""
+        return expected_bound(candidate.tally, n=self.n, delta=self.delta, errors=errors) <= self.limit
 
     @property
     def at_once(self) -> int:
@@ -256,58 +256,87 @@ def _labelled(progress: Progress | None, sparsities: Sequence[float]) -> Progres
 
 
 def _grow(task: _Task, sparsities: Sequence[float], refinements: int) -> list[_Candidate]:
-    """The chain, by sparsity: the grid, and points between the last that is expected to pass and the next one.
+    """The chain, by sparsity: the grid, and points in the range in which it may cross the limit.
 
-    On a CPU the grid is trained until the first that is expected to fail, and the gap is halved once per refinement. A
-    population on a GPU has the whole grid at once, and then all points that halving could come to.
+    On a CPU the grid is trained until the first that is sure to fail, and then the widest gap in the range is halved
+    once per refinement. A population on a GPU has the whole grid at once, and then all gaps are cut alike.
     """
     chain: list[_Candidate] = []
     for portion in _portions(sparsities, task.at_once):
         chain = task.train(portion, chain)
-        if not task.keeps(chain[-1]):
+        if not task.keeps(chain[-1], -1.0):
             break
-    for count in [1] * refinements if task.at_once == 1 else [2**refinements - 1]:
-        chain = task.train(_between(*_gap(task, chain), count), chain)
+    if task.at_once > 1:
+        return task.train(_points_between(_open_range(task, chain), 2**refinements), chain)
+    for _ in range(refinements):
+        chain = task.train(_points_between(_open_range(task, chain), 1), chain)
     return chain
 
 
-def _gap(task: _Task, chain: Sequence[_Candidate]) -> tuple[float, float]:
-    """The sparsest that is expected to pass, or 0, and the one after it; twice the same where none is left."""
-    last = max((k for k, candidate in enumerate(chain) if task.keeps(candidate)), default=-1)
-    below = chain[last].sparsity if last >= 0 else 0.0
-    return below, chain[last + 1].sparsity if last + 1 < len(chain) else below
+def _open_range(task: _Task, chain: Sequence[_Candidate]) -> list[float]:
+    """The sparsities from the last that is sure to pass, or 0, to the first after it that is sure to fail.
+
+    Sure is what is expected even if the risk is one standard error of the validation part worse, or better.
+    """
+    first = max((k for k, candidate in enumerate(chain) if task.keeps(candidate, 1.0)), default=-1)
+    end = next((k for k in range(first + 1, len(chain)) if not task.keeps(chain[k], -1.0)), len(chain) - 1)
+    return [
+        0.0 if first < 0 else chain[first].sparsity,
+        *(candidate.sparsity for candidate in chain[first + 1 : end + 1]),
+    ]
 
 
-def _between(low: float, high: float, count: int) -> list[float]:
-    """So many sparsities between two, each keeping the same share of the weights of the one before."""
-    steps = (k / (count + 1) for k in range(1, count + 1))
-    # Three digits of the density say as much as a user reads.
-    points = {1 - float(f"{(1 - low) ** (1 - t) * (1 - high) ** t:.3g}") for t in steps}
-    return sorted(point for point in points if low < point < high)
+def _points_between(sparsities: Sequence[float], count: int) -> list[float]:
+    """So many new sparsities between these, each in the middle of the widest gap: of equal factors of kept weights."""
+    densities = [1 - sparsity for sparsity in sparsities]
+    points: list[float] = []
+    for _ in range(count if len(densities) > 1 else 0):
+        place = max(range(len(densities) - 1), key=lambda k: densities[k] / densities[k + 1])
+        # Three digits say as much as a user reads.
+        middle = float(f"{math.sqrt(densities[place] * densities[place + 1]):.3g}")
+        if not densities[place] > middle > densities[place + 1]:
+            break
+        densities.insert(place + 1, middle)
+        points.append(1 - middle)
+    return sorted(points)
 
 
-def expected_bound(tally: Tally, *, n: int, delta: float) -> float:
-    """The bound that n examples would give if they counted as the validation part does."""
-    plus, minus = math.ceil(tally.plus * n / tally.n), math.floor(tally.minus * n / tally.n)
-    return replace(tally, n=n, plus=plus, minus=minus).bound(delta)
+def expected_bound(tally: Tally, *, n: int, delta: float, errors: float = 0.0) -> float:
+    """The bound that n examples would give if they counted as the validation part does.
+
+    Args:
+        tally: What a candidate counts on the validation part.
+        n: The number of bound examples.
+        delta: The level of the test.
+        errors: By how many standard errors the risk is taken to be higher than it was counted.
+
+    Returns:
+        The bound.
+    """
+    plus, minus = tally.plus + errors * math.sqrt(tally.plus + tally.minus + 4), float(tally.minus)
+    if plus < 0:
+        plus, minus = 0.0, minus - plus if tally.lowest else 0.0
+    scaled_plus = min(n, math.ceil(plus * n / tally.n))
+    scaled_minus = min(n - scaled_plus, math.floor(minus * n / tally.n))
+    return replace(tally, n=n, plus=scaled_plus, minus=scaled_minus).bound(delta)
 
 
-def declared_order(tallies: Sequence[Tally], *, n: int, limit: float, delta: float) -> list[int]:
-    """Which candidates are tested: all but those that a sparser one beats on the validation part and that are not safe.
+def declared_order(tallies: Sequence[Tally], *, n: int, delta: float) -> list[int]:
+    """Which candidates are tested: all but those that a sparser one beats on the validation part.
+
+    A test that fails ends the walk. So a candidate that is worse than a sparser one can only do harm.
 
     Args:
         tallies: What the candidates count on the validation part, by sparsity.
         n: The number of bound examples.
-        limit: The limit.
         delta: The level of the tests.
 
     Returns:
         Their places, rising.
     """
     bounds = [expected_bound(tally, n=n, delta=delta) for tally in tallies]
-    beaten = [any(bound <= bounds[k] for bound in bounds[k + 1 :]) for k in range(len(bounds))]
-    safe = [expected_bound(tally, n=n, delta=SAFE * delta) <= limit for tally in tallies]
-    return [k for k in range(len(bounds)) if safe[k] or not beaten[k]]
+    best = [expected_bound(tally, n=n, delta=delta, errors=-BEATEN) for tally in tallies]
+    return [k for k in range(len(bounds)) if all(bound >= best[k] for bound in bounds[k + 1 :])]
 
 
 def _write_order(task: _Task, order: Sequence[_Candidate], front: bool) -> str:
@@ -375,10 +404,11 @@ def compress(
 
     1. [dense training]; candidates of rising sparsity, each pruned from the model by `method`, on the first part of
        split.prior.
-    2. On the other part, of share `validation`, the chain is refined where it is expected to cross the limit. Expected
-       is the bound that the bound set would give if it counted as this part does. So the margin below the limit is the
-       one that the test needs at this n: a candidate there passes in about half of all bound sets.
-    3. A candidate that a sparser one beats there is left out, unless it is expected to pass at delta/100 as well.
+    2. On the other part, of share `validation`, the chain is refined where it may cross the limit. A candidate is
+       expected to pass if the bound set, counting as this part does, would prove the limit. So the margin below the
+       limit is the one that the test needs at this n: at the crossing, a candidate passes in about half of all bound
+       sets. The range that is refined is one standard error of the validation part wide on either side.
+    3. A candidate that a sparser one beats there, by half a standard error, is left out.
     4. The order is written down and hashed. Only then the bound set is opened. The candidates are tested one after
        another, densest first, each at the full delta, until one fails.
 
@@ -397,7 +427,7 @@ def compress(
         delta: Probability with which the certificate may fail, such as 0.05.
         method: How candidates are pruned: the name of a method that leaves a plain network, such as "pft" or "osp".
         sparsities: The chain before it is refined, rising; None is 0.5, 0.8, 0.9, 0.95, 0.98, 0.99 and 0.995.
-        refinements: How often the gap in which the limit is expected is halved, such as 4.
+        refinements: How many candidates are added where the limit is expected, such as 4; on a GPU, 2**refinements.
         dense: How the network is trained before pruning; None prunes it as it is.
         reference: What drop and disagreement are measured against; None is the model before pruning.
         validation: Share of split.prior on which the chain is refined, such as 0.2.
@@ -459,7 +489,7 @@ def compress(
     _check_start(task)
     chain = _grow(task, grid, refinements)
     tallies = [candidate.tally for candidate in chain]
-    order = [chain[k] for k in declared_order(tallies, n=task.n, limit=limit, delta=delta)]
+    order = [chain[k] for k in declared_order(tallies, n=task.n, delta=delta)]
     _write_order(task, order, front)
     common = {"risk": risk, "reference": against, "delta": delta, "name": name, "declare": declare}
     outcome = (_front if front else _walk)(task, [candidate.model for candidate in order], common)

@@ -213,17 +213,15 @@ def promises(setting: Setting[Chain], job: Job, portion: Sequence[Entry]) -> Tab
     reference, candidates = chain(setting, split, fitting, seed, job)
     table: dict[Entry, dict[str, Any]] = {}
     for risk, limits in LIMITS.items():
-        # The order is fixed by the first of these parts before the second is opened.
+        # The order, the same for all limits, is fixed by the first of these parts before the second is opened.
         planned = count(risk, candidates, reference, chosen_on).tallies
-        orders = {
-            limit: declared_order(planned, n=len(split.bound), limit=limit, delta=options.delta) for limit in limits
-        }
+        order = declared_order(planned, n=len(split.bound), delta=options.delta)
         bound, test = (count(risk, candidates, reference, part) for part in (split.bound, split.test))
-        for limit, order in orders.items():
+        for limit in limits:
             _check_certificate(candidates, reference, split, order, risk, limit, bound, options.delta)
-            for entry in portion:
-                if (entry.risk, entry.limit) == (risk, limit):
-                    table[entry] = _promise(entry, order, candidates, bound, test, options.delta)
+        for entry in portion:
+            if entry.risk == risk:
+                table[entry] = _promise(entry, order, candidates, bound, test, options.delta)
     return [table[entry] for entry in portion]
 
 

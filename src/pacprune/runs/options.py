@@ -132,7 +132,7 @@ class Compress(Training):
         "Sparsities of the chain before it is refined, rising, separated by commas.",
         unset=",".join(f"{sparsity:g}" for sparsity in SPARSITIES),
     )
-    refinements: int = _option(4, "How often the gap in which the limit is expected is halved.")
+    refinements: int = _option(4, "How many networks are added where the limit is expected; on a GPU 2**N.")
     validation: float = _option(0.2, "Share of S_P on which the chain is refined.")
     front: bool = _option(False, "Bounds for all networks at once, each at its part of delta, in place of the walk.")
 
