@@ -1,5 +1,6 @@
 """Held-out certificates: what fixed networks do on examples that nothing of their making has seen."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from pacprune.certification.commitment import split_hashes
 from pacprune.certification.record import FORMAT, VERSION, BoundEntry, RiskRecord, RiskTest
 from pacprune.certification.risks import Loss, Risk, Sample, Tally
 from pacprune.certification.tries import Tries
-from pacprune.certification.verify import LEAVES, assumptions, digest
+from pacprune.certification.verify import LEAVES, MOST_EFFORT, assumptions, digest
 from pacprune.data.batches import tensors
 from pacprune.data.splits import Split
 from pacprune.data.splits import whole as whole_split
@@ -246,7 +247,7 @@ class _Trial:
 
     def check_limit(self, limit: float) -> None:
         """A limit that values can respect and can exceed."""
-        if not self.risk.lowest < limit < 1 or (not self.risk.lowest and limit <= 0):
+        if not self.risk.lowest < limit < 1:
             raise ValueError(
                 f"the limit is {limit}, but it must lie strictly between {self.risk.lowest} and 1, the least and the "
                 f"largest {self.risk.phrase}: give a fraction, such as 0.01"
@@ -291,6 +292,11 @@ class _Trial:
         tensors: dict[str, Tensor],
     ) -> Certificate:
         """The certificate that these tests give, with the network at this place in it."""
+        if len(tests) * math.sqrt(len(self.split.bound)) > MOST_EFFORT:
+            raise ValueError(
+                f"there are {len(tests)} tests on {len(self.split.bound)} examples, more than a verifier recomputes; "
+                "give fewer groups or candidates"
+            )
         network = self.networks[place]
         files = {"model.safetensors": _state(network)}
         if self.reference is not None:
