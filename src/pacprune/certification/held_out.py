@@ -1,5 +1,6 @@
 """Held-out certificates: what fixed networks do on examples that nothing of their making has seen."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from pacprune.certification.commitment import split_hashes
 from pacprune.certification.record import FORMAT, VERSION, BoundEntry, RiskRecord, RiskTest
 from pacprune.certification.risks import Loss, Risk, Sample, Tally
 from pacprune.certification.tries import Tries
-from pacprune.certification.verify import LEAVES, assumptions, digest
+from pacprune.certification.verify import LEAVES, MOST_EFFORT, assumptions, digest
 from pacprune.data.batches import tensors
 from pacprune.data.splits import Split
 from pacprune.data.splits import whole as whole_split
@@ -173,6 +174,11 @@ def _front(trial: "_Trial", name: str | None) -> Certificate:
     return trial.certificate(tests, rule="all", limit=None, place=last, bound=bound, name=name, tensors=examples)
 
 
+def risk_is_of_classes(risk_name: str, split: Split) -> bool:
+    """Whether the largest output alone is looked at, and not the outputs themselves."""
+    return risk_name in ("error", "drop", "disagreement") and split.bound.y.ndim == 1
+
+
 # --- What is certified.
 
 
@@ -220,7 +226,7 @@ class _Trial:
             rules.refuse_random(network)
             rules.refuse_batch_statistics(network)
             rules.refuse_untraced(weights.origin(network), split, who, declaration)
-            rules.refuse_unsteady(network, split.bound.x, values=risk_name not in ("error", "drop", "disagreement"))
+            rules.refuse_unsteady(network, split.bound.x, values=not risk_is_of_classes(risk_name, split))
         hashes = tuple(certify.tensor_hash(_state(network)) for network in networks)
         sparsities = tuple(weights.sparsity(network) for network in networks)
         return cls(networks, reference, split, risk_name, entry, delta, certified, declaration, hashes, sparsities)
@@ -241,7 +247,7 @@ class _Trial:
 
     def check_limit(self, limit: float) -> None:
         """A limit that values can respect and can exceed."""
-        if not self.risk.lowest < limit < 1 or (not self.risk.lowest and limit <= 0):
+        if not self.risk.lowest < limit < 1:
             raise ValueError(
                 f"the limit is {limit}, but it must lie strictly between {self.risk.lowest} and 1, the least and the "
                 f"largest {self.risk.phrase}: give a fraction, such as 0.01"
@@ -286,6 +292,11 @@ class _Trial:
         tensors: dict[str, Tensor],
     ) -> Certificate:
         """The certificate that these tests give, with the network at this place in it."""
+        if len(tests) * math.sqrt(len(self.split.bound)) > MOST_EFFORT:
+            raise ValueError(
+                f"there are {len(tests)} tests on {len(self.split.bound)} examples, more than a verifier recomputes; "
+                "give fewer groups or candidates"
+            )
         network = self.networks[place]
         files = {"model.safetensors": _state(network)}
         if self.reference is not None:
@@ -438,6 +449,14 @@ def _refuse_needless_reference(risk: Risk, name: str, reference: nn.Module | Non
         )
 
 
+def pair_split(x: Tensor | np.ndarray, y: Tensor | np.ndarray | None) -> Split:
+    """A split all of whose examples are bound examples; without labels, all are 0."""
+    labels = torch.zeros(len(x), dtype=torch.int64) if y is None else torch.as_tensor(y)
+    pair = tensors((torch.as_tensor(x), labels))
+    assert pair is not None
+    return whole_split(*pair)
+
+
 def _split_of(data: Any, risk_name: str, risk: Risk) -> Split:
     """A split all of whose examples are bound examples."""
     if not isinstance(data, tuple) or len(data) != 2:
@@ -445,16 +464,11 @@ def _split_of(data: Any, risk_name: str, risk: Risk) -> Split:
             f"the data is a {type(data).__name__}, but a held-out certificate needs a Split or a pair (x, y); make a "
             "split by pp.data.split(x, y)"
         )
-    x, y = data
-    if y is None:
-        if risk.labels:
-            raise ValueError(
-                f"the risk {risk_name!r} needs labels, but y is None; give (x, y), or take the risk 'disagreement'"
-            )
-        y = torch.zeros(len(x), dtype=torch.int64)
-    pair = tensors((torch.as_tensor(x), torch.as_tensor(y)))
-    assert pair is not None
-    return whole_split(*pair)
+    if data[1] is None and risk.labels:
+        raise ValueError(
+            f"the risk {risk_name!r} needs labels, but y is None; give (x, y), or take the risk 'disagreement'"
+        )
+    return pair_split(*data)
 
 
 def _group_masks(groups: Groups | None, split: Split) -> dict[str | None, Tensor | None]:

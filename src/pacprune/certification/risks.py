@@ -60,13 +60,14 @@ class Risk:
     lowest: int = 0
 
 
-def _logits(output: Any) -> Any:
+def logits_of(output: Any) -> Any:
+    """The outputs themselves, or the `logits` among what a network returns."""
     return getattr(output, "logits", output)
 
 
 def _wrong(output: Any, y: Tensor) -> Tensor:
-    """Which answers are wrong, as `pp.error` has it; of several labels per example, with a logit each, which of them."""
-    logits = _logits(output)
+    """Which answers are wrong, as `pp.error` has it; where an example has several labels, with a logit for each."""
+    logits = logits_of(output)
     if y.ndim < 2 or logits.shape != y.shape or y.shape[-1] < 2:
         return mistakes(logits, y)
     if bool((y.sum(-1) == 1).all()):
@@ -81,7 +82,7 @@ def _not_among_top(k: int) -> Callable[[Answers], Tensor]:
     """Whether the label is not among the k largest outputs; of equal ones, the lowest classes count as larger."""
 
     def values(answers: Answers) -> Tensor:
-        logits, y = _logits(answers.output), answers.y
+        logits, y = logits_of(answers.output), answers.y
         if logits.shape[:-1] != y.shape or logits.shape[-1] <= k:
             raise ValueError(
                 f"the model's outputs have shape {tuple(logits.shape)} and the labels {tuple(y.shape)}; top{k} needs "
@@ -105,18 +106,18 @@ def _disagreement(answers: Answers) -> Tensor:
 
 def _classes(output: Any) -> Tensor:
     """The class of every answer: by the sign of one output, else the largest of several."""
-    logits = _logits(output)
+    logits = logits_of(output)
     return (logits > 0).reshape(len(logits), -1) if logits.ndim == 1 or logits.shape[-1] == 1 else logits.argmax(-1)
 
 
 def _brier(answers: Answers) -> Tensor:
-    probabilities = F.softmax(_logits(answers.output).double(), dim=-1)
+    probabilities = F.softmax(logits_of(answers.output).double(), dim=-1)
     truth = F.one_hot(answers.y, probabilities.shape[-1])
     return ((probabilities - truth).square().sum(-1) / 2).clamp_max(1.0)
 
 
 def _cross_entropy(answers: Answers) -> Tensor:
-    log_probabilities = F.log_softmax(_logits(answers.output).double(), dim=-1)
+    log_probabilities = F.log_softmax(logits_of(answers.output).double(), dim=-1)
     surprise = -log_probabilities.gather(-1, answers.y[..., None]).squeeze(-1)
     return surprise.clamp_max(math.log(1e4)) / math.log(1e4)
 
@@ -197,6 +198,14 @@ class Tally:
             return held_out.difference_p_value(self.plus, self.minus, n=self.n, limit=limit)
         return held_out.binomial_p_value(self.plus, n=self.n, limit=limit)
 
+    def lower(self, delta: float) -> float:
+        """The lower bound on the risk at delta, by the same rules."""
+        if self.levels is not None:
+            return self._risk(montecarlo.betting_lower(**self._histogram, delta=delta))
+        if self.lowest:
+            return -held_out.difference(self.minus, self.plus, n=self.n, delta=delta)
+        return 1.0 - bounds.clopper_pearson(self.n - self.plus, n=self.n, delta=delta)
+
     def scaled(self, times: int) -> "Tally":
         """What so many times as many examples would give at the same frequencies."""
         levels = None if self.levels is None else tuple((level, count * times) for level, count in self.levels)
@@ -252,13 +261,13 @@ def _reference_output(reference: nn.Module, x: Tensor, output: Any) -> Any:
     """The reference network's answer, once it has the form of the other one."""
     with evaluating(reference):
         compared = reference(x.to(device_of(reference)))
-    shapes = [tuple(getattr(_logits(answer), "shape", ())) for answer in (output, compared)]
+    shapes = [tuple(getattr(logits_of(answer), "shape", ())) for answer in (output, compared)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"the network's outputs have shape {shapes[0]} and those of the reference {shapes[1]}; give a reference "
             "with the same outputs"
         )
-    logits = _logits(compared)
+    logits = logits_of(compared)
     return logits.to(x.device)
 
 

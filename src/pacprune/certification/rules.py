@@ -181,6 +181,7 @@ def refuse_unsteady(network: nn.Module | Callable[[Tensor], Tensor], x: Tensor, 
         batch = network(x[:_STEADY])
         if not isinstance(batch, Tensor):
             return  # `mistakes` says that an error needs logits
+        values = values or batch.ndim == 1 or batch.shape[-1] == 1  # one output, whose sign is the answer
         for others, why in (
             (
                 network(x[:_STEADY]),

@@ -45,6 +45,8 @@ MOST_DEPTH = 16
 """Tables and lists of JSON inside one another: less than what any Python can read."""
 MOST_COUNT = 10**9
 """The largest number of examples, draws or weights."""
+MOST_EFFORT = 300_000
+"""The number of tests of a risk times the square root of n, to which the time for their bounds is in proportion."""
 EVALUATION = {"mode": "eval", "dtype": "float32", "autocast": False, "tf32": False, "augmentation": False}
 PARTS, COUNTS, BOTH = ("keep_prob", "mean", "std"), ("wrong", "plus", "minus"), ("posterior", "prior")
 PURPOSES = ("posterior draws", "prior draws", "single draw", "unlabelled draws")
@@ -338,7 +340,8 @@ def _risk(record: dict[str, Any], n: int, tensors: dict[str, Tensors]) -> Rules:
             _require(test["p_value"] is not None, f"tests[{number}].p_value is missing")
             p_value, passed = row.p_value(record["limit"]), test["p_value"] <= delta
             bound = None if passed else row.bound(delta)
-            _compare(test["p_value"], p_value, f"tests[{number}].p_value", slack=1e-7)
+            # The issuer rounds up by what the rounding of n logarithms can be.
+            _compare(test["p_value"], p_value, f"tests[{number}].p_value", slack=1e-12 + 3e-13 * n * p_value)
         else:
             passed, bound = None, row.bound(delta / len(tests))
             _require(test["p_value"] is None, f"tests[{number}].p_value is stated without a limit")
@@ -355,6 +358,8 @@ def _risk_order(record: dict[str, Any], model: str) -> int:
     order, tests, rule = record["order"], record["tests"], record["rule"]
     _require(rule in ("all", "sequence"), f"rule is {rule!r}, but must be 'all' or 'sequence'")
     _require(len(order) > 0 < len(tests), "there is no candidate, or no test of one")
+    effort = len(tests) * math.sqrt(record["n"])
+    _require(effort <= MOST_EFFORT, f"{len(tests)} tests on {record['n']} examples are more than anyone recomputes")
     _require(
         (record["limit"] is not None) == (rule == "sequence"), "a limit belongs to a sequence, and to nothing else"
     )
@@ -415,13 +420,13 @@ class _Tally:
         if self.levels is not None:
             return betting_p_value(self.levels, (limit - self.lowest) / (1 - self.lowest))
         if not self.lowest:
-            return binomial_tail(self.plus, self.n, limit)
+            return binomial_tail(self.plus, self.n)(limit)
+        few, many = binomial_tail(self.plus, self.n), binomial_tail(self.n - self.minus, self.n)
         if not self.minus:
-            return min(1.0, 2 * binomial_tail(self.plus, self.n, limit))
+            return min(1.0, 2 * few(limit))
 
         def tails(u: float) -> tuple[float, float]:
-            below = binomial_tail(self.n - self.minus, self.n, 1 - max(0.0, u - limit))
-            return binomial_tail(self.plus, self.n, u), below
+            return few(u), many(1 - max(0.0, u - limit))
 
         high = min(1.0, self.minus / self.n + limit)
         return min(1.0, 2 * max(tails(_bisect(self.plus / self.n, high, lambda u: tails(u)[0] <= tails(u)[1]))))
@@ -430,8 +435,8 @@ class _Tally:
 def _risk_rows(record: dict[str, Any], n: int, examples: Tensors) -> list[_Tally]:
     """What every test has counted, once its counts, levels and groups fit."""
     lowest = -1 if record["risk"]["name"] == "drop" else 0
-    if record["limit"] is not None:
-        _require(lowest < record["limit"] < 1 and (lowest or record["limit"] > 0), f"limit is {record['limit']}")
+    limit = record["limit"]
+    _require(limit is None or lowest < limit < 1, f"limit is {limit}, but must lie between {lowest} and 1")
     rows = []
     for i, test in enumerate(record["tests"]):
         size, counts = n, test["counts"]
@@ -741,11 +746,12 @@ def clopper_pearson(errors: int, n: int, delta: float) -> float:
     return _bisect(max(0.0, errors / n - 10 / math.sqrt(n)), 1.0, lambda p: log_tail(p) <= goal)
 
 
-def binomial_tail(errors: int, n: int, p: float) -> float:
-    """Pr[Binomial(n, p) <= errors] for p above errors/n - 10/sqrt(n)."""
-    if errors == n or not 0 < p < 1:
-        return 1.0 if errors == n or p <= 0 else 0.0
-    return min(1.0, math.exp(_log_tail(errors, n)(p)))
+def binomial_tail(errors: int, n: int) -> Callable[[float], float]:
+    """Pr[Binomial(n, p) <= errors] as a function of p above errors/n - 10/sqrt(n)."""
+    if errors == n:
+        return lambda p: 1.0
+    log_tail = _log_tail(errors, n)
+    return lambda p: min(1.0, math.exp(log_tail(p))) if 0 < p < 1 else float(p <= 0)
 
 
 def betting(values: Array, delta: float) -> float:
