@@ -11,7 +11,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,10 @@ BEATEN = 0.5
 
 In simulated chains, 0 leaves out too many where that part is small, and 1 too few where candidates are many.
 """
+NARROW = 1.02
+"""Two candidates of which one keeps less than this factor of the other's weights have none between them."""
+FEW = 64
+"""Examples that a rehearsal looks at."""
 ORDER = "order.json"
 """The file in which the order is declared."""
 
@@ -209,6 +213,12 @@ class _Task:
         """Whether a candidate is expected to pass, if its risk is so many standard errors above what was counted."""
         return expected_bound(candidate.tally, n=self.n, delta=self.delta, errors=errors) <= self.limit
 
+    def fit_dense(self, config: Config) -> History:
+        """Trains the network before it is pruned."""
+        checkpoint = None if self.folder is None else self.folder / "dense.pt"
+        options = {"seed": self.seed, "stage": "dense", "checkpoint": checkpoint, "progress": self.progress}
+        return fit(self.start, self.fitting, config, **options)
+
     @property
     def at_once(self) -> int:
         """How many candidates are trained as one population: a CPU gains nothing by it, and can start warm instead."""
@@ -292,15 +302,16 @@ def _points_between(sparsities: Sequence[float], count: int) -> list[float]:
     points: list[float] = []
     for _ in range(count if len(densities) > 1 else 0):
         place = max(range(len(densities) - 1), key=lambda k: densities[k] / densities[k + 1])
+        if densities[place] < NARROW * densities[place + 1]:
+            break
         # Three digits say as much as a user reads.
         middle = float(f"{math.sqrt(densities[place] * densities[place + 1]):.3g}")
-        if not densities[place] > middle > densities[place + 1]:
-            break
         densities.insert(place + 1, middle)
         points.append(1 - middle)
     return sorted(points)
 
 
+@lru_cache(maxsize=4096)
 def expected_bound(tally: Tally, *, n: int, delta: float, errors: float = 0.0) -> float:
     """The bound that n examples would give if they counted as the validation part does.
 
@@ -463,16 +474,11 @@ def compress(
     _check_request(model, split, config, dense, delta, method, declare)
     if reference is not None:
         _check_reference(model, reference, split, declare)
+    _check_provable(risk, limit, len(split.bound), delta)
     fitting, chosen_on = cut_validation(split.prior, validation)
-    folder = None if folder is None else Path(folder)
-    history: History = []
-    if dense is not None:
-        checkpoint = None if folder is None else folder / "dense.pt"
-        history = fit(model, fitting, dense, seed=seed, stage="dense", checkpoint=checkpoint, progress=progress)
-    against = None if risk == "error" else (copy.deepcopy(model) if reference is None else reference).eval()
     task = _Task(
         start=model,
-        reference=against,
+        reference=reference,
         split=split,
         fitting=fitting,
         validation=chosen_on,
@@ -483,15 +489,19 @@ def compress(
         limit=limit,
         delta=delta,
         seed=seed,
-        folder=folder,
+        folder=None if folder is None else Path(folder),
         progress=progress,
     )
+    _rehearse(task, grid[-1])
+    history = [] if dense is None else task.fit_dense(dense)
+    if risk != "error":
+        task = replace(task, reference=(copy.deepcopy(model) if reference is None else reference).eval())
     _check_start(task)
     chain = _grow(task, grid, refinements)
     tallies = [candidate.tally for candidate in chain]
     order = [chain[k] for k in declared_order(tallies, n=task.n, delta=delta)]
     _write_order(task, order, front)
-    common = {"risk": risk, "reference": against, "delta": delta, "name": name, "declare": declare}
+    common = {"risk": risk, "reference": task.reference, "delta": delta, "name": name, "declare": declare}
     outcome = (_front if front else _walk)(task, [candidate.model for candidate in order], common)
     return Compressed(
         model=order[outcome.chosen].model,
@@ -502,7 +512,7 @@ def compress(
         passed=outcome.passed,
         risk=risk,
         limit=limit,
-        reference=against,
+        reference=task.reference,
         history=history + [row for candidate in chain for row in candidate.history],
     )
 
@@ -643,17 +653,32 @@ def cut_validation(part: Part, validation: float) -> tuple[Part, Part]:
     return part.subset(torch.arange(cut)), part.subset(torch.arange(cut, len(part)))
 
 
-def _check_start(task: _Task) -> None:
-    """Refuses a limit that no bound set of this size can prove, or that the network does not keep before pruning."""
-    best = Tally(task.n, risks.RISKS[task.risk].lowest).bound(task.delta)
-    if best > task.limit:
+def _check_provable(risk: str, limit: float, n: int, delta: float) -> None:
+    """Refuses a limit that no bound set of this size can prove."""
+    best = Tally(n, risks.RISKS[risk].lowest).bound(delta)
+    if best > limit:
         raise ValueError(
-            f"the limit is {task.limit:g}, but {task.n:,} bound examples prove at best {best:.4g} at delta "
-            f"{task.delta:g}, without a single mistake; give more bound examples, or a larger limit"
+            f"the limit is {limit:g}, but {n:,} bound examples prove at best {best:.4g} at delta {delta:g}, without a "
+            "single mistake; give more bound examples, or a larger limit"
         )
+
+
+def _rehearse(task: _Task, sparsity: float) -> None:
+    """Prunes a copy without an epoch, on a few examples, so that what the method refuses is refused at once."""
+    row = METHODS[task.method]
+    for name in task.options:
+        if not row.takes(name):
+            raise ValueError(f"{name} is no argument of the method {task.method!r}; leave it out, or see its help")
+    few = task.fitting.subset(torch.arange(min(FEW, len(task.fitting))))
+    options = {**row.options, **task.options}
+    row.verb(copy.deepcopy(task.start), few, replace(task.config, epochs=0), sparsity=sparsity, **options)
+
+
+def _check_start(task: _Task) -> None:
+    """Refuses a limit that the network does not keep before pruning."""
     risk = task.tally(task.start, task.validation).mean
     if risk > task.limit:
         raise ValueError(
-            f"the limit is {task.limit:g}, but the network has a {task.risk} of {risk:.4f} on the validation part "
-            "before it is pruned; train it longer, or give a larger limit"
+            f"the limit of the {task.risk} is {task.limit:g}, but before pruning it is {risk:.4f} on the validation "
+            "part; train the network longer, or give a larger limit"
         )

@@ -113,6 +113,9 @@ def draw_compression(points: Table, path: Path) -> None:
     write_atomically(path, picture)
 
 
+_SPARSITY_TICKS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
+
+
 def _compression(canvas: Any, rows: Table) -> None:
     canvas.set_size_inches(7, 3.8)
     axes = canvas.subplots()
@@ -126,7 +129,8 @@ def _compression(canvas: Any, rows: Table) -> None:
     if bounded:
         axes.plot(*zip(*bounded, strict=True), "_", color="black", ms=12, mew=2, label="bound")
     axes.axhline(rows[0]["limit"], color="black", lw=1, ls="--", label="limit: proved of all that passed")
-    axes.set_xticks(places, [f"{row['sparsity']:.4g}" for row in rows], rotation=45, ha="right")
+    ticks = [tick for tick in _SPARSITY_TICKS if -np.log1p(-tick) <= max(places) + 0.05]
+    axes.set_xticks(-np.log1p(-np.array(ticks)), [f"{tick:g}" for tick in ticks])
     axes.set_xlabel("sparsity (fraction of the weights pruned)")
     axes.set_ylabel("risk")
     canvas.legend(ncols=3, loc="outside lower center", fontsize=9)
