@@ -15,6 +15,7 @@ from torch import nn
 
 from pacprune import bounds, data, models
 from pacprune.certification import risks
+from pacprune.certification.certificate import Certificate
 from pacprune.certification.held_out import certify_sequence
 from pacprune.certification.risks import Tally
 from pacprune.data.splits import Part, Split
@@ -160,13 +161,20 @@ def _ordinary(counts: Counts, order: Sequence[int], limit: float, delta: float) 
     return max(kept, default=None)
 
 
-ARMS: dict[str, tuple[Style, Arm, tuple[str, ...]]] = {
-    "chain": (Style("chain, paired", plots.BLUE, "o"), _chain, ("drop", "disagreement")),
-    "union": (Style("union bound, paired", plots.ORANGE, "s"), _union, ("drop", "disagreement")),
-    "separate": (Style("chain, two bounds", plots.GREEN, "^"), _separate, ("drop",)),
-    "ordinary": (Style("union bound, two bounds", plots.GREY, "v"), _ordinary, ("drop",)),
+class Way(NamedTuple):
+    """A way to a promise: its look, how it chooses, and for which risks there is such a thing."""
+
+    style: Style
+    choose: Arm
+    risks: tuple[str, ...] = ("drop",)
+
+
+ARMS = {
+    "chain": Way(Style("chain, paired", plots.BLUE, "o"), _chain, ("drop", "disagreement")),
+    "union": Way(Style("union bound, paired", plots.ORANGE, "s"), _union, ("drop", "disagreement")),
+    "separate": Way(Style("chain, two bounds", plots.GREEN, "^"), _separate),
+    "ordinary": Way(Style("union bound, two bounds", plots.GREY, "v"), _ordinary),
 }
-"""Name -> look, how it chooses, and for which risks there is such a thing."""
 
 
 # --- Rows.
@@ -188,8 +196,8 @@ def entries(seeds: Sequence[int]) -> list[Entry]:
         for seed in seeds
         for risk, limits in LIMITS.items()
         for limit in limits
-        for arm, (_, _, kinds) in ARMS.items()
-        if risk in kinds
+        for arm, way in ARMS.items()
+        if risk in way.risks
     ]
 
 
@@ -211,18 +219,39 @@ def promises(setting: Setting[Chain], job: Job, portion: Sequence[Entry]) -> Tab
     split = data.load(setting.data, seed=seed, prior_fraction=options.prior_fraction, data_dir=job.data_dir)
     fitting, chosen_on = cut_validation(split.prior, options.validation)
     reference, candidates = chain(setting, split, fitting, seed, job)
-    table: dict[Entry, dict[str, Any]] = {}
-    for risk, limits in LIMITS.items():
+    counted = {}
+    for risk in LIMITS:
         # The order, the same for all limits, is fixed by the first of these parts before the second is opened.
         planned = count(risk, candidates, reference, chosen_on).tallies
         order = declared_order(planned, n=len(split.bound), delta=options.delta)
-        bound, test = (count(risk, candidates, reference, part) for part in (split.bound, split.test))
-        for limit in limits:
-            _check_certificate(candidates, reference, split, order, risk, limit, bound, options.delta)
-        for entry in portion:
-            if entry.risk == risk:
-                table[entry] = _promise(entry, order, candidates, bound, test, options.delta)
-    return [table[entry] for entry in portion]
+        counted[risk] = order, *(count(risk, candidates, reference, part) for part in (split.bound, split.test))
+    table = []
+    for entry in portion:
+        order, bound, test = counted[entry.risk]
+        places = [ARMS[entry.arm].choose(bound, order, entry.limit, d) for d in (options.delta, options.delta / COUNT)]
+        if entry.arm == "chain":  # what is promised is what the certificate says
+            networks = [candidates[place] for place in order]
+            certificate = issue(setting, networks, reference, split, entry, job)
+            places[0] = order[certificate.passed - 1] if certificate.passed else None
+        table.append(_row(places, candidates, bound, test) | {"tested": len(order), "delta": options.delta})
+    return table
+
+
+def issue(
+    setting: Setting[Chain],
+    networks: Sequence[nn.Module],
+    reference: nn.Module,
+    split: Split,
+    entry: Entry,
+    job: Job,
+) -> Certificate:
+    """The certificate of a chain, which is kept for the first seed."""
+    risk, limit = entry.risk, entry.limit
+    common = {"reference": reference, "delta": setting.options.delta, "name": setting.model}
+    certificate = certify_sequence(networks, split, risk=risk, limit=limit, **common)
+    if certificate.passed and entry.seed == job.seeds(1)[0]:
+        certificate.save(job.out / "certificates" / f"{setting.name}-{risk}-{limit:g}", packed=True)
+    return certificate
 
 
 def chain(
@@ -250,51 +279,27 @@ def count(risk: str, candidates: Sequence[nn.Module], reference: nn.Module, part
     return Counts(tallies, [errors(net) for net in candidates], errors(reference))
 
 
-def _check_certificate(
-    candidates: Sequence[nn.Module],
-    reference: nn.Module,
-    split: Split,
-    order: Sequence[int],
-    risk: str,
-    limit: float,
-    counts: Counts,
-    delta: float,
-) -> None:
-    """The certificate that is issued says what the row of the chain says; otherwise the row would be worth nothing."""
-    certificate = certify_sequence(
-        [candidates[place] for place in order], split, risk=risk, limit=limit, reference=reference, delta=delta
-    )
-    place = _chain(counts, order, limit, delta)
-    issued = order[certificate.passed - 1] if certificate.passed else None
-    if issued != place:
-        raise ValueError(f"the certificate is about candidate {issued}, but the row about {place}; please report this")
+def _row(places: Sequence[int | None], candidates: Sequence[nn.Module], bound: Counts, test: Counts) -> dict[str, Any]:
+    """What is known of the candidate that an arm promises, and the sparsity of the one that it promises at delta/COUNT.
 
-
-def _promise(
-    entry: Entry, order: Sequence[int], candidates: Sequence[nn.Module], bound: Counts, test: Counts, delta: float
-) -> dict[str, Any]:
-    """A row: what an arm can promise under a limit."""
-    _, arm, _ = ARMS[entry.arm]
-    place, place_of_all = (arm(bound, order, entry.limit, level) for level in (delta, delta / COUNT))
-    network = None if place is None else candidates[place]
-    return {
-        "sparsity": 0.0 if network is None else weights.sparsity(network),
-        "certified": None if network is None else entry.limit,
+    Without one there is the dense network, of which nothing has to be proved.
+    """
+    sparsities = [0.0 if place is None else weights.sparsity(candidates[place]) for place in places]
+    place, examples = places[0], test.tallies[0].n
+    values = {
         "bound_set_value": None if place is None else bound.tallies[place].mean,
         "test_value": None if place is None else test.tallies[place].mean,
-        "test_error": test.reference_errors / len_of(test) if place is None else test.errors[place] / len_of(test),
-        "dense_test_error": test.reference_errors / len_of(test),
-        "bytes": None if network is None else len(export.packed(network)),
-        "sparsity_all": 0.0 if place_of_all is None else weights.sparsity(candidates[place_of_all]),
-        "tested": len(order) if entry.arm in ("chain", "separate") else len(candidates),
-        "n": bound.tallies[0].n,
-        "delta": delta,
+        "test_error": (test.reference_errors if place is None else test.errors[place]) / examples,
+        "bytes": None if place is None else len(export.packed(candidates[place])),
     }
-
-
-def len_of(counts: Counts) -> int:
-    """How many examples were counted."""
-    return counts.tallies[0].n
+    return {
+        "sparsity": sparsities[0],
+        **values,
+        "dense_test_error": test.reference_errors / examples,
+        "sparsity_all": sparsities[1],
+        "candidates": len(candidates),
+        "n": bound.tallies[0].n,
+    }
 
 
 # --- The figure.
@@ -326,7 +331,7 @@ def numbers(setting: Setting[Chain], rows: Table) -> dict[str, float]:
 def paint(canvas: Any, rows: Table) -> None:
     """A panel per risk: how many of the weights are left, against the limit."""
     canvas.set_size_inches(9, 4)
-    styles = {arm: style for arm, (style, _, _) in ARMS.items()}
+    styles = {arm: way.style for arm, way in ARMS.items()}
     for axes, ((risk,), part) in zip(canvas.subplots(1, len(LIMITS)), groups(rows, "risk").items(), strict=True):
         left = [row | {"left": 1 - row["sparsity"]} for row in part]
         painting.lines(axes, left, x="limit", y="left", by="arm", styles=styles)
