@@ -34,7 +34,7 @@ def test_every_bound_holds_and_every_planted_fault_is_caught(rows):
     assert rate(rows, "Clopper-Pearson after each example") > 0.2
     assert rate(rows, "sequence, in the order of p-values") > 0.3
     assert rate(rows, "sequence, own bound of each") > 0.3
-    assert rate(rows, "compress, order chosen on the bound set") > 0.2
+    assert rate(rows, "compress, ordered by the bound set") > 0.2
     assert rate(rows, "bounded loss, bets chosen afterwards") > 0.6
 
 

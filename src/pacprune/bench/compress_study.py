@@ -37,7 +37,7 @@ def compressed(rng: np.random.Generator, trials: int, delta: float) -> Iterator[
     tested = rng.binomial(BOUND, edge, (trials, CANDIDATES))
     failed = _failures(tested, BOUND, tested, p_values, np.full(CANDIDATES, True), delta)
     where = f"{BOUND} bound examples, all just above the limit"
-    yield Violations("compress, order chosen on the bound set", "sequence", where, failed, True)
+    yield Violations("compress, ordered by the bound set", "sequence", where, failed, True)
 
 
 def _failures(
