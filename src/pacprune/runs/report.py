@@ -12,7 +12,7 @@ from rich.table import Table
 from pacprune.bounds import Ledger
 from pacprune.bounds.numeric import rounded_up
 from pacprune.certification.bounds_table import BOUNDS
-from pacprune.certification.certificate import RECORD, Certificate
+from pacprune.certification.certificate import RECORD, Certificate, test_line
 from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS
 from pacprune.runs import options as opt
@@ -121,7 +121,7 @@ def _certificate(c: Certificate, place: str, result: dict[str, Any]) -> str:
     assumed = "".join(f"<li>{escape(sentence(line))}</li>" for line in c.record["assumptions"])
     return (
         f'<section><h2>The certificate</h2><blockquote id="statement">{escape(c.statement)}</blockquote>'
-        f'{"" if c.record["kind"] == "held-out" else _bounds(c)}<ul id="facts">{items}</ul>'
+        f'{_bounds(c) if c.record["kind"] == "pac-bayes" else ""}<ul id="facts">{items}</ul>'
         f'<h3>What is assumed</h3><ul id="assumptions">{assumed}</ul>'
         "<h3>How to check it</h3><p>In the folder of this report:</p>"
         f'<pre id="verify">pacprune verify {escape(place)}</pre>'
@@ -157,7 +157,9 @@ _CHOICE = (
 
 def _facts(c: Certificate) -> Iterator[str]:
     record, split = c.record, c.record["split"]
-    if record["kind"] == "held-out":
+    if record["kind"] == "risk":
+        yield from (sentence(test_line(test)) for test in record["tests"])
+    elif record["kind"] == "held-out":
         yield (
             f"{record['reference']['errors']} mistakes on the {c.n:,} bound examples, which no training has seen; by "
             f"Clopper and Pearson's bound, at delta {c.ledger.delta_each:g}."
