@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from pacprune.bench import coverage, deployment
+from pacprune.bench import coverage, deployment, widths
 from pacprune.bench import subjects as benchmark
 from pacprune.certification import audit, page
 from pacprune.certification.risks import RISKS
@@ -218,12 +218,17 @@ def monitor(
 
 
 def selftest(
-    what: Annotated[str, typer.Argument(help="coverage: how often every bound fails where the truth is known.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="coverage: how often every bound fails where the truth is known; widths: how tight four rules are."
+        ),
+    ],
     trials: Annotated[int, typer.Option(help=f"Samples per population, at least {coverage.FEWEST}.")] = 1000,
     delta: Annotated[float, typer.Option(help="Probability with which a bound may fail.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     device: Device = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Folder to write coverage.json to.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write coverage.json or widths.json to.")] = None,
     json: Json = False,
 ) -> None:
     """Tests the bounds themselves, by simulation.
@@ -231,8 +236,13 @@ def selftest(
     Exit 0: no bound exceeds its delta beyond the interval, and every planted fault is caught; otherwise 1.
     """
     with user_errors():
+        if what == "widths":
+            table = widths.table(seed=seed, delta=delta)
+            write(out, "widths.json", table)
+            show(table, json, *widths.lines(table))
+            return
         if what != "coverage":
-            raise ValueError(f"unknown self-test {what!r}; use coverage")
+            raise ValueError(f"unknown self-test {what!r}; use coverage or widths")
         with progress_bars() as progress:
             rows = coverage.run(trials, seed=seed, delta=delta, progress=progress)
         ok = all(row.ok for row in rows)

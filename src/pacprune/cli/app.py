@@ -58,7 +58,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "selftest": Command(
         "Tests the bounds themselves, by simulation.",
-        ("pacprune selftest coverage --trials 10000",),
+        ("pacprune selftest coverage --trials 10000", "pacprune selftest widths"),
         "pacprune.cli.actions:selftest",
     ),
     "bench": Command(
