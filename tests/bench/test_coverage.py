@@ -94,7 +94,7 @@ def test_ten_thousand_trials_of_a_monitor(monkeypatch, at_full_size):
 
 def test_ten_thousand_trials_of_every_risk(monkeypatch, at_full_size):
     monkeypatch.setattr(coverage, "STUDIES", risk_studies.STUDIES)
-    rows = coverage.run(10_000 if at_full_size else 500)
+    rows = coverage.run(10_000 if at_full_size else 100)
     assert [row for row in rows if not row.ok] == []
 
 

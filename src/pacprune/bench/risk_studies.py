@@ -24,6 +24,11 @@ def _each(function: Callable[..., bool], *columns: NDArray) -> Bools:
     return np.array([function(*row) for row in rows.tolist()])[inverse.reshape(-1)]
 
 
+def _any(table: NDArray) -> Bools:
+    """Whether something is true in the row of a trial."""
+    return np.asarray(table.any(axis=1))
+
+
 def _clopper_pearson(delta: float) -> Callable[[int, int], float]:
     return lambda k, n: bounds.clopper_pearson(k, n=n, delta=delta)
 
@@ -158,12 +163,12 @@ def sequences(rng: np.random.Generator, trials: int, delta: float) -> Iterator[V
     ):
         errors = _errors(rng, trials, n, risks, nested=nested)
         passed = _walked(p_values(errors), delta)
-        failed = (passed & (risks >= edge)).any(axis=1)
+        failed = _any(passed & (risks >= edge))
         yield Violations("sequence", "sequence", f"n = {n}, {population}", failed)
         first_failed = np.minimum(passed.sum(axis=1), CANDIDATES - 1)
         stopped_at = errors[np.arange(trials), first_failed]
         own = _each(
-            lambda k, i, risks=risks: Tally(n, plus=k).bound(delta) < risks[i], stopped_at, first_failed
+            lambda k, i, risks=risks: bool(Tally(n, plus=k).bound(delta) < risks[i]), stopped_at, first_failed
         ) & ~passed.all(axis=1)
         name = "sequence, bound of the first failed"
         yield Violations(name, "sequence", f"n = {n}, {population}", failed | own)
@@ -180,7 +185,7 @@ def _sequences_of_others(rng: np.random.Generator, trials: int, delta: float) ->
         _each(lambda a, b: Tally(n, -1, a, b).p_value(limit) <= delta, counts[:, i, 0], counts[:, i, 1])
         for i in range(counts.shape[1])
     ]
-    failed = np.logical_and.accumulate(np.stack(tests, axis=1), axis=1).any(axis=1)
+    failed = _any(np.logical_and.accumulate(np.stack(tests, axis=1), axis=1))
     yield Violations("sequence", "sequence", f"drops, n = {n}, all just above the limit", failed)
     failed = np.array([_tally(rng.choice([0.0, 0.5], 100)).p_value(0.25 / _ABOVE) <= delta for _ in range(trials)])
     yield Violations("sequence", "sequence", "losses of 0 or 0.5, n = 100, just above the limit", failed)
@@ -197,9 +202,9 @@ def _mistakes(
     """Planted faults of sequences."""
     errors = _errors(rng, trials, n, np.full(CANDIDATES, edge), nested=False)
     population = f"{CANDIDATES} candidates just above the limit, n = {n}"
-    sorted_first = _walked(np.sort(p_values(errors), axis=1), delta).any(axis=1)
+    sorted_first = _any(_walked(np.sort(p_values(errors), axis=1), delta))
     yield Violations("sequence, in the order of p-values", "sequence", population, sorted_first, True)
-    any_passed = (p_values(errors) <= delta).any(axis=1)
+    any_passed = _any(p_values(errors) <= delta)
     yield Violations("sequence, going on after a failure", "sequence", population, any_passed, True)
     _, risk, _ = worst_case(_clopper_pearson(delta), sizes=(100,))
     counts = rng.binomial(100, risk, (trials, CANDIDATES))
@@ -207,7 +212,7 @@ def _mistakes(
     passed = _walked(np.array([tally.p_value(0.3) for tally in table])[counts], delta)
     own = np.array([tally.bound(delta) for tally in table])[counts]
     population = f"{CANDIDATES} candidates, n = 100, risk {risk:.3f}, limit 0.3"
-    yield Violations("sequence, own bound of each", "sequence", population, (passed & (own < risk)).any(axis=1), True)
+    yield Violations("sequence, own bound of each", "sequence", population, _any(passed & (own < risk)), True)
     most = 2000
     ever = ever_below(rng, trials, _clopper_pearson(delta), means=LIMIT, risk=LIMIT, draws=most)
     population = f"risk {LIMIT} is above the limit, a test at every one of {most:,} examples"

@@ -315,10 +315,10 @@ class _Audit:
 
     def _networks(self) -> Iterator[tuple[str, Mapping[str, Tensor], int]]:
         """Every fixed network by the field that describes it: its weights, and the errors that are stated."""
-        record, tensors = self.cert.record, self.cert.tensors
-        if record["kind"] == "held-out":
-            yield "reference", {}, record["reference"]["errors"]
+        if self.cert.record["kind"] == "held-out":
+            yield "reference", {}, self.cert.record["reference"]["errors"]
             return
+        record, tensors = self.cert.pac_bayes, self.cert.tensors
         prior = decode.distribution(self.cert, "prior", self.plain)
         single, fixed = (
             {name: tensors[file][name] for name in prior.keep_prob}

@@ -112,11 +112,6 @@ class Certificate:
         """What the risk of the candidates that passed does not exceed; None where nothing was tested."""
         return self.record["limit"] if self.record["kind"] == "risk" else None
 
-    @property
-    def test_lines(self) -> list[str]:
-        """The tests in words, one line each."""
-        return [_test_line(test) for test in self.tests]
-
     def _claimed(self, record: RiskRecord) -> RiskTest:
         """The test that the claim is about: the last that passed, or the worst group of the network."""
         if record["rule"] == "sequence":
@@ -166,7 +161,7 @@ class Certificate:
         choice = f", divided by {ledger.certified} for a choice among {ledger.certified} networks"
         spent = f"delta {ledger.delta:g}{choice if ledger.certified > 1 else ''}"
         if self.record["kind"] == "risk":
-            lines = [*self.test_lines, spent, *self._remarks()]
+            lines = [*map(test_line, self.record["tests"]), spent, *self._remarks()]
         else:
             lines = [f"{round(self.risk * self.n)} errors; {spent}", *self._remarks()]
         return "\n".join([self.statement, "", *(f"   {line}" for line in lines)])
@@ -233,7 +228,7 @@ class Certificate:
         return folder
 
 
-def _test_line(test: RiskTest) -> str:
+def test_line(test: RiskTest) -> str:
     """One test, for a reader."""
     subject = f"sparsity {rounded_down(test['sparsity'])}" if test["group"] is None else f"{test['group']}"
     line = f"{subject}: {test['mean']:.4f} on {test['n']:,} examples"

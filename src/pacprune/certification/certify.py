@@ -445,7 +445,7 @@ def _tries(certificate: Certificate, split: Split, plan: Plan | None = None, q_c
     def bound_at(share: float) -> float:
         delta = ledger.delta * share
         if q_counts is None:
-            return bounds.clopper_pearson(record["reference"]["errors"], n=certificate.n, delta=delta)
+            return bounds.clopper_pearson(round(certificate.risk * certificate.n), n=certificate.n, delta=delta)
         return bounds_table.claimed_bound(certificate.pac_bayes, q_counts, delta=delta)
 
     # Another share of delta is no other try; another family, number of draws or beacon is one.

@@ -92,10 +92,8 @@ def certify_held_out(
     tallies = {group: sample.tally(mask) for group, mask in masks.items()}
     tests = [trial.test(0, tally, group=group, bound=tally.bound(each)) for group, tally in tallies.items()]
     bound = max(test["bound"] for test in tests if test["bound"] is not None)
-    kept = {0: sample} if not sample.whole else {}
-    return trial.certificate(
-        tests, rule="all", limit=None, place=0, bound=bound, name=name, tensors=_examples(kept, masks)
-    )
+    examples = _examples(trial.levels([sample]), masks)
+    return trial.certificate(tests, rule="all", limit=None, place=0, bound=bound, name=name, tensors=examples)
 
 
 def certify_sequence(
@@ -139,22 +137,20 @@ def certify_sequence(
         return _front(trial, name)
     trial.check_limit(limit)
     tests: list[RiskTest] = []
-    kept: dict[int, Sample] = {}
+    samples: list[Sample] = []
     for place in range(len(trial.networks)):
-        sample = trial.sample(place)
-        tally = sample.tally()
+        samples.append(trial.sample(place))
+        tally = samples[place].tally()
         p_value = tally.p_value(limit)
         passed = p_value <= trial.delta_each
         bound = None if passed else tally.bound(trial.delta_each)
         tests.append(trial.test(place, tally, bound=bound, p_value=p_value, passed=passed))
-        if not sample.whole:
-            kept[trial.hashes.index(trial.hashes[place])] = sample
         if not passed:
             break
     count = sum(bool(test["passed"]) for test in tests)
     if not count:
-        return trial.failure(tests, limit, name, sample.tally())
-    examples = _examples(kept)
+        return trial.failure(tests, limit, name, samples[0].tally())
+    examples = _examples(trial.levels(samples))
     return trial.certificate(
         tests, rule="sequence", limit=limit, place=count - 1, bound=limit, name=name, tensors=examples
     )
@@ -166,11 +162,10 @@ def _front(trial: "_Trial", name: str | None) -> Certificate:
     tallies = [sample.tally() for sample in samples]
     each = trial.delta_each / len(tallies)
     tests = [trial.test(place, tally, bound=tally.bound(each)) for place, tally in enumerate(tallies)]
-    kept = {trial.hashes.index(trial.hashes[place]): s for place, s in enumerate(samples) if not s.whole}
     last = len(tests) - 1
     bound = tests[last]["bound"]
     assert bound is not None
-    examples = _examples(kept)
+    examples = _examples(trial.levels(samples))
     return trial.certificate(tests, rule="all", limit=None, place=last, bound=bound, name=name, tensors=examples)
 
 
@@ -256,6 +251,13 @@ class _Trial:
     def sample(self, place: int) -> Sample:
         """The values of a network on the bound examples."""
         return risks.evaluate(self.risk, self.networks[place], self.reference, self.split.bound)
+
+    def levels(self, samples: Sequence[Sample]) -> dict[int, Sample]:
+        """The samples of levels, by the place of their network; a network that occurs twice is there once."""
+        places = {hashed: place for place, hashed in reversed(list(enumerate(self.hashes)))}
+        return {
+            places[hashed]: sample for hashed, sample in zip(self.hashes, samples, strict=False) if not sample.whole
+        }
 
     def test(
         self,
@@ -375,7 +377,7 @@ class _Trial:
             f"most the limit {rounded_up(limit)}. With probability at least {percent(self.delta)} % over the draw of "
             f"the {len(self.split.bound):,} bound examples it is at most {rounded_up(bound)}; {remedy}."
         )
-        return replace(certificate, record={**certificate.record, "statement": statement})  # type: ignore[arg-type]
+        return replace(certificate, record={**certificate.record, "statement": statement})
 
     def _tries(self, certificate: Certificate) -> Tries:
         """Counts this certificate among those on the same examples."""

@@ -43,7 +43,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "certify": Command(
         "A certificate for the network of a run.",
-        ("pacprune certify runs/mine", "pacprune certify runs/mine --certified 3 --json"),
+        ("pacprune certify runs/mine", "pacprune certify runs/mine --risk drop --reference runs/dense --json"),
         "pacprune.cli.actions:certify",
     ),
     "verify": Command(
@@ -58,7 +58,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "selftest": Command(
         "Tests the bounds themselves, by simulation.",
-        ("pacprune selftest coverage --trials 10000",),
+        ("pacprune selftest coverage --trials 10000", "pacprune selftest widths"),
         "pacprune.cli.actions:selftest",
     ),
     "bench": Command(

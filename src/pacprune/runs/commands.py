@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pacprune import __version__, data, models
+from pacprune import __version__, data, imports, models
 from pacprune.bounds import Ledger
 from pacprune.certification.certificate import RECORD, Certificate
 from pacprune.certification.commitment import Commitment, check_source
@@ -243,15 +243,54 @@ def _refuse_second_beacon(folder: Path, beacon: str) -> None:
 
 
 def certify(
-    folder: Path, *, delta: float, certified: int, declare: str | None, device: str, out: Path | None
+    folder: Path,
+    *,
+    risk: str,
+    reference: Path | None,
+    groups: str | None,
+    delta: float,
+    certified: int,
+    declare: str | None,
+    device: str,
+    out: Path | None,
 ) -> Certificate:
     """Certifies the sparse network of a finished run by held-out examples, saves that, and shows it in the report.
 
-    What the network was trained on is what its training wrote down. A certificate that was issued before is returned as
-    it is, and never replaced.
+    What the network was trained on is what its training wrote down, and so it is with the run of a reference network. A
+    certificate that was issued before is returned as it is, and never replaced.
     """
+    options, split, model = _trained(folder, device)
+    dense = None if reference is None else _trained(reference, device)[2]
+    certificate = certify_held_out(
+        model,
+        split,
+        risk=loss_of(risk),
+        reference=dense,
+        groups=groups,
+        delta=delta,
+        certified=certified,
+        name=options.model,
+        declare=declare,
+    )
+    place = folder / store.CERTIFICATE if out is None else out
+    if (place / RECORD).is_file():
+        certificate = _issued(place, certificate)
+    else:
+        certificate.save(place)
+    if out is None:
+        report.write(folder, store.result(folder))
+    return certificate
+
+
+def loss_of(risk: str) -> Any:
+    """The name of a risk, or the user's own loss at package.module:function."""
+    return imports.own_function(risk, what="loss") if ":" in risk else risk
+
+
+def _trained(folder: Path, device: str) -> tuple[Any, Split, nn.Module]:
+    """Options, data and network of a finished run that was trained on the prior part alone."""
     command, options = store.read_config(folder)
-    result = store.result(folder)
+    store.result(folder)  # refuses a run that is not finished
     if not isinstance(options, Pruning):
         certificate_folder = folder / store.CERTIFICATE
         raise ValueError(
@@ -265,15 +304,7 @@ def certify(
     split, model = prepare(replace(options, device=device))
     store.read_model(folder / "model.safetensors", model)
     store.read_trace(folder, model)
-    certificate = certify_held_out(model, split, delta=delta, certified=certified, name=options.model, declare=declare)
-    place = folder / store.CERTIFICATE if out is None else out
-    if (place / RECORD).is_file():
-        certificate = _issued(place, certificate)
-    else:
-        certificate.save(place)
-    if out is None:
-        report.write(folder, result)
-    return certificate
+    return options, split, model
 
 
 def _issued(place: Path, certificate: Certificate) -> Certificate:
@@ -281,6 +312,9 @@ def _issued(place: Path, certificate: Certificate) -> Certificate:
     issued = load(place)
     for name, issued_value, value in (
         ("kind", issued.record["kind"], certificate.record["kind"]),
+        ("risk", issued.record.get("risk"), certificate.record.get("risk")),
+        ("groups", [test["group"] for test in issued.tests], [test["group"] for test in certificate.tests]),
+        ("reference", issued.record["hashes"].get("reference"), certificate.record["hashes"].get("reference")),
         ("network", issued.record["hashes"].get("model"), certificate.record["hashes"]["model"]),
         ("delta", issued.ledger.delta, certificate.ledger.delta),
         ("certified", issued.ledger.certified, certificate.ledger.certified),

@@ -305,9 +305,13 @@ def _keep(canvas: Any, rows: Table) -> None:
 
 def _certificate_table(folder: Path, result: dict[str, Any]) -> Table:
     certificate = certificate_of(folder)
-    if certificate is None or certificate.record["kind"] == "risk":  # whose tests the figure of the chain shows
+    if certificate is None or certificate.limit is not None:  # whose tests the figure of the chain shows
         return []
     record, total = certificate.record, certificate.bounds
+    if record["kind"] == "risk":
+        risk, bound = certificate.risk, certificate.bound
+        row = {"certificate": "this network", "empirical risk": risk, "confidence": bound - risk, "total": bound}
+        return [row] if risk >= 0 else []  # the bars begin at 0
     held_out_risk, held_out = record["reference"]["errors"] / certificate.n, total["held_out"]
     reference = {"empirical risk": held_out_risk, "confidence": held_out - held_out_risk, "total": held_out}
     if record["kind"] == "held-out":

@@ -12,7 +12,7 @@ from rich.table import Table
 from pacprune.bounds import Ledger
 from pacprune.bounds.numeric import rounded_up
 from pacprune.certification.bounds_table import BOUNDS
-from pacprune.certification.certificate import RECORD, Certificate
+from pacprune.certification.certificate import RECORD, Certificate, test_line
 from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS
 from pacprune.runs import options as opt
@@ -165,7 +165,7 @@ _CHOICE = (
 def _facts(c: Certificate) -> Iterator[str]:
     record, split = c.record, c.record["split"]
     if record["kind"] == "risk":
-        yield from (sentence(line) for line in c.test_lines)
+        yield from (sentence(test_line(test)) for test in record["tests"])
     elif record["kind"] == "held-out":
         yield (
             f"{record['reference']['errors']} mistakes on the {c.n:,} bound examples, which no training has seen; by "
