@@ -19,6 +19,7 @@ TINY = compress.SETTINGS["smoke"][0].changed(
     dense=Config(epochs=10, lr=0.1, schedule="cosine"),
     pruning=Config(epochs=2, lr=0.05, schedule="cosine"),
     grid=(0.2, 0.5),
+    rates=(1.0, 0.2),
 )
 N = 10_000
 COUNTS = Counts(
@@ -45,6 +46,12 @@ def test_the_chain_ends_at_the_first_that_fails_and_the_union_bound_does_not() -
     assert ARMS["chain"].choose(counts, range(3), 0.01, 0.05) == 0
     assert ARMS["chain"].choose(counts, [0, 2], 0.01, 0.05) == 2
     assert ARMS["union"].choose(counts, range(3), 0.01, 0.05) == 2
+
+
+def test_of_each_sparsity_the_better_candidate_is_in_the_chain() -> None:
+    tallies = [Tally(100, plus=plus) for plus in (3, 2, 5, 9)]
+    names: list = ["a, fast", "a, slow", "b, fast", "b, slow"]
+    assert compress.chain(TINY, names, tallies, 500) == (["a, slow", "b, fast"], [tallies[1], tallies[2]])
 
 
 def test_two_bounds_share_delta() -> None:

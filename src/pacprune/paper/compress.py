@@ -1,8 +1,9 @@
 """How far networks can be pruned under a limit that is proved, and what the chain and the paired risk are worth.
 
-For every data set and seed: a dense network and one chain of candidates, pruned by PFT as a population, are trained on
-a part of S_P. The rest of S_P decides, limit by limit, which of them are tested in which order. The bound set is opened
-once for all limits. The four arms differ in how they pay for many candidates, and in how they compare two networks.
+For every data set and seed, a dense network and a population of candidates, pruned by PFT, are trained on a part of S_P.
+The rest of S_P decides, for drop and for disagreement, which of them are the chain, and which are tested in which order.
+The bound set is opened once for all limits. The four arms differ in how they pay for many candidates, and in how they
+compare two networks.
 """
 
 import copy
@@ -21,7 +22,7 @@ from pacprune.certification.risks import Tally
 from pacprune.data.splits import Part, Split
 from pacprune.deploy import export
 from pacprune.masking import weights
-from pacprune.methods.compress import cut_validation, declared_order
+from pacprune.methods.compress import cut_validation, declared_order, expected_bound
 from pacprune.methods.pft import pft
 from pacprune.methods.pipeline import together
 from pacprune.paper import painting
@@ -43,21 +44,24 @@ class Chain:
 
     Args:
         grid: Sparsities of the candidates, rising.
+        rates: Factors of the learning rate; of each sparsity, that candidate is in the chain which the validation part
+            expects to be the better one. Small steps leave more answers as they were.
         prior_fraction: Share of the training data in S_P; the rest is the bound set.
         validation: Share of S_P that decides on the order.
         delta: Probability with which a certificate may fail.
     """
 
     grid: tuple[float, ...]
+    rates: tuple[float, ...] = (1.0, 0.2)
     prior_fraction: float = 0.8
     validation: float = 0.2
     delta: float = 0.05
 
 
 def _grid(count: int, least: float) -> tuple[float, ...]:
-    """So many sparsities from 0.5 on; each keeps the same share of the weights of the one before, the last `least`."""
-    factor = (least / 0.5) ** (1 / (count - 1))
-    return tuple(1 - float(f"{0.5 * factor**k:.3g}") for k in range(count))
+    """So many sparsities from 0.1 on; each keeps the same share of the weights of the one before, the last `least`."""
+    factor = (least / 0.9) ** (1 / (count - 1))
+    return tuple(1 - float(f"{0.9 * factor**k:.3g}") for k in range(count))
 
 
 _GREY = Setting(
@@ -66,15 +70,15 @@ _GREY = Setting(
     seeds=5,
     dense=Config(epochs=12, lr=0.05, schedule="cosine"),
     pruning=Config(epochs=12, lr=0.05, schedule="cosine", warmup=0.05),
-    options=Chain(grid=_grid(24, 0.002)),
+    options=Chain(grid=_grid(20, 0.002)),
 )
 _COLOUR = _GREY.changed(
     data="cifar10",
     model="resnet20",
     seeds=3,
     dense=Config(epochs=40, lr=0.1, schedule="cosine", warmup=0.05, augment=True, weight_decay=5e-4),
-    pruning=Config(epochs=32, lr=0.2, schedule="cosine", warmup=0.05, augment=True, weight_decay=5e-4),
-    grid=_grid(24, 0.01),
+    pruning=Config(epochs=24, lr=0.2, schedule="cosine", warmup=0.05, augment=True, weight_decay=5e-4),
+    grid=_grid(20, 0.01),
 )
 SETTINGS: dict[str, tuple[Setting[Chain], ...]] = {
     "smoke": (
@@ -85,6 +89,7 @@ SETTINGS: dict[str, tuple[Setting[Chain], ...]] = {
             dense=Config(epochs=10, lr=0.1, schedule="cosine"),
             pruning=Config(epochs=4, lr=0.1, schedule="cosine"),
             grid=_grid(4, 0.02),
+            rates=(1.0,),
             prior_fraction=0.5,
         ),
     ),
@@ -218,22 +223,24 @@ def promises(setting: Setting[Chain], job: Job, portion: Sequence[Entry]) -> Tab
     seed, options = portion[0].seed, setting.options
     split = data.load(setting.data, seed=seed, prior_fraction=options.prior_fraction, data_dir=job.data_dir)
     fitting, chosen_on = cut_validation(split.prior, options.validation)
-    reference, candidates = chain(setting, split, fitting, seed, job)
+    reference, pool = trained(setting, split, fitting, seed, job)
     counted = {}
     for risk in LIMITS:
-        # The order, the same for all limits, is fixed by the first of these parts before the second is opened.
-        planned = count(risk, candidates, reference, chosen_on).tallies
+        # Chain and order, the same for all limits, are fixed by the first of these parts before the second is opened.
+        candidates, planned = chain(setting, pool, count(risk, pool, reference, chosen_on).tallies, len(split.bound))
         order = declared_order(planned, n=len(split.bound), delta=options.delta)
-        counted[risk] = order, *(count(risk, candidates, reference, part) for part in (split.bound, split.test))
+        parts = (count(risk, candidates, reference, part) for part in (split.bound, split.test))
+        counted[risk] = candidates, order, *parts
     table = []
     for entry in portion:
-        order, bound, test = counted[entry.risk]
+        candidates, order, bound, test = counted[entry.risk]
         places = [ARMS[entry.arm].choose(bound, order, entry.limit, d) for d in (options.delta, options.delta / COUNT)]
         if entry.arm == "chain":  # what is promised is what the certificate says
             networks = [candidates[place] for place in order]
             certificate = issue(setting, networks, reference, split, entry, job)
             places[0] = order[certificate.passed - 1] if certificate.passed else None
-        table.append(_row(places, candidates, bound, test) | {"tested": len(order), "delta": options.delta})
+        sizes = {"dense_bytes": len(export.packed(reference)), "tested": len(order), "delta": options.delta}
+        table.append(_row(places, candidates, bound, test) | sizes)
     return table
 
 
@@ -254,19 +261,31 @@ def issue(
     return certificate
 
 
-def chain(
+def trained(
     setting: Setting[Chain], split: Split, fitting: Part, seed: int, job: Job
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The dense network and the candidates, by sparsity, all from the part that is not for validation."""
-    examples = job.tensors(fitting)
+    """The dense network, and the candidates of every sparsity and learning rate in turn, all from one part of S_P."""
+    examples, options = job.tensors(fitting), setting.options
     build = partial(models.build, setting.model, split)
     dense = dense_networks(setting, lambda seed: build(seed=seed), examples, job, seeds=[seed])[seed]
-    candidates: list[nn.Module] = []
-    for portion in job.portions(setting.options.grid):
-        nets = [copy.deepcopy(dense) for _ in portion]
-        together(pft, nets, examples, setting.pruning, sparsity=portion, seed=seed, progress=job.progress)
-        candidates += [net.eval() for net in nets]
-    return dense.eval(), candidates
+    networks: list[nn.Module] = []
+    for portion in job.portions([(sparsity, rate) for sparsity in options.grid for rate in options.rates]):
+        members = [copy.deepcopy(dense) for _ in portion]
+        configs = [replace(setting.pruning, lr=rate * setting.pruning.lr) for _, rate in portion]
+        sparsities = [sparsity for sparsity, _ in portion]
+        together(pft, members, examples, configs, sparsity=sparsities, seed=seed, progress=job.progress)
+        networks += [member.eval() for member in members]
+    return dense.eval(), networks
+
+
+def chain(
+    setting: Setting[Chain], pool: Sequence[nn.Module], tallies: Sequence[Tally], n: int
+) -> tuple[list[nn.Module], list[Tally]]:
+    """Of every sparsity, the candidate that is expected to have the lower bound, and what it counts for validation."""
+    width, delta = len(setting.options.rates), setting.options.delta
+    expected = [expected_bound(tally, n=n, delta=delta) for tally in tallies]
+    places = [min(range(first, first + width), key=expected.__getitem__) for first in range(0, len(expected), width)]
+    return [pool[place] for place in places], [tallies[place] for place in places]
 
 
 def count(risk: str, candidates: Sequence[nn.Module], reference: nn.Module, part: Part) -> Counts:
