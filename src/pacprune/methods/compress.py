@@ -268,13 +268,14 @@ def _labelled(progress: Progress | None, sparsities: Sequence[float]) -> Progres
 def _grow(task: _Task, sparsities: Sequence[float], refinements: int) -> list[_Candidate]:
     """The chain, by sparsity: the grid, and points in the range in which it may cross the limit.
 
-    On a CPU the grid is trained until the first that is sure to fail, and then the widest gap in the range is halved
-    once per refinement. A population on a GPU has the whole grid at once, and then all gaps are cut alike.
+    On a CPU the grid is trained until the first that fails even if its risk is two standard errors better. Then the
+    widest gap in the range is halved once per refinement. A population on a GPU has the whole grid at once, and then
+    all gaps are cut alike.
     """
     chain: list[_Candidate] = []
     for portion in _portions(sparsities, task.at_once):
         chain = task.train(portion, chain)
-        if not task.keeps(chain[-1], -1.0):
+        if not task.keeps(chain[-1], -2.0):
             break
     if task.at_once > 1:
         return task.train(_points_between(_open_range(task, chain), 2**refinements), chain)

@@ -1,9 +1,9 @@
 """How far networks can be pruned under a limit that is proved, and what the chain and the paired risk are worth.
 
-For every data set and seed, a dense network and a population of candidates, pruned by PFT, are trained on a part of S_P.
-The rest of S_P decides, for drop and for disagreement, which of them are the chain, and which are tested in which order.
-The bound set is opened once for all limits. The four arms differ in how they pay for many candidates, and in how they
-compare two networks.
+For every data set and seed, a dense network and a population of candidates, pruned by PFT, are trained on a part of
+S_P. The rest of S_P decides, for drop and for disagreement, which of them are the chain, and in which order they are
+tested. The bound set is opened once for all limits. The four arms differ in how they pay for many candidates, and in
+how they compare two networks.
 """
 
 import copy
