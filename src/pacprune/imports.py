@@ -21,6 +21,19 @@ def function(spelled: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
+def own_function(spelled: str, *, what: str) -> Callable[..., Any]:
+    """A function of the user's own at package.module:function; the module may lie in the current folder."""
+    sys.path.insert(0, "")
+    try:
+        return function(spelled)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise ValueError(
+            f"the {what} {spelled!r} cannot be imported ({type(error).__name__}: {error}); give package.module:function"
+        ) from error
+    finally:
+        sys.path.remove("")
+
+
 def call(spelled: str, offers: Mapping[str, Any], *, what: str) -> Any:
     """What a function of the user's own returns, which is spelled package.module:function.
 

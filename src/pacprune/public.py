@@ -3,8 +3,9 @@
 from pacprune import bounds, data, models
 from pacprune.certification.audit import verify
 from pacprune.certification.certificate import Certificate
-from pacprune.certification.certify import certify, certify_held_out
+from pacprune.certification.certify import certify
 from pacprune.certification.commitment import Commitment, commit
+from pacprune.certification.held_out import certify_held_out
 from pacprune.certification.monitor import Monitor
 from pacprune.deploy import export, slim
 from pacprune.distributed import ranks
@@ -15,6 +16,7 @@ from pacprune.masking.masks import entropy, overlap, top_k
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
 from pacprune.masking.weights import apply_mask, prunable, select, sparsity
 from pacprune.methods.acdc import acdc
+from pacprune.methods.compress import Compressed, compress
 from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
 from pacprune.methods.iterative import imp
@@ -41,6 +43,7 @@ __all__ = [
     "Certificate",
     "Certified",
     "Commitment",
+    "Compressed",
     "Config",
     "Monitor",
     "Pruned",
@@ -55,6 +58,7 @@ __all__ = [
     "certify",
     "certify_held_out",
     "commit",
+    "compress",
     "data",
     "entropy",
     "error",

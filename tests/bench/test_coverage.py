@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from pacprune import bounds
-from pacprune.bench import coverage, synthetic
+from pacprune.bench import coverage, risk_studies, synthetic
 from pacprune.bounds import montecarlo
 from pacprune.masking import spikeslab
 
@@ -27,16 +27,21 @@ def rate(rows: list[coverage.Row], name: str) -> float:
 
 def test_every_bound_holds_and_every_planted_fault_is_caught(rows):
     assert [row for row in rows if not row.ok] == []
-    assert sum(row.planted_fault for row in rows) == 8
+    assert sum(row.planted_fault for row in rows) == 17
     assert rate(rows, "Seeger-Maurer, n counted twice") > 0.2
     assert rate(rows, "Clopper-Pearson, delta not divided") > 0.5
     assert rate(rows, "Seeger-Maurer at the mean of the draws") > 0.3
     assert rate(rows, "Clopper-Pearson after each example") > 0.2
+    assert rate(rows, "sequence, in the order of p-values") > 0.3
+    assert rate(rows, "sequence, own bound of each") > 0.3
+    assert rate(rows, "compress, ordered by the bound set") > 0.2
+    assert rate(rows, "bounded loss, bets chosen afterwards") > 0.6
 
 
 def test_every_kind_of_predictor_is_covered(rows):
     kinds = {"Q = P", "Gibbs", "held-out", "Monte Carlo", "single draw", "thresholded", "vote", "monitor"}
-    assert {row.predictor for row in rows} == kinds
+    assert {row.predictor for row in rows} == kinds | {"groups", "front", "sequence"}
+    assert {row.bound for row in rows} >= {"error", "top-k", "drop", "disagreement", "bounded loss", "sequence"}
     assert {row.predictor for row in rows if "prunings" in row.population} == kinds - {
         "Q = P",
         "Monte Carlo",
@@ -85,6 +90,23 @@ def test_ten_thousand_trials_of_a_monitor(monkeypatch, at_full_size):
     monkeypatch.setattr(coverage, "STUDIES", (synthetic._watching,))
     rows = coverage.run(10_000 if at_full_size else coverage.FEWEST)
     assert [row for row in rows if not row.ok] == []
+
+
+def test_ten_thousand_trials_of_every_risk(monkeypatch, at_full_size):
+    monkeypatch.setattr(coverage, "STUDIES", risk_studies.STUDIES)
+    rows = coverage.run(10_000 if at_full_size else 100)
+    assert [row for row in rows if not row.ok] == []
+
+
+def test_a_drop_without_its_second_bound_is_caught(monkeypatch):
+    """The bound of `Tally`, had it forgotten to bound how often the reference alone errs."""
+    monkeypatch.setattr(
+        risk_studies.Tally,
+        "bound",
+        lambda tally, delta: bounds.clopper_pearson(tally.plus, n=tally.n, delta=delta) - tally.minus / tally.n,
+    )
+    rows = [coverage._row(v, DELTA) for v in risk_studies.drops(np.random.default_rng(0), 1000, DELTA)]
+    assert [row for row in rows if not row.ok and not row.planted_fault]
 
 
 def test_a_monitor_that_resets_its_wealth_is_caught(monkeypatch):
@@ -179,11 +201,11 @@ def test_the_fewest_errors_have_the_law_of_a_minimum():
     )
 
 
-def test_ever_below_checks_every_time():
+def testever_below_checks_every_time():
     def bound(k, t):
         return montecarlo.chernoff(k / t, draws=t, delta=0.2)
 
-    below = synthetic._ever_below(np.random.default_rng(3), 40, bound, means=0.4, risk=0.4, draws=30)
+    below = synthetic.ever_below(np.random.default_rng(3), 40, bound, means=0.4, risk=0.4, draws=30)
     errors = (np.random.default_rng(3).random((40, 30)) < 0.4).cumsum(axis=1)
     expected = [any(bound(int(k), t) < 0.4 for t, k in enumerate(row, start=1)) for row in errors]
     assert below.tolist() == expected

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import pacprune as pp
 from pacprune.bounds.numeric import rounded_up
-from pacprune.certification import bounds_table
+from pacprune.certification import bounds_table, held_out, risks
 from pacprune.certification.certificate import percent, rounded_down
 from pacprune.certification.drawn_networks import Counts
 from pacprune.data import trace
@@ -124,6 +124,35 @@ def _held_out(*, half: bool = False, **options: Any) -> pp.Certificate:
     return pp.certify_held_out(model, split, **options)
 
 
+def _pruned(split: pp.data.Split, *sparsities: float) -> tuple[nn.Module, list[nn.Module]]:
+    """A dense network, and pruned copies of it."""
+    dense = _network()
+    pp.fit(dense, split.prior, pp.Config(epochs=3, lr=0.05))
+    copies = [copy.deepcopy(dense) for _ in sparsities]
+    for network, sparsity in zip(copies, sparsities, strict=True):
+        pp.apply_mask(network, pp.top_k(pp.scores.magnitude(network), sparsity=sparsity))
+    return dense, copies
+
+
+def _risk(risk: Any, *, pair: bool = False, compare: bool = False, **options: Any) -> pp.Certificate:
+    split = pp.data.digits()
+    dense, (network,) = _pruned(split, 0.6)
+    data = (split.test.x, None if risk == "disagreement" else split.test.y) if pair else split
+    return pp.certify_held_out(network, data, risk=risk, reference=dense if compare else None, **options)
+
+
+def _sequence(**options: Any) -> pp.Certificate:
+    split = pp.data.digits()
+    dense, candidates = _pruned(split, 0.3, 0.5, 0.7, 0.9)
+    reference = dense if options["risk"] in ("drop", "disagreement") else None
+    return held_out.certify_sequence(candidates, split, reference=reference, **options)
+
+
+def confidence(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss of one's own."""
+    return 1 - output.softmax(-1).gather(-1, batch[1][:, None])[:, 0]
+
+
 SORTS: dict[str, Callable[[], pp.Certificate]] = {
     "usual": _pac_bayes,
     "usual, packed": _pac_bayes,
@@ -142,6 +171,16 @@ SORTS: dict[str, Callable[[], pp.Certificate]] = {
     "held-out, packed": lambda: _held_out(certified=2, delta=0.3),
     "held-out, declared": lambda: _held_out(declare="its first weights came from elsewhere"),
     "held-out, bfloat16": lambda: _held_out(half=True),
+    "top-k": lambda: _risk("top3", certified=3),
+    "drop, packed": lambda: _risk("drop", compare=True),
+    "drop by class": lambda: _risk("drop", compare=True, groups="class"),
+    "disagreement, all examples, packed": lambda: _risk("disagreement", pair=True, compare=True),
+    "loss, declared": lambda: _risk(confidence, declare="its first weights came from elsewhere"),
+    "Brier by key, packed": lambda: _risk("brier", groups=["odd" if i % 2 else "even" for i in range(719)]),
+    "sequence, packed": lambda: _sequence(risk="drop", limit=0.3),
+    "sequence of losses": lambda: _sequence(risk="cross-entropy", limit=0.5, delta=0.2),
+    "sequence, all pass": lambda: _sequence(risk="error", limit=0.99),
+    "front": lambda: _sequence(risk="disagreement", limit=0.1, front=True),
 }
 
 
@@ -212,14 +251,20 @@ def packed_up(header: Any, data: bytes, *, length: int | None = None) -> bytes:
 def rehashed(files: Files) -> Files:
     """The folder with hashes of tensors, and seeds, that follow from its present tensors: a forger who does it all."""
     record = record_of(files)
-    names = arithmetic.FILES[record["kind"]]
+    names = arithmetic.files_of(record)
     try:
         if PACKED in files:
             tensors = arithmetic.unpack(files[PACKED], names)
         else:
             tensors = {name: arithmetic.read_tensors(files[f"{name}.safetensors"]) for name in names}
-        if record["kind"] == "held-out":
-            record["hashes"]["model"] = arithmetic.tensor_hash(tensors["model"], "")
+        if record["kind"] in ("held-out", "risk"):
+            old = record["hashes"]["model"]
+            for name in record["hashes"]:
+                record["hashes"][name] = arithmetic.tensor_hash(tensors[name], "")
+            for test in record.get("tests", []):
+                test["network"] = record["hashes"]["model"] if test["network"] == old else test["network"]
+            if "order" in record:
+                record["order"] = [record["hashes"]["model"] if h == old else h for h in record["order"]]
         else:
             for whose, parts in (("prior", arithmetic.PARTS), ("posterior", arithmetic.PARTS), ("rest", ())):
                 prefixes = (f"{whose}/{part}/" for part in parts)
@@ -474,7 +519,9 @@ def be_something_else(rng: random.Random, files: Files) -> Files:
     headers = [(None, 2), ("pacprune certificate", 1), ("pacprune certificate", 2.0), ("pacprune certificate", True)]
     headers += [("pacprune certificate", "2"), ("pacprune certificate", [2]), (["pacprune certificate"], 2)]
     values += [layout(record | {"format": f, "version": v}) for f, v in headers]
-    values += [layout(record | {"kind": kind}) for kind in ("held-out", "pac-bayes", "wish", None, [], 0, "__proto__")]
+    values += [
+        layout(record | {"kind": kind}) for kind in ("held-out", "pac-bayes", "risk", "wish", None, [], 0, "__proto__")
+    ]
     values += [layout({"format": "pacprune certificate", "version": 2, "kind": record["kind"]})]
     return files | {RECORD: rng.choice(values)}
 
@@ -608,8 +655,10 @@ def invent_the_counts(rng: random.Random, files: Files) -> Files | None:
     delta = rng.choice([0.05, 0.01, 0.1, 0.5, 1e-6, 1e-12, 0.025, 1001 / 8192, 0.3, 1 / 3])
     choices = {"grid": rng.choice([1, 1, 3, 552]), "certified": rng.choice([1, 1, 2, 20])}
     errors = rng.choice([0, n, n // 2, int(n * 0.03), int(n * rng.random())])
-    record["n"] = record["split"]["sizes"]["bound"] = n
     record["split"]["repeats"] = 0
+    if record["kind"] == "risk":
+        return _invented_tests(files, record, n, delta, rng)
+    record["n"] = record["split"]["sizes"]["bound"] = n
     record["reference"]["errors"] = errors
     if record["commitment"] is not None:
         return None
@@ -622,6 +671,39 @@ def invent_the_counts(rng: random.Random, files: Files) -> Files | None:
         return None
     files, counts = _invented_draws(files, record, noise, rng)
     return _with_bounds(files, record, counts, delta, choices, rng)
+
+
+def _invented_tests(files: Files, record: Record, n: int, delta: float, rng: random.Random) -> Files | None:
+    """Other counts of every test; groups and levels are in a file, and stay as they are."""
+    if not record["risk"]["whole"] or any(test["group"] for test in record["tests"]):
+        return None
+    lowest, limit = -1 if record["risk"]["name"] == "drop" else 0, rng.choice([0.001, 0.02, 0.3, 0.5, 0.97])
+    sequence, tests = record["rule"] == "sequence", []
+    place = len(record["tests"]) - 1
+    for i, test in enumerate(record["tests"]):
+        plus = rng.choice([0, n, n // 2, int(n * 0.03), int(n * rng.random() ** 3)])
+        tally = risks.Tally(n, lowest, plus, rng.randrange(n - plus + 1) if lowest else 0)
+        p_value = tally.p_value(limit) if sequence else None
+        passed = None if p_value is None else p_value <= delta
+        bound = None if passed else tally.bound(delta if sequence else delta / len(record["tests"]))
+        test |= {"n": n, "mean": tally.mean, "counts": {"plus": tally.plus, "minus": tally.minus}}
+        tests.append(test | {"p_value": p_value, "passed": passed, "bound": bound})
+        place = i if test["network"] == record["hashes"]["model"] else place
+    if sequence and [test["passed"] for test in tests] != [i <= place for i in range(len(tests))]:
+        return None
+    record["n"] = record["split"]["sizes"]["bound"] = n
+    record["tests"], record["limit"] = tests, limit if sequence else None
+    bound = limit if sequence else tests[-1]["bound"]
+    ledger = bounds_table.BOUNDS["held_out"].ledger(delta)
+    record["bounds"] = {"held_out": {"bound": bound, "ledger": ledger.as_dict()}}
+    record["claim"]["bound"] = bound
+    old = re.search("over the draw of the ([0-9,]+) bound", record["statement"])
+    assert old is not None
+    words = record["statement"].replace(f" {old[1]} bound", f" {n:,} bound", 1)
+    words = re.sub("at least [0-9.]+ %", f"at least {percent(delta)} %", words)
+    record["statement"] = re.sub("(at most|that is) -?[0-9]+[.][0-9]{4}", rf"\1 {rounded_up(bound)}", words, count=1)
+    record["assumptions"] = arithmetic.assumptions(record)
+    return stored(files, record)
 
 
 def _invented_draws(

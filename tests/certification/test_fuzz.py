@@ -52,7 +52,7 @@ print(int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxr
 ON_TRUST = (
     r"digest|files/.*|hashes/.*|.*/?seed|model|examples_seen|software/.*|data/.*|standardisation/.*|claim/family"
     r"|split/(prior_fraction|duplicates|repeats|sizes/prior|parts/.*|indices/.*)|monte_carlo/tolerance"
-    r"|single_draw/errors|thresholded/(errors|disagreements)|commitment/.*"
+    r"|single_draw/errors|thresholded/(errors|disagreements)|commitment/.*|order/.*|tests/[0-9]+/(network|sparsity)"
 )
 
 

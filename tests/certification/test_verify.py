@@ -157,7 +157,7 @@ def test_held_out_certificates_are_valid_and_checked(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
     pp.fit(model, split.prior, pp.Config(epochs=3, lr=0.05))
     pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.5))
-    record = read(certify.certify_held_out(model, split, certified=2).save(tmp_path))
+    record = read(pp.certify_held_out(model, split, certified=2).save(tmp_path))
     assert refused(tmp_path) == ""
     rng = np.random.default_rng(0)
     for path in matching(record, f"(?!({TRUSTED}|split/sizes/unlabelled)$).*"):

@@ -26,7 +26,7 @@ from pacprune.runs import options as opt
 COMMANDS = (
     *("demo", "osp", "pft", "pbp", "bound", "certify", "verify", "selftest", "data", "report", "bench", "reproduce"),
     *("gmp", "dpf", "feather", "acdc", "rigl", "str", "imp", "l0", "probmask", "export", "profile", "track", "sweep"),
-    "monitor",
+    *("monitor", "compress"),
 )
 SHORT = ("--dense-epochs", "2", "--epochs", "2")
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pacprune import bounds
-from pacprune.bench.synthetic import STUDIES, Violations
+from pacprune.bench import compress_study, risk_studies, synthetic
+from pacprune.bench.synthetic import Violations
 from pacprune.bounds.numeric import check_count, check_delta
 from pacprune.types import Progress
 
+STUDIES = (*synthetic.STUDIES, *risk_studies.STUDIES, *compress_study.STUDIES)
 CONFIDENCE = 0.999
 """Of the two-sided Clopper-Pearson interval around an observed rate."""
 FEWEST = 60

@@ -83,7 +83,7 @@ def _at_worst(
     return n, risk, errors, _per_trial(lambda k: bound(k, n), errors) < risk
 
 
-def _ever_below(
+def ever_below(
     rng: np.random.Generator, trials: int, bound: CountBound, *, means: float | Floats, risk: float, draws: int
 ) -> Bools:
     """Whether bound(errors, t) < risk at any time t <= draws, for draws that err with probability `means`."""
@@ -169,7 +169,7 @@ def _monte_carlo(rng: np.random.Generator, trials: int, delta: float) -> Iterato
     n, risk, _, violated = _at_worst(rng, trials, chernoff, sizes=(100,))
     yield Violations("Chernoff", "Monte Carlo", f"{n} draws, mean {risk:.3f}", violated)
     for name, bound in (("betting", betting), ("betting, lower", lower), ("betting, control variate", difference)):
-        violated = _ever_below(rng, trials, bound, means=0.7, risk=0.7, draws=500)
+        violated = ever_below(rng, trials, bound, means=0.7, risk=0.7, draws=500)
         yield Violations(name, "Monte Carlo", "worst time of 500 draws, mean 0.7", violated)
     fewest = _fewest(rng, trials, n=n, risk=risk, networks=20)
     violated = _per_trial(lambda k: chernoff(k, n), fewest) < risk
@@ -185,7 +185,7 @@ def _composition(rng: np.random.Generator, trials: int, delta: float) -> Iterato
         return bounds.seeger(upper, n=n, kl=0.0, delta=ledger.pac_bayes)
 
     means = rng.binomial(n, risk, trials) / n
-    violated = _ever_below(rng, trials, chain, means=means, risk=risk, draws=500)
+    violated = ever_below(rng, trials, chain, means=means, risk=risk, draws=500)
     population = f"worst time of 500 draws, n = {n:,}, risk {risk}"
     yield Violations("Seeger-Maurer at betting", "Gibbs", population, violated)
     draws = 200
@@ -439,7 +439,7 @@ def _watching(rng: np.random.Generator, trials: int, delta: float) -> Iterator[V
     def right_at_most(right: int, t: int) -> float:
         return bounds.clopper_pearson(right, n=t, delta=delta)
 
-    peeked = _ever_below(rng, trials, right_at_most, means=1 - LIMIT, risk=1 - LIMIT, draws=1000)
+    peeked = ever_below(rng, trials, right_at_most, means=1 - LIMIT, risk=1 - LIMIT, draws=1000)
     yield Violations("Clopper-Pearson after each example", "monitor", f"1,000 examples, risk {LIMIT}", peeked, True)
 
 

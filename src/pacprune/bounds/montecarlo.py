@@ -11,7 +11,7 @@ their mean.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,15 +81,40 @@ def betting(values: Values, *, delta: float, counts: Frequencies | None = None) 
     draws = int(times.sum())
     if draws == 0:
         return 1.0
+    log_wealth = _log_wealth(x, times)
+    # At the sample mean no bet has gained (Jensen), which makes it a lower end.
+    return upper_end(float((times * x).sum()) / draws, 1.0, lambda mu: log_wealth(mu) >= -math.log(delta))
+
+
+def betting_p_value(values: Values, *, limit: float, counts: Frequencies | None = None) -> float:
+    """p-value of "the mean is above the limit": min(1, 1/wealth(limit)), with the wealth of `betting`.
+
+    It is at most delta where the bound of `betting` at delta is at most the limit.
+
+    Args:
+        values: The values X_t in [0, 1], or the distinct ones if there are `counts`.
+        limit: The mean that the hypothesis exceeds, below 1.
+        counts: How often each of the values occurred; None for once each.
+
+    Returns:
+        The p-value, rounded up.
+    """
+    x, times = _histogram(values, counts, least=0.0)
+    if not times.sum() or limit <= float((times * x).sum()) / int(times.sum()):
+        return 1.0
+    return min(1.0, math.exp(-max(0.0, _log_wealth(x, times)(limit))))
+
+
+def _log_wealth(x: NDArray[np.float64], times: NDArray[np.int64]) -> Callable[[float], float]:
+    """The log of `betting`'s wealth as a function of mu, rounded down."""
     bets = np.array(BETTING_GRID)[:, None]
     # The margin covers the rounding of a log of at most 37 and of their sum, which numpy takes in pairs along a row.
-    target = math.log(len(bets)) - math.log(delta) + 2e-13 * (draws + 1)
+    margin = math.log(len(bets)) + 2e-13 * (int(times.sum()) + 1)
 
-    def log_wealths(mu: float) -> float:
-        return log_sum_exp((times * np.log(1.0 + bets * ((mu - x) / (1.0 - mu)))).sum(axis=1))
+    def log_wealth(mu: float) -> float:
+        return log_sum_exp((times * np.log(1.0 + bets * ((mu - x) / (1.0 - mu)))).sum(axis=1)) - margin
 
-    # At the sample mean no bet has gained (Jensen), which makes it a lower end.
-    return upper_end(float((times * x).sum()) / draws, 1.0, lambda mu: log_wealths(mu) >= target)
+    return log_wealth
 
 
 def betting_lower(values: Values, *, delta: float, counts: Frequencies | None = None) -> float:

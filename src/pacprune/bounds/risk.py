@@ -5,6 +5,7 @@ the true value. Risks are fractions in [0, 1]; logs are natural; delta is the pr
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypedDict
@@ -356,18 +357,23 @@ def clopper_pearson(errors: int, *, n: int, delta: float) -> float:
     (errors, n), delta = check_part("errors", errors, "n", n), check_delta(delta)
     if errors == n:
         return 1.0
-    # Hoeffding: at `lower` the tail is above 1 - e^-200, and for p above it the terms left out are below e^-800.
-    root = math.sqrt(n)
-    lower = max(0.0, errors / n - 10.0 / root)
-    k = np.arange(max(0, errors - math.ceil(30.0 * root)), errors + 1)
+    log_tail, target = log_binomial_tail(errors, n), math.log(delta)
+    # Hoeffding: at this lower end the tail is above 1 - e^-200.
+    return upper_end(max(0.0, errors / n - 10.0 / math.sqrt(n)), 1.0, lambda p: log_tail(p) <= target)
+
+
+def log_binomial_tail(errors: int, n: int) -> Callable[[float], float]:
+    """log Pr[Binomial(n, p) <= errors], rounded up, as a function of p >= errors/n - 10/sqrt(n), for errors < n."""
+    # Above that p, the terms left out are below e^-800.
+    k = np.arange(max(0, errors - math.ceil(30.0 * math.sqrt(n))), errors + 1)
     log_choose = math.lgamma(n + 1) - np.array([math.lgamma(i + 1) + math.lgamma(n - i + 1) for i in k.tolist()])
     # The margin covers the rounding of numbers of size n log n.
-    target = math.log(delta) - 4e-15 * n * math.log(n + 2)
+    margin = 4e-15 * n * math.log(n + 2)
 
     def log_tail(p: float) -> float:
-        return log_sum_exp(log_choose + k * math.log(p) + (n - k) * math.log1p(-p))
+        return log_sum_exp(log_choose + k * math.log(p) + (n - k) * math.log1p(-p)) + margin
 
-    return upper_end(lower, 1.0, lambda p: log_tail(p) <= target)
+    return log_tail
 
 
 def disintegrated(errors: int, *, n: int, log_ratio: float, delta: float) -> float:

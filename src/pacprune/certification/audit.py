@@ -4,9 +4,8 @@ import copy
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,29 +13,31 @@ from torch import Tensor, nn
 from pacprune import bounds, models, philox
 from pacprune.bounds import Ledger, montecarlo
 from pacprune.bounds.numeric import rounded_up
-from pacprune.certification import bounds_table, certify, decode, drawn_networks, rules
+from pacprune.certification import bounds_table, certify, decode, drawn_networks, risks, rules
 from pacprune.certification import verify as arithmetic
 from pacprune.certification.certificate import RECORD, Certificate
 from pacprune.certification.drawn_networks import Counts
-from pacprune.certification.record import BoundEntry, PacBayesRecord
+from pacprune.certification.held_out import pair_split
+from pacprune.certification.record import BoundEntry, PacBayesRecord, RiskRecord
+from pacprune.certification.recount import CONFIDENCE, RiskAudit, split_failure, tolerance
+from pacprune.certification.risks import Loss, Risk
 from pacprune.certification.verify import Report
 from pacprune.data import datasets
-from pacprune.data.splits import Split, index_hash
+from pacprune.data.splits import Split
 from pacprune.masking import weights
 from pacprune.masking.spikeslab import SpikeSlab, draw_masks, draw_weights
 from pacprune.training.evaluate import mistakes
 from pacprune.types import Progress
 
-CONFIDENCE = 1e-6
-"""Chance refutes a certificate only at this level: a true one is called false once in a million times."""
-
 
 def verify(
     folder: str | Path,
     *,
-    split: Split | None = None,
+    split: Split | tuple[Tensor, Tensor | None] | None = None,
     data: str | Callable[..., Split] | None = None,
     model: nn.Module | Callable[[], nn.Module] | str | None = None,
+    reference: nn.Module | Callable[[], nn.Module] | str | None = None,
+    risk: Loss | None = None,
     data_dir: str | Path | None = None,
     recount: bool = False,
     replay: bool = False,
@@ -56,10 +57,12 @@ def verify(
 
     Args:
         folder: The folder that holds certificate.json.
-        split: The data of the certificate, where it is not one of pacprune's data sets.
+        split: The data of the certificate, where it is not one of pacprune's data sets: a Split, or the pair (x, y).
         data: The same by a name or a function that `pp.data.load` takes, to be split as the certificate says.
         model: The certified network, where it is not one of pacprune's own: a plain module, a function that builds
             one, or package.module:factory as `pp.models.build` takes it.
+        reference: The reference network of a certificate that compares with one, likewise, if its shapes are others.
+        risk: The loss of a certificate about a loss of the issuer's own: the function (output, (x, y)) that it names.
         data_dir: Where the files of a data set lie; None for the usual place.
         recount: Whether to check the split and the errors of the fixed networks.
         replay: Whether to draw networks as well.
@@ -102,9 +105,16 @@ def verify(
     if not report.valid or not (recount or replay or has_data):
         return report
     cert = decode.certificate(contents)
+    if isinstance(split, tuple):
+        split = pair_split(*split)
     split = _replayed_split(cert, data, data_dir) if split is None else split
     plain = _skeleton(cert, split, model).to(device)
-    audit = _Audit(cert, split, plain, draws, secrets.randbits(62) if seed is None else seed, progress)
+    audit: _Audit | RiskAudit
+    if cert.record["kind"] == "risk":
+        compared = _reference(cert, split, model if reference is None else reference, device)
+        audit = RiskAudit(cert, cert.record, split, plain, compared, _risk_of(cert.record, risk))
+    else:
+        audit = _Audit(cert, split, plain, draws, secrets.randbits(62) if seed is None else seed, progress)
     level = 3 if replay and cert.record["kind"] == "pac-bayes" else 2
     checks = list(report.checks)
     for sentence, find_failure in audit.checks(replay=replay):
@@ -137,8 +147,39 @@ def _replayed_split(cert: Certificate, data: str | Callable[..., Split] | None, 
     )
 
 
-def _skeleton(cert: Certificate, split: Split, model: nn.Module | Callable[[], nn.Module] | str | None) -> nn.Module:
+Network = nn.Module | Callable[[], nn.Module] | str | None
+_STATES = {"held-out": "model", "risk": "model", "pac-bayes": "single_draw"}
+"""The file that has all tensors of the certified network."""
+
+
+def _skeleton(cert: Certificate, split: Split, model: Network) -> nn.Module:
     """A plain module of the certified shape, in eval mode, with the frozen rest loaded."""
+    state = cert.tensors[f"{_STATES[cert.record['kind']]}.safetensors"]
+    return _loaded(_built(cert, split, model), state, "give the model it was issued for")
+
+
+def _reference(cert: Certificate, split: Split, reference: Network, device: str) -> nn.Module | None:
+    """The reference network, where a certificate has one."""
+    state = cert.tensors.get("reference.safetensors")
+    if state is None:
+        return None
+    remedy = "give the reference network as reference= (--reference package.module:factory)"
+    return _loaded(_built(cert, split, reference), state, remedy).to(device)
+
+
+def _risk_of(record: RiskRecord, loss: Loss | None) -> Risk:
+    """The risk of a record; of the issuer's own loss, by the function that the verifier gives."""
+    name = record["risk"]["name"]
+    if (":" in name) != (loss is not None):
+        remedy = "give the function as risk= (--risk package.module:function)" if loss is None else "leave risk= out"
+        raise ValueError(f"the certificate is about the risk {name}; {remedy}")
+    if loss is not None:
+        return replace(risks.find(loss)[1], phrase=f"mean of the loss {name}")
+    return risks.find(name)[1]
+
+
+def _built(cert: Certificate, split: Split, model: Network) -> nn.Module:
+    """A network of the shape that the user, or the certificate, names."""
     if model is None:
         model = cert.record["model"]
         if model not in models.NAMES:
@@ -147,16 +188,16 @@ def _skeleton(cert: Certificate, split: Split, model: nn.Module | Callable[[], n
             raise ValueError(f"the certified network is {known}; give it as model= (--model package.module:factory)")
     if isinstance(model, str):
         model = models.build(model, split)
-    plain = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
+    return copy.deepcopy(model) if isinstance(model, nn.Module) else model()
+
+
+def _loaded(plain: nn.Module, state: Mapping[str, Tensor], remedy: str) -> nn.Module:
+    """The network with these tensors, in eval mode."""
     tensors = dict((*plain.named_parameters(), *plain.named_buffers()))
-    state = cert.tensors["model.safetensors" if cert.record["kind"] == "held-out" else "single_draw.safetensors"]
     for name in tensors.keys() | state.keys():
         shapes = [tuple(where[name].shape) if name in where else None for where in (tensors, state)]
         if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"{name} has shape {shapes[0]} in the model but {shapes[1]} in the certificate; "
-                "give the model it was issued for"
-            )
+            raise ValueError(f"{name} has shape {shapes[0]} in the model but {shapes[1]} in the certificate; {remedy}")
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(state[name])
@@ -180,7 +221,10 @@ class _Audit:
 
     def checks(self, *, replay: bool) -> Iterator[tuple[str, Callable[[], str | None]]]:
         """Every check, with the sentence that says what holds when it passes."""
-        yield "the split: data files, index lists, disjoint parts, copies, standardisation from S_P", self.split_failure
+        yield (
+            "the split: data files, index lists, disjoint parts, copies, standardisation from S_P",
+            partial(split_failure, self.cert, self.split),
+        )
         random = self.cert.record["kind"] == "pac-bayes"
         single = ", and that the single one is the draw of its seed" if random else ""
         yield f"errors and sparsity of the fixed networks{single}", self.recount_failure
@@ -191,34 +235,6 @@ class _Audit:
             yield f"fresh draws (seed {self.seed}) contradict neither risks nor disagreements", self.fresh_failure
 
     # --- Level 2.
-
-    def split_failure(self) -> str | None:
-        """The first difference between the split at hand and the one described, or a rule that the split breaks."""
-        for what, stated, present in self._split_pairs():
-            if stated != present:
-                return f"split: {what} is {str(stated)[:60]} in the certificate but {str(present)[:60]} in the data"
-        try:
-            rules.refuse_split(self.split)
-        except ValueError as error:
-            return f"split: {error}"
-        return None
-
-    def _split_pairs(self) -> Iterator[tuple[str, Any, Any]]:
-        """What the certificate states of the split, beside what it is."""
-        record, split = self.cert.record, self.split
-        stated, constants = record["split"], record["standardisation"]
-        yield "files", record["data"]["files"], dict(split.files)
-        yield "number of classes", record["data"]["classes"], split.classes
-        yield "seed", stated["seed"], split.seed
-        yield "prior_fraction", stated["prior_fraction"], split.prior_fraction
-        yield "declared", stated["declared"], split.declared
-        for part in (split.prior, split.bound, split.unlabelled):
-            yield f"size of {part.name}", stated["sizes"][part.name], len(part)
-            yield f"indices of {part.name}", stated["indices"][part.name], index_hash(part)
-            yield f"content of {part.name}", stated["parts"][part.name], part.hash
-        yield "standardisation", [constants["mean"], constants["std"]], [list(split.mean), list(split.std)]
-        yield "duplicates", stated["duplicates"], split.duplicates
-        yield "repeats", stated["repeats"], split.repeats
 
     def recount_failure(self) -> str | None:
         """The first fixed network that is not what it should be, or that errs otherwise than stated."""
@@ -283,7 +299,7 @@ class _Audit:
             if errors == stated:
                 continue
             close = int(self._close_answers(network, self.split.bound.x).sum())
-            if abs(errors - stated) > _tolerance(close, len(self.split.bound)):
+            if abs(errors - stated) > tolerance(close, len(self.split.bound)):
                 return (
                     f"recount: the {what.replace('_', ' ')} network makes {errors} errors, not {stated} as stated "
                     f"({close} of its answers could be turned by rounding)"
@@ -299,10 +315,10 @@ class _Audit:
 
     def _networks(self) -> Iterator[tuple[str, Mapping[str, Tensor], int]]:
         """Every fixed network by the field that describes it: its weights, and the errors that are stated."""
-        record, tensors = self.cert.record, self.cert.tensors
-        if record["kind"] == "held-out":
-            yield "reference", {}, record["reference"]["errors"]
+        if self.cert.record["kind"] == "held-out":
+            yield "reference", {}, self.cert.record["reference"]["errors"]
             return
+        record, tensors = self.cert.pac_bayes, self.cert.tensors
         prior = decode.distribution(self.cert, "prior", self.plain)
         single, fixed = (
             {name: tensors[file][name] for name in prior.keep_prob}
@@ -385,7 +401,7 @@ class _Audit:
                 done = sum(len(part) for part in repeated)
                 self.progress(f"replay {whose}", done, len(picked), {})
         answers = len(picked) * batch
-        if turned > _tolerance(turned, answers):
+        if turned > tolerance(turned, answers):
             return f"replay: {turned} of the {answers} answers of draws of the {whose} are not as stated"
         self._add_repeated(whose, issued, picked, torch.cat(repeated))
         return None
@@ -423,7 +439,7 @@ class _Audit:
         network = drawn_networks.thresholded(self._distribution("prior"))
         close = self._close_answers(network, self.split.bound.x)
         count = int(close.sum())
-        return close if count == _tolerance(count, len(close)) else torch.zeros_like(close)
+        return close if count == tolerance(count, len(close)) else torch.zeros_like(close)
 
     def _repeated_disagreements_failure(self) -> str | None:
         """Whether the issuer's draws disagree with the thresholded network on other inputs than stated."""
@@ -440,7 +456,7 @@ class _Audit:
         for steps, inputs, _ in drawn_networks.one_draw_each(self.plain, posterior, x, seed=stated["seed"]):
             drawn = draw_weights(posterior, seed=stated["seed"], step=steps)
             close += int(drawn_networks.close_calls(self.plain, drawn, inputs[:, None]).sum())
-        if abs(counted - stated["disagreements"]) > _tolerance(close, stated["inputs"]):
+        if abs(counted - stated["disagreements"]) > tolerance(close, stated["inputs"]):
             return (
                 f"replay: the draws disagree with the thresholded network on {counted} of {stated['inputs']} inputs, "
                 f"not on {stated['disagreements']} as stated ({close} answers could be turned by rounding)"
@@ -526,14 +542,6 @@ def _ledger(entry: BoundEntry) -> Ledger:
 def _errors(row: Tensor) -> str:
     """Errors of a draw, and how they differ from the reference's on the same examples."""
     return "{} errors (+{} -{} beside the reference)".format(*row.tolist())
-
-
-def _tolerance(close: int, answers: int) -> int:
-    """How many of so many answers may be others than stated: those that rounding can turn, and never more than a few.
-
-    A network can be built whose answers hang on rounding alone; what is stated of it could not be told from a lie.
-    """
-    return min(close, max(3, answers // 1000))
 
 
 def _lower(errors: Tensor, counts: Counts, delta: float) -> float:

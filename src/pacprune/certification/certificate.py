@@ -17,7 +17,7 @@ from pacprune.bounds import Ledger
 from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import verify
 from pacprune.certification.bounds_table import BOUNDS
-from pacprune.certification.record import PacBayesRecord, Record
+from pacprune.certification.record import PacBayesRecord, Record, RiskRecord, RiskTest
 from pacprune.certification.tries import Tries
 from pacprune.files import mask_gaps, write_atomically
 
@@ -51,11 +51,12 @@ class Certificate:
 
     def __repr__(self) -> str:
         name = f"{self.record['model']}, " if self.record["model"] else ""
-        return f"Certificate({name}{self.record['kind']}: error at most {rounded_up(self.bound)}, n {self.n:,})"
+        risk = self.record["risk"]["name"] if self.record["kind"] == "risk" else "error"
+        return f"Certificate({name}{self.record['kind']}: {risk} at most {rounded_up(self.bound)}, n {self.n:,})"
 
     @property
     def bound(self) -> float:
-        """The certificate: the error on new data is at most this."""
+        """The certificate: the error on new data, or another risk, is at most this."""
         return self.record["claim"]["bound"]
 
     @property
@@ -92,7 +93,31 @@ class Certificate:
         """The empirical risk on the bound set: estimated for a random network, counted for a deterministic one."""
         if self.record["kind"] == "pac-bayes":
             return self.record["monte_carlo"]["posterior"]["risk"]
+        if self.record["kind"] == "risk":
+            return self._claimed(self.record)["mean"]
         return self.record["reference"]["errors"] / self.n
+
+    @property
+    def tests(self) -> list[RiskTest]:
+        """What was found of each network, or group, of a certificate of a risk: sparsity, counts, p_value, passed."""
+        return self.record["tests"] if self.record["kind"] == "risk" else []
+
+    @property
+    def passed(self) -> int:
+        """How many candidates of a sequence passed; 0 where none was tested."""
+        return sum(bool(test["passed"]) for test in self.tests)
+
+    @property
+    def limit(self) -> float | None:
+        """What the risk of the candidates that passed does not exceed; None where nothing was tested."""
+        return self.record["limit"] if self.record["kind"] == "risk" else None
+
+    def _claimed(self, record: RiskRecord) -> RiskTest:
+        """The test that the claim is about: the last that passed, or the worst group of the network."""
+        if record["rule"] == "sequence":
+            return record["tests"][max(self.passed - 1, 0)]
+        tests = [test for test in record["tests"] if test["network"] == record["hashes"]["model"]]
+        return max(tests, key=lambda test: -1.0 if test["bound"] is None else test["bound"])
 
     @property
     def risk_upper(self) -> float:
@@ -119,7 +144,7 @@ class Certificate:
     @property
     def winner(self) -> str:
         """Which certificate a user should take, in words."""
-        if self.record["kind"] == "held-out":
+        if self.record["kind"] != "pac-bayes":
             return "a held-out certificate: nothing to compare"
         held_out, prior = self.bounds["held_out"], self.bounds["q_equals_p"]
         if held_out < min(self.bound, prior):
@@ -129,12 +154,16 @@ class Certificate:
         return "Q = P is as good: the posterior did not earn its KL here"
 
     def __str__(self) -> str:
-        return self._held_out_text() if self.record["kind"] == "held-out" else self._pac_bayes_text(self.record)
+        return self._pac_bayes_text(self.record) if self.record["kind"] == "pac-bayes" else self._held_out_text()
 
     def _held_out_text(self) -> str:
-        ledger, errors = self.ledger, self.record["reference"]["errors"]
+        ledger = self.ledger
         choice = f", divided by {ledger.certified} for a choice among {ledger.certified} networks"
-        lines = [f"{errors} errors; delta {ledger.delta:g}{choice if ledger.certified > 1 else ''}", *self._remarks()]
+        spent = f"delta {ledger.delta:g}{choice if ledger.certified > 1 else ''}"
+        if self.record["kind"] == "risk":
+            lines = [*map(test_line, self.record["tests"]), spent, *self._remarks()]
+        else:
+            lines = [f"{round(self.risk * self.n)} errors; {spent}", *self._remarks()]
         return "\n".join([self.statement, "", *(f"   {line}" for line in lines)])
 
     def _remarks(self) -> list[str]:
@@ -174,7 +203,12 @@ class Certificate:
 
         Returns:
             The folder, for `pp.verify`.
+
+        Raises:
+            ValueError: If no candidate of a sequence has passed, so that there is nothing to certify.
         """
+        if self.limit is not None and not self.passed:
+            raise ValueError(f"there is nothing to certify: {self.statement}")
         folder = Path(folder)
         if packed:
             files = {PACKED: pack(self.tensors)}
@@ -192,6 +226,15 @@ class Certificate:
         record["digest"] = digest(record)
         write_atomically(folder / RECORD, (json.dumps(record, indent=2, allow_nan=False) + "\n").encode())
         return folder
+
+
+def test_line(test: RiskTest) -> str:
+    """One test, for a reader."""
+    subject = f"sparsity {rounded_down(test['sparsity'])}" if test["group"] is None else f"{test['group']}"
+    line = f"{subject}: {test['mean']:.4f} on {test['n']:,} examples"
+    if test["p_value"] is not None:
+        line += f", p-value {test['p_value']:.3g}, {'passed' if test['passed'] else 'not passed'}"
+    return line if test["bound"] is None else f"{line}, at most {rounded_up(test['bound'])}"
 
 
 def digest(record: Mapping[str, object]) -> str:

@@ -139,40 +139,10 @@ def certify(
     return replace(certificate, tries=_tries(certificate, split, plan, q_counts))
 
 
-def certify_held_out(
-    model: nn.Module,
-    split: Split,
-    *,
-    delta: float = 0.05,
-    certified: int = 1,
-    name: str | None = None,
-    declare: str | None = None,
+def certify_error(
+    model: nn.Module, split: Split, *, delta: float, certified: int, name: str | None, declare: str | None
 ) -> Certificate:
-    """Certifies a deterministic network that never saw split.bound, by Clopper and Pearson's bound.
-
-    It serves any plain network: one-shot, PFT, dense. The certificate has the same format as that of `certify`.
-
-    Args:
-        model: A plain network; one with stochastic masks needs pp.harden first.
-        split: The split whose `bound` examples the network has not seen.
-        delta: Probability with which the certificate may fail, such as 0.05.
-        certified: How many networks this one may be chosen among; delta is divided by it.
-        name: Which network it is, for verifiers: one of pacprune's models ("mlp"), or package.module:factory; or None.
-        declare: What shaped the network, where pacprune cannot trace it to split.prior, in one sentence. The
-            certificate's own sentence quotes it.
-
-    Returns:
-        The certificate, with the network in it.
-
-    Raises:
-        ValueError: If a rule is broken; the message names the rule and the remedy.
-
-    Example:
-        >>> history = pp.fit(model, split.prior, pp.Config(epochs=1, lr=0.1))
-        >>> certificate = pp.certify_held_out(model, split)
-        >>> pp.error(model, split.bound) < certificate.bound < 1
-        True
-    """
+    """The certificate of a network that never saw split.bound, about its error, by Clopper and Pearson's bound."""
     declaration = rules.checked_declaration(declare)
     rules.check_delta(delta)
     rules.refuse_random(model)
@@ -199,7 +169,7 @@ def certify_held_out(
         "reference": {"errors": errors},
         "examples_seen": weights.seen(model).count,
         **_conclusion(entries, "held_out", delta, f"the {n:,} bound examples", network, declaration, None),
-        **_provenance(split, {"model": tensor_hash(state)}),
+        **provenance(split, {"model": tensor_hash(state)}),
     }
     record["assumptions"] = assumptions(record)  # type: ignore[arg-type]
     certificate = Certificate(record, {"model.safetensors": state})
@@ -462,7 +432,7 @@ def _record(
     record: PacBayesRecord = {
         **evidence,
         **_conclusion(entries, plan["family"], delta, chance, network, declaration, commitment),
-        **_provenance(candidate.split, candidate.hashes),
+        **provenance(candidate.split, candidate.hashes),
     }
     record["assumptions"] = assumptions(record)  # type: ignore[arg-type]
     return record
@@ -475,7 +445,7 @@ def _tries(certificate: Certificate, split: Split, plan: Plan | None = None, q_c
     def bound_at(share: float) -> float:
         delta = ledger.delta * share
         if q_counts is None:
-            return bounds.clopper_pearson(record["reference"]["errors"], n=certificate.n, delta=delta)
+            return bounds.clopper_pearson(round(certificate.risk * certificate.n), n=certificate.n, delta=delta)
         return bounds_table.claimed_bound(certificate.pac_bayes, q_counts, delta=delta)
 
     # Another share of delta is no other try; another family, number of draws or beacon is one.
@@ -512,7 +482,7 @@ def _conclusion(
     }
 
 
-def _provenance(split: Split, hashes: dict[str, str]) -> Provenance:
+def provenance(split: Split, hashes: dict[str, str]) -> Provenance:
     """Where the data came from, how it was cut and standardised, and what was hashed."""
     parts, hashed = {part.name: part for part in (split.prior, split.bound, split.unlabelled)}, split_hashes(split)
     return {

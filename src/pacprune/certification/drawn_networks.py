@@ -18,7 +18,7 @@ from pacprune.masking.spikeslab import SpikeSlab, draw_weights, top_mask
 from pacprune.training.evaluate import evaluating, mistakes
 from pacprune.types import Progress
 
-_MACHINES = 4
+MACHINES = 4
 """How much larger another machine's rounding errors may be than those that are measured on this one."""
 WEIGHTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**28}
 """About how many weights are drawn at once: what a cache holds, or what keeps a GPU busy while Python prepares more."""
@@ -168,7 +168,7 @@ def draw_counter(
 def close_calls(plain: nn.Module, networks: dict[str, Tensor], x: Tensor) -> Tensor:
     """Which answers of a network rounding can turn: another machine may count these otherwise.
 
-    Two classes lie closer together, in float64, than `_MACHINES` times the largest rounding error of a float32 output
+    Two classes lie closer together, in float64, than `MACHINES` times the largest rounding error of a float32 output
     on these inputs, on both sides. A K-fold leading dimension of `networks` and `x` is K networks, each on its inputs.
     """
     exact = copy.deepcopy(plain).double()
@@ -177,7 +177,7 @@ def close_calls(plain: nn.Module, networks: dict[str, Tensor], x: Tensor) -> Ten
         fine = _call(exact, {name: w.double() for name, w in networks.items()}, x.double())
     rounding = (rough - fine).abs().flatten(-2).amax(-1)[..., None]
     best = fine.topk(2, dim=-1).values
-    return best[..., 0] - best[..., 1] <= 2 * _MACHINES * rounding
+    return best[..., 0] - best[..., 1] <= 2 * MACHINES * rounding
 
 
 def _call(plain: nn.Module, networks: dict[str, Tensor], x: Tensor) -> Tensor:

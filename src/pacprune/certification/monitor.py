@@ -33,8 +33,8 @@ class Monitor:
     `watch.alarm_at` is the number of the example that raised it.
 
     Args:
-        certificate: A certificate, or the folder of one, which must pass `pp.verify`; its bound is the limit. Or the
-            limit itself, a number between 0 and 1.
+        certificate: A certificate, or the folder of one, which must pass `pp.verify`; its bound is the limit, and
+            (1 + bound)/2 where the bound is on a drop. Or the limit itself, a number between 0 and 1.
         alpha: Probability with which there is ever a false alarm, and with which the interval ever misses.
         path: File that keeps the state, a small JSON file that is never half written. If it exists, the monitor goes
             on from it. None keeps the state in memory alone.
@@ -55,7 +55,7 @@ class Monitor:
     def __init__(
         self, certificate: Certificate | str | Path | float, *, alpha: float = 0.05, path: str | Path | None = None
     ) -> None:
-        limit, self._identity, self.delta = _promise(certificate)
+        limit, self._identity, self.delta, self._is_drop = _promise(certificate)
         self.watch = Watch(limit, float(alpha))
         self.path = None if path is None else Path(path)
         self._read()
@@ -107,6 +107,8 @@ class Monitor:
     def _verdict(self) -> str:
         watch = self.watch
         limit = f"the {'limit' if self.delta is None else 'certified'} {rounded_up(watch.limit)}"
+        if self._is_drop:
+            limit += f", that is a drop of {rounded_up(2.0 * watch.limit - 1.0)}"
         if watch.alarm_at is not None:
             return f"ALARM at example {watch.alarm_at:,} of {watch.examples:,}: the risk has exceeded {limit}."
         wealth = math.exp(watch.log_wealth)
@@ -158,8 +160,11 @@ class Monitor:
         self.watch = watch
 
 
-def _promise(certificate: Certificate | str | Path | float) -> tuple[float, str | None, float | None]:
-    """The limit, and of a certificate what identifies it (however it was saved) and its delta."""
+def _promise(certificate: Certificate | str | Path | float) -> tuple[float, str | None, float | None, bool]:
+    """The limit, and of a certificate what identifies it (however it was saved), its delta, and whether it is a drop.
+
+    Of a drop D, (1 + D)/2 is watched.
+    """
     if isinstance(certificate, str | Path):
         report = audit.verify(certificate)
         if not report.valid:
@@ -168,6 +173,9 @@ def _promise(certificate: Certificate | str | Path | float) -> tuple[float, str 
             )
         certificate = load(certificate)
     if not isinstance(certificate, Certificate):
-        return sequential.check_limit(certificate), None, None
+        return sequential.check_limit(certificate), None, None, False
     content = {name: value for name, value in certificate.record.items() if name != "files"}
-    return sequential.check_limit(certificate.bound), digest(content), certificate.ledger.delta
+    record = certificate.record
+    is_drop = record["kind"] == "risk" and record["risk"]["name"] == "drop"
+    limit = (1.0 + certificate.bound) / 2.0 if is_drop else certificate.bound
+    return sequential.check_limit(limit), digest(content), certificate.ledger.delta, is_drop

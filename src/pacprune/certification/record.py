@@ -197,8 +197,8 @@ class CommitmentRecord(TypedDict):
     """Randomness that is younger than the second seal, in hexadecimal."""
 
 
-class Subject(TypedDict):
-    """The fields that stand at the head of both kinds."""
+class Header(TypedDict):
+    """The fields that stand at the head of all kinds."""
 
     format: str
     """Always FORMAT."""
@@ -212,10 +212,15 @@ class Subject(TypedDict):
     """Expected sparsity of Q, or counted sparsity of a deterministic network."""
     total: int
     """Number of prunable weights."""
-    reference: Reference
-    """The reference network."""
     examples_seen: int
     """How many example hashes the prior, or the network, has noted as seen."""
+
+
+class Subject(Header):
+    """What the two older kinds have in common."""
+
+    reference: Reference
+    """The reference network."""
 
 
 class Conclusion(TypedDict):
@@ -260,7 +265,7 @@ class Evidence(Subject):
     """What the bounds of a random network follow from."""
 
     kind: Literal["pac-bayes"]
-    """Tells the two kinds of record apart."""
+    """Tells the kinds of record apart."""
     kl: float
     """KL(Q||P) in nats, rounded up."""
     kl_per_tensor: dict[str, float]
@@ -283,7 +288,65 @@ class HeldOutRecord(Subject, Conclusion, Provenance):
     """The record of a deterministic network that never saw the bound set."""
 
     kind: Literal["held-out"]
-    """Tells the two kinds of record apart."""
+    """Tells the kinds of record apart."""
 
 
-Record = PacBayesRecord | HeldOutRecord
+class RiskEntry(TypedDict):
+    """Which risk it is."""
+
+    name: str
+    """A key of risks.RISKS, or module:function of the issuer's own loss."""
+    whole: bool
+    """Whether values are whole numbers, which are counted; others are levels, in examples.safetensors."""
+
+
+class DifferenceCounts(TypedDict):
+    """What was counted of whole numbers."""
+
+    plus: int
+    """How often the value was 1."""
+    minus: int
+    """How often it was -1; 0 for a risk that is no difference."""
+
+
+class RiskTest(TypedDict):
+    """What was found of one network on one group of examples."""
+
+    network: str
+    """SHA-256 of the network."""
+    sparsity: float
+    """Its counted share of zeros."""
+    group: str | None
+    """The group; None for all bound examples."""
+    n: int
+    """How many examples are in it."""
+    counts: DifferenceCounts | None
+    """What was counted; None for levels."""
+    mean: float
+    """The empirical risk."""
+    bound: float | None
+    """The upper bound; None for a network that passed in a sequence, of which the limit alone is proved."""
+    p_value: float | None
+    """Of "the risk is above the limit"; None without a limit."""
+    passed: bool | None
+    """Whether the p-value is at most delta; None without a limit."""
+
+
+class RiskRecord(Header, Conclusion, Provenance):
+    """The record of deterministic networks, by any risk: one, in groups, several at once, or tested in a sequence."""
+
+    kind: Literal["risk"]
+    """Tells the kinds of record apart."""
+    risk: RiskEntry
+    """Which risk."""
+    rule: str
+    """"all" for bounds that hold at once, each at its part of delta; "sequence" for tests at the full delta."""
+    limit: float | None
+    """What is tested in a sequence; None for bounds."""
+    order: list[str]
+    """SHA-256 of all candidates in the declared order."""
+    tests: list[RiskTest]
+    """What was found, network by network and group by group, up to the first test that failed."""
+
+
+Record = PacBayesRecord | HeldOutRecord | RiskRecord

@@ -61,8 +61,13 @@ def checked_declaration(declare: str | None) -> str | None:
 
 
 def refuse_split(split: Split) -> None:
-    """All rules about the data alone."""
+    """All rules about the data of a classifier alone."""
     check_split(split)
+    refuse_cut(split)
+
+
+def refuse_cut(split: Split) -> None:
+    """All rules about how the data were cut and standardised."""
     refuse_overlap(split)
     refuse_order(split)
     refuse_standardisation(split)
@@ -136,7 +141,10 @@ def refuse_untraced(seen: Trace, split: Split, who: str, declaration: str | None
             f"pacprune has never trained {who}, or not every layer of it, so that nobody knows what it has seen; "
             f"{remedy}"
         )
-    unknown = seen.labelled[~torch.isin(seen.labelled, split.prior.known.labelled)]
+    marks = torch.tensor([trace.FOREIGN, trace.UNKNOWN_MASK])
+    # Where all examples are bound examples, training is traced by having used none of them.
+    known = split.prior.known.labelled if len(split.prior) else seen.labelled[~torch.isin(seen.labelled, marks)]
+    unknown = seen.labelled[~torch.isin(seen.labelled, known)]
     if trace.FOREIGN in unknown:
         raise ValueError(f"weights of {who} were made or changed by something other than pacprune; {remedy}")
     if trace.UNKNOWN_MASK in unknown:
@@ -161,11 +169,11 @@ def refuse_batch_statistics(model: nn.Module) -> None:
             )
 
 
-def refuse_unsteady(network: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> None:
+def refuse_unsteady(network: nn.Module | Callable[[Tensor], Tensor], x: Tensor, *, values: bool = False) -> None:
     """An answer follows from its input alone, whatever else is in the batch, and is the same each time.
 
     Some inputs are answered twice as a batch, and then one by one. Answers may differ where two outputs lie closer
-    together than rounding can tell.
+    together than rounding can tell. With `values`, the outputs themselves are the answer, and not their largest one.
     """
     if isinstance(network, nn.Module):
         x = x[:_STEADY].to(device_of(network))
@@ -173,6 +181,7 @@ def refuse_unsteady(network: nn.Module | Callable[[Tensor], Tensor], x: Tensor) 
         batch = network(x[:_STEADY])
         if not isinstance(batch, Tensor):
             return  # `mistakes` says that an error needs logits
+        values = values or batch.ndim == 1 or batch.shape[-1] == 1  # one output, whose sign is the answer
         for others, why in (
             (
                 network(x[:_STEADY]),
@@ -183,11 +192,12 @@ def refuse_unsteady(network: nn.Module | Callable[[Tensor], Tensor], x: Tensor) 
                 "depend on what else is in the batch: it uses statistics of the batch",
             ),
         ):
-            count = _other_answers(batch, others)
+            count = _other_values(batch, others) if values else _other_answers(batch, others)
             if count:
+                answers = len(batch) if values else batch[..., 0].numel()
                 raise ValueError(
-                    f"{count} of {batch[..., 0].numel()} answers of the network {why}, in eval mode too; let every "
-                    "answer follow from its own input alone"
+                    f"{count} of {answers} answers of the network {why}, in eval mode too; let every answer follow "
+                    "from its own input alone"
                 )
 
 
@@ -199,6 +209,14 @@ def _other_answers(batch: Tensor, others: Tensor) -> int:
     # By how much the answer of one is not that of the other.
     margins = others.amax(-1, keepdim=True) - others.gather(-1, batch.argmax(-1, keepdim=True))
     return int((margins > rounding).sum())
+
+
+def _other_values(batch: Tensor, others: Tensor) -> int:
+    """How many examples have an output that differs by more than rounding."""
+    if batch.shape != others.shape:
+        return len(batch)
+    rounding = _ROUNDING * torch.finfo(batch.dtype).eps * torch.stack([batch, others]).abs().amax()
+    return int(((batch - others).abs() > rounding).reshape(len(batch), -1).any(1).sum())
 
 
 def refuse_random(model: nn.Module) -> None:

@@ -23,7 +23,11 @@ from typing import Any
 import numpy as np
 
 FORMAT, VERSION, RECORD, PACKED = "pacprune certificate", 2, "certificate.json", "packed.safetensors"
-FILES = {"pac-bayes": ("distributions", "draws", "single_draw", "thresholded"), "held-out": ("model",)}
+FILES = {
+    "pac-bayes": ("distributions", "draws", "single_draw", "thresholded"),
+    "held-out": ("model",),
+    "risk": ("model", "reference", "examples"),  # of which a record has those that it needs
+}
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
 PACKED_DTYPES = {
     "float64": "<f8",
@@ -41,6 +45,8 @@ MOST_DEPTH = 16
 """Tables and lists of JSON inside one another: less than what any Python can read."""
 MOST_COUNT = 10**9
 """The largest number of examples, draws or weights."""
+MOST_EFFORT = 300_000
+"""The number of tests of a risk times the square root of n, to which the time for their bounds is in proportion."""
 EVALUATION = {"mode": "eval", "dtype": "float32", "autocast": False, "tf32": False, "augmentation": False}
 PARTS, COUNTS, BOTH = ("keep_prob", "mean", "std"), ("wrong", "plus", "minus"), ("posterior", "prior")
 PURPOSES = ("posterior draws", "prior draws", "single draw", "unlabelled draws")
@@ -52,6 +58,15 @@ SHARES = {
     "thresholded": (0.2, 0.0, 0.2),  # stated if there are unlabelled inputs
 }
 FAMILIES = ["seeger", "catoni", "excess"]  # the bounds that can be claimed
+# Every risk, with what a sentence calls it and how it names the reference network; others are module:function.
+RISKS = {
+    "error": ("error rate", ""),
+    "drop": ("drop in accuracy", " against the reference network"),
+    "disagreement": ("rate of disagreement", " with the reference network"),
+    "brier": ("mean Brier loss", ""),
+    "cross-entropy": ("mean bounded cross-entropy", ""),
+}
+RISK_LEVELS = 2**16  # values that are no whole numbers are so many parts of their range
 LEVELS = {
     1: "the arithmetic follows from the stated counts",
     2: "the fixed networks err on the data as stated; the rest follows from the stated counts",
@@ -145,6 +160,8 @@ def check(contents: Folder, seals: tuple[str, ...] = ()) -> Report:
 
 def assumptions(record: dict[str, Any]) -> list[str]:
     """What no computation can show, in the words that a certificate must have."""
+    if record["kind"] == "risk":
+        return _risk_assumptions(record)
     split, ledger = record["split"], record["bounds"]["held_out"]["ledger"]
     random = record["kind"] == "pac-bayes"
     lines = [
@@ -176,6 +193,36 @@ def assumptions(record: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _risk_assumptions(record: dict[str, Any]) -> list[str]:
+    """The same for a certificate of a risk."""
+    split, ledger, risk = record["split"], record["bounds"]["held_out"]["ledger"], record["risk"]["name"]
+    labels = "" if risk == "disagreement" else ", with labels as noisy as these"
+    lines = [f"bound examples and new data are independent draws from one distribution{labels}"]
+    if split["sizes"]["prior"] == 0:
+        lines.append("no network was trained on a bound example, nor on a changed copy of one")
+    elif split["declared"]:
+        lines.append("the split is random, as the issuer declares")
+    else:
+        lines.append("the seed of the split was fixed before anything was known about its parts")
+    lines.append(
+        f"no more was tried on these bound examples than the ledger pays for (certified {ledger['certified']}), and "
+        "nothing was trained because of what an earlier try showed"
+    )
+    if record["declaration"] is None:
+        lines.append(
+            "all that shaped the networks is in pacprune's notes, and their first weights knew no bound example"
+        )
+    else:
+        lines.append(f'what pacprune could not trace is as the issuer states: "{record["declaration"]}"')
+    if len(record["order"]) > 1:
+        lines.append("the candidates and their order were fixed before anything was known about the bound examples")
+    if any(test["group"] is not None for test in record["tests"]):
+        lines.append("the groups were fixed before anything was known about the bound examples")
+    if ":" in risk:
+        lines.append("the loss is the issuer's function of that name, and looks at one example at a time")
+    return lines
+
+
 def trusted(record: dict[str, Any], level: int) -> tuple[str, ...]:
     """What a verification of this level takes on trust."""
     random, lines = record["kind"] == "pac-bayes", []
@@ -186,6 +233,8 @@ def trusted(record: dict[str, Any], level: int) -> tuple[str, ...]:
         ]
     if level == 2 and random:
         lines.append("the draws: their errors and disagreements, which --replay makes again")
+    if level == 2 and record["kind"] == "risk" and len(record["tests"]) > 1 and len(record["order"]) > 1:
+        lines.append("the counts of the candidates that are not in the folder")
     return (
         *lines,
         "the model: that these tensors are the network in use",
@@ -218,8 +267,11 @@ def _rules(contents: Folder, seals: tuple[str, ...]) -> Rules:
         record["assumptions"] == assumptions(record), "assumptions are not in the words that this certificate must have"
     )
     yield from _commitment(record, seals)
-    tensors = [contents.tensors[name] for name in FILES[record["kind"]]]
-    yield from (_held_out if record["kind"] == "held-out" else _pac_bayes)(record, n, *tensors)
+    tensors = [contents.tensors[name] for name in files_of(record)]
+    if record["kind"] == "risk":
+        yield from _risk(record, n, contents.tensors)
+    else:
+        yield from (_held_out if record["kind"] == "held-out" else _pac_bayes)(record, n, *tensors)
 
 
 def _commitment(record: dict[str, Any], seals: tuple[str, ...]) -> Rules:
@@ -253,18 +305,204 @@ def _commitment(record: dict[str, Any], seals: tuple[str, ...]) -> Rules:
 
 
 def _held_out(record: dict[str, Any], n: int, model: Tensors) -> Rules:
-    total, sparsity = record["total"], record["sparsity"]
-    weights = [_values(w) for w in model.values() if w.ndim >= 2 and _values(w).dtype.kind == "f"]
-    size, zeros = sum(w.size for w in weights), sum(int((w == 0).sum()) for w in weights)
-    # Buffers of two or more dimensions are no weights, and the file does not tell which they are.
-    _require(total <= size, f"total is {total}, but the file holds {size} numbers in two or more dimensions")
-    possible = min(max(zeros + total - size, round(sparsity * total)), zeros)
-    expected = {"hashes": {"model": tensor_hash(model, "")}, "sparsity": possible / total}
+    expected = {"hashes": {"model": tensor_hash(model, "")}, "sparsity": _sparsity(record, model)}
     yield "hash and zeros of the network", expected, 1e-12
     ledgers, shares = _ledgers(record, ["held_out"])
     bound = clopper_pearson(_count(record, "reference", "errors", most=n), n, sum(shares["held_out"]))
     subject = f"the {n:,} bound examples, the error rate on new data of this network (sparsity"
     yield from _claim(record, ledgers, {"held_out": bound}, ["held_out"], subject)
+
+
+def _sparsity(record: dict[str, Any], model: Tensors) -> float:
+    """The share of zeros of a network, as far as its file tells what is a weight."""
+    total, sparsity = record["total"], record["sparsity"]
+    weights = [_values(w) for w in model.values() if w.ndim >= 2 and _values(w).dtype.kind == "f"]
+    size, zeros = sum(w.size for w in weights), sum(int((w == 0).sum()) for w in weights)
+    # Buffers of two or more dimensions are no weights, and the file does not tell which they are.
+    _require(total <= size, f"total is {total}, but the file holds {size} numbers in two or more dimensions")
+    return min(max(zeros + total - size, round(sparsity * total)), zeros) / total
+
+
+def _risk(record: dict[str, Any], n: int, tensors: dict[str, Tensors]) -> Rules:
+    """A risk of one network, of its groups, of several networks at once, or of those that passed in a sequence."""
+    names = [name for name in ("model", "reference") if name in tensors]
+    hashes = {name: tensor_hash(tensors[name], "") for name in names}
+    _require(set(record["hashes"]) == set(hashes), f"hashes are of {list(record['hashes'])}, but must be of {names}")
+    expected = {"hashes": hashes, "sparsity": _sparsity(record, tensors["model"])}
+    yield f"hashes of {' and '.join(names)}, and zeros of the network", expected, 1e-12
+    ledgers, shares = _ledgers(record, ["held_out"])
+    _require(ledgers["held_out"]["grid"] == 1, "the ledger has a grid of priors, but there is no prior")
+    delta, tests, sequence = sum(shares["held_out"]), record["tests"], record["rule"] == "sequence"
+    place = _risk_order(record, hashes["model"])
+    rows = _risk_rows(record, n, tensors.get("examples", {}))
+    for number, (test, row) in enumerate(zip(tests, rows, strict=True)):
+        if sequence:
+            _require(test["p_value"] is not None, f"tests[{number}].p_value is missing")
+            p_value, passed = row.p_value(record["limit"]), test["p_value"] <= delta
+            bound = None if passed else row.bound(delta)
+            # The issuer rounds up by what the rounding of n logarithms can be.
+            _compare(test["p_value"], p_value, f"tests[{number}].p_value", slack=1e-12 + 3e-13 * n * p_value)
+        else:
+            passed, bound = None, row.bound(delta / len(tests))
+            _require(test["p_value"] is None, f"tests[{number}].p_value is stated without a limit")
+        for key, value in {"passed": passed, "mean": row.mean, "bound": bound}.items():
+            _compare(test[key], value, f"tests[{number}].{key}", slack=1e-12)
+    yield f"{len(tests)} tests: counts, means, bounds and p-values", {}, 0.0
+    own = [test["bound"] for test in tests if test["network"] == hashes["model"]]
+    bound = float(record["limit"]) if sequence else max(own)
+    yield from _risk_claim(record, ledgers["held_out"], bound, place)
+
+
+def _risk_order(record: dict[str, Any], model: str) -> int:
+    """The place of the certified network in the declared order, once the tests were made in that order."""
+    order, tests, rule = record["order"], record["tests"], record["rule"]
+    _require(rule in ("all", "sequence"), f"rule is {rule!r}, but must be 'all' or 'sequence'")
+    _require(len(order) > 0 < len(tests), "there is no candidate, or no test of one")
+    effort = len(tests) * math.sqrt(record["n"])
+    _require(effort <= MOST_EFFORT, f"{len(tests)} tests on {record['n']} examples are more than anyone recomputes")
+    _require(
+        (record["limit"] is not None) == (rule == "sequence"), "a limit belongs to a sequence, and to nothing else"
+    )
+    made, groups = [test["network"] for test in tests], [test["group"] for test in tests]
+    sparsities = [test["sparsity"] for test in tests]
+    if len(order) == 1 and rule == "all":
+        _require(set(made) == set(order), "a test is of a network that is not among the candidates")
+        named = [group for group in groups if group is not None]
+        _require(len(set(groups)) == len(groups) and len(named) in (0, len(tests)), "the groups are not told apart")
+        place = 0
+    else:
+        _require(made == order[: len(made)], "the tests are not those of the candidates in their declared order")
+        _require(groups == [None] * len(tests), "several candidates are certified on all bound examples alone")
+        _require(sparsities == sorted(sparsities), "the candidates are not in the order of their sparsity")
+        place = len(made) - 1
+    if rule == "sequence":
+        passed = [test["passed"] for test in tests]
+        place = sum(flag is True for flag in passed) - 1
+        stopped = passed == [True] * (place + 1) + [False] or (all(passed) and len(tests) == len(order))
+        _require(place >= 0 and stopped, f"the tests have passed: {passed}; they end with the first that does not pass")
+    else:
+        _require(len(order) in (1, len(tests)), f"there are {len(order)} candidates, but {len(tests)} tests")
+    _require(order[place] == model, "the network in the folder is not the certified candidate")
+    of_model = {test["sparsity"] for test in tests if test["network"] == model}
+    _require(of_model == {record["sparsity"]}, f"the network has sparsity {record['sparsity']}, its tests {of_model}")
+    return place
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """What was counted in one test: how often a value was 1 and -1, or levels; and the least value there can be."""
+
+    n: int
+    lowest: int
+    plus: int
+    minus: int
+    levels: Array | None
+
+    @property
+    def mean(self) -> float:
+        if self.levels is None:
+            return (self.plus - self.minus) / self.n
+        return self.lowest + (1 - self.lowest) * float(self.levels.mean())
+
+    def bound(self, delta: float) -> float:
+        """Clopper-Pearson; for differences from above and from below, at delta/2 each; betting for levels."""
+        if self.levels is not None:
+            return self.lowest + (1 - self.lowest) * betting(self.levels, delta)
+        if not self.lowest:
+            return clopper_pearson(self.plus, self.n, delta)
+        below = 1 - clopper_pearson(self.n - self.minus, self.n, delta / 2)
+        return min(1.0, clopper_pearson(self.plus, self.n, delta / 2) - below)
+
+    def p_value(self, limit: float) -> float:
+        """Of "the risk is above the limit"."""
+        if limit <= self.mean:
+            return 1.0
+        if self.levels is not None:
+            return betting_p_value(self.levels, (limit - self.lowest) / (1 - self.lowest))
+        if not self.lowest:
+            return binomial_tail(self.plus, self.n)(limit)
+        few, many = binomial_tail(self.plus, self.n), binomial_tail(self.n - self.minus, self.n)
+        if not self.minus:
+            return min(1.0, 2 * few(limit))
+
+        def tails(u: float) -> tuple[float, float]:
+            return few(u), many(1 - max(0.0, u - limit))
+
+        high = min(1.0, self.minus / self.n + limit)
+        return min(1.0, 2 * max(tails(_bisect(self.plus / self.n, high, lambda u: tails(u)[0] <= tails(u)[1]))))
+
+
+def _risk_rows(record: dict[str, Any], n: int, examples: Tensors) -> list[_Tally]:
+    """What every test has counted, once its counts, levels and groups fit."""
+    lowest = -1 if record["risk"]["name"] == "drop" else 0
+    limit = record["limit"]
+    _require(limit is None or lowest < limit < 1, f"limit is {limit}, but must lie between {lowest} and 1")
+    rows = []
+    for i, test in enumerate(record["tests"]):
+        size, counts = n, test["counts"]
+        mask = slice(None)
+        if test["group"] is not None:
+            mask = _take(examples, f"group/{i}", (n,), kind="b").astype(bool)
+            size = int(mask.sum())
+        _require(test["n"] == size > 0, f"tests[{i}].n is {test['n']}, but {size} examples are in it")
+        _require((counts is not None) == record["risk"]["whole"], f"tests[{i}] has counts where it has levels, or none")
+        if counts is not None:
+            plus, minus = counts["plus"], counts["minus"]
+            fits = plus + minus <= size and (lowest < 0 or minus == 0)
+            _require(fits, f"tests[{i}].counts are {plus} and {minus}, which do not fit {size} examples")
+            rows.append(_Tally(size, lowest, plus, minus, None))
+            continue
+        levels = _take(examples, f"levels/{record['order'].index(test['network'])}", (n,), kind="i")
+        _require(((levels >= 0) & (levels <= RISK_LEVELS)).all(), f"levels do not lie in [0, {RISK_LEVELS}]")
+        rows.append(_Tally(size, lowest, 0, 0, levels[mask] / RISK_LEVELS))
+    return rows
+
+
+def _risk_words(risk: str) -> tuple[str, str]:
+    """What a sentence calls a risk, and how it names the reference network."""
+    if ":" in risk:
+        return f"mean of the loss {risk}", ""
+    top = re.fullmatch("top([1-9][0-9]{0,3})", risk)
+    _require(top or risk in RISKS, f"the risk {risk!r} is unknown")
+    return (f"top-{top[1]} error rate", "") if top else RISKS[risk]
+
+
+def _risk_claim(record: dict[str, Any], ledger: dict[str, Any], bound: float, place: int) -> Rules:
+    """The claim and its sentence."""
+    phrase, against = _risk_words(record["risk"]["name"])
+    needs = "reference" if against else None
+    _require(("reference" in record["hashes"]) == bool(needs), "a reference is given, or missing, against the risk")
+    yield "the bound and its ledger", {"bounds": {"held_out": {"ledger": ledger, "bound": bound}}}, 1e-12
+    stated, tests, count = record["bounds"]["held_out"]["bound"], record["tests"], len(record["order"])
+    upper = f"{math.ceil(stated * 1e4 - 1e-9) / 1e4:.4f}"
+    network = f"this network (sparsity {math.floor(record['sparsity'] * 1e4 + 1e-2) / 1e4:.4f})"
+    if record["rule"] == "sequence":
+        claim = (
+            f"each of the first {place + 1} of {count} candidates, in the declared order,{against} is at most {upper}"
+        )
+        claim += f"; the last of these is {network}"
+    elif count > 1:
+        claim = (
+            f"each of the {count} candidates{against} is at most its bound in the list; for {network} that is {upper}"
+        )
+    elif tests[0]["group"] is not None:
+        worst = max(tests, key=lambda test: test["bound"])["group"]
+        claim = (
+            f"{network}{against} is at most {upper} in each of the {len(tests)} groups; the largest bound is that of "
+        )
+        claim += worst
+    else:
+        claim = f"{network}{against} is at most {upper}"
+    delta = ledger["delta"]
+    sure = f"{(100 - 100 * Decimal(f'{delta:.12g}')).normalize():f}"
+    statement = (
+        f"With probability at least {sure} % over the draw of the {record['n']:,} bound examples, the {phrase} on "
+    )
+    statement += f"new data of {claim}."
+    if record["declaration"] is not None:
+        statement += f' The issuer states: "{record["declaration"]}".'
+    claimed = {"family": "held_out", "bound": stated}
+    yield f"the claim, at most {upper}, and its sentence", {"claim": claimed, "statement": statement}, 0.0
 
 
 def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors, *nets: Tensors) -> Rules:
@@ -488,24 +726,50 @@ def _log_binomial(k: int, n: int, p: float) -> float:
     return _stirling(n) - _stirling(k) - _stirling(n - k) - apart - math.log(2 * math.pi * k * (n - k) / n) / 2
 
 
-def clopper_pearson(errors: int, n: int, delta: float) -> float:
-    """The largest p with Pr[Binomial(n, p) <= errors] >= delta."""
+def _log_tail(errors: int, n: int) -> Callable[[float], float]:
+    """ln Pr[Binomial(n, p) <= errors] as a function of p above errors/n - 10/sqrt(n), for errors < n."""
     j = np.arange(errors, max(0, errors - 20 * math.sqrt(n)), -1.0)  # terms further away are nothing in float64
     steps, change = np.arange(len(j) + 1), np.append(0, np.cumsum(np.log(j / (n - j + 1))))
 
-    def rare(p: float) -> bool:
+    def log_tail(p: float) -> float:
         terms = change + steps * math.log((1 - p) / p)  # relative to the term of `errors`
-        tail = terms.max() + math.log(np.exp(terms - terms.max()).sum())
-        return _log_binomial(errors, n, p) + tail <= math.log(delta)
+        return _log_binomial(errors, n, p) + terms.max() + math.log(np.exp(terms - terms.max()).sum())
 
-    return 1.0 if errors == n else _bisect(max(0.0, errors / n - 10 / math.sqrt(n)), 1.0, rare)
+    return log_tail
+
+
+def clopper_pearson(errors: int, n: int, delta: float) -> float:
+    """The largest p with Pr[Binomial(n, p) <= errors] >= delta."""
+    if errors == n:
+        return 1.0
+    log_tail, goal = _log_tail(errors, n), math.log(delta)
+    return _bisect(max(0.0, errors / n - 10 / math.sqrt(n)), 1.0, lambda p: log_tail(p) <= goal)
+
+
+def binomial_tail(errors: int, n: int) -> Callable[[float], float]:
+    """Pr[Binomial(n, p) <= errors] as a function of p above errors/n - 10/sqrt(n)."""
+    if errors == n:
+        return lambda p: 1.0
+    log_tail = _log_tail(errors, n)
+    return lambda p: min(1.0, math.exp(log_tail(p))) if 0 < p < 1 else float(p <= 0)
 
 
 def betting(values: Array, delta: float) -> float:
     """The smallest mu with mean_j prod_t (1 + f_j (mu - X_t)/(1 - mu)) >= 1/delta, over 20 fixed bets f_j."""
+    log_wealth, goal = _log_wealth(values), -math.log(delta)
+    return _bisect(float(values.min()), 1.0, lambda mu: log_wealth(mu) >= goal)
+
+
+def betting_p_value(values: Array, limit: float) -> float:
+    """Of "the mean is above the limit": 1 / wealth(limit), at most 1."""
+    return math.exp(-max(0.0, _log_wealth(values)(limit)))
+
+
+def _log_wealth(values: Array) -> Callable[[float], float]:
+    """ln mean_j prod_t (1 + f_j (mu - X_t)/(1 - mu)) as a function of mu."""
     x, times = np.unique(values, return_counts=True)
-    f, goal = 0.95 * 950.0 ** (np.arange(20) / 19 - 1)[:, None], math.log(20) - math.log(delta)
-    return _bisect(float(x[0]), 1.0, lambda m: np.logaddexp.reduce(np.log1p(f * ((m - x) / (1 - m))) @ times) >= goal)
+    f = 0.95 * 950.0 ** (np.arange(20) / 19 - 1)[:, None]
+    return lambda m: np.logaddexp.reduce(np.log1p(f * ((m - x) / (1 - m))) @ times) - math.log(20)
 
 
 # --- Reading. Nothing is believed: form and size are checked before memory is asked for.
@@ -556,6 +820,17 @@ _COMMON = {
     "files": {"*": "hash"},
     "digest": "hash",
 }
+_TEST = {
+    "network": "hash",
+    "sparsity": "fraction",
+    "group": (None, "name"),
+    "n": "count",
+    "counts": (None, {"plus": "count", "minus": "count"}),
+    "mean": "real",
+    "bound": (None, "real"),
+    "p_value": (None, "fraction"),
+    "passed": (None, "flag"),
+}
 FORMS: dict[str, dict[str, Any]] = {
     "held-out": {**_COMMON, "hashes": {"model": "hash"}, "commitment": None},
     "pac-bayes": {
@@ -586,6 +861,18 @@ FORMS: dict[str, dict[str, Any]] = {
             "sparsity": "fraction",
         },
         "commitment": (None, {"plan": _PLAN, "source": "name", "digest": "hash", "seal": "hash", "beacon": "beacon"}),
+    },
+    "risk": {
+        **{key: form for key, form in _COMMON.items() if key != "reference"},
+        "hashes": {"*": "hash"},
+        "commitment": None,
+        "bounds": {"*": {"bound": "real", "ledger": _LEDGER}},
+        "claim": {"family": "name", "bound": "real"},
+        "risk": {"name": "name", "whole": "flag"},
+        "rule": "name",
+        "limit": (None, "real"),
+        "order": ["hash"],
+        "tests": [_TEST],
     },
 }
 """Every field of certificate.json by its kind: {"*": f} is a table of names, [f] a list, (None, f) may be null."""
@@ -650,7 +937,7 @@ def read(folder: str | Path) -> Folder:
 
 def _read(folder: Path) -> Folder:
     record = _read_record(folder)
-    files = FILES[record["kind"]]
+    files = files_of(record)
     packed = set(record["files"]) == {PACKED}
     names = [PACKED] if packed else [f"{name}.safetensors" for name in files]
     _require(
@@ -667,6 +954,16 @@ def _read(folder: Path) -> Folder:
             raise ValueError(f"{name} cannot be read as safetensors ({error}); ask the issuer for it again") from error
     _check_tensors(record, tensors)
     return Folder(record, tensors, hashes)
+
+
+def files_of(record: dict[str, Any]) -> tuple[str, ...]:
+    """The tensor files that a record has beside it."""
+    names = FILES[record["kind"]]
+    if record["kind"] != "risk":
+        return names
+    examples = not record["risk"]["whole"] or any(test["group"] is not None for test in record["tests"])
+    needed = {"model": True, "reference": "reference" in record["hashes"], "examples": examples}
+    return tuple(name for name in names if needed[name])
 
 
 def _read_bytes(path: Path, most: int) -> bytes:
@@ -735,6 +1032,8 @@ def _check_tensors(record: dict[str, Any], tensors: dict[str, Tensors]) -> None:
                 raise ValueError(f"{file}.safetensors holds the unprintable name {name!r:.80}; ask the issuer")
             if tensor.dtype.kind in "fu" and np.isnan(_values(tensor)).any():
                 raise ValueError(f"{name} in {file}.safetensors holds NaN; ask the issuer for another certificate")
+    if record["kind"] == "risk":
+        _check_names("examples", tensors.get("examples", {}), _example_names(record))
     if record["kind"] != "pac-bayes":
         return
     names, rest = list(record["kl_per_tensor"]), [x for x in tensors["distributions"] if x.startswith("rest/")]
@@ -743,9 +1042,22 @@ def _check_tensors(record: dict[str, Any], tensors: dict[str, Tensors]) -> None:
     network = names + [key.removeprefix("rest/") for key in rest]
     expected = {"distributions": slabs + rest, "draws": counts, "single_draw": network, "thresholded": network}
     for file, entries in tensors.items():
-        for name in sorted(set(expected[file]) ^ set(entries)):
-            fault = "missing from" if name in expected[file] else "unknown in"
-            raise ValueError(f"{name} is {fault} {file}.safetensors; ask the issuer for the whole folder")
+        _check_names(file, entries, expected[file])
+
+
+def _check_names(file: str, entries: Tensors, expected: list[str]) -> None:
+    """Refuses a file that holds other tensors than these."""
+    for name in sorted(set(expected) ^ set(entries)):
+        fault = "missing from" if name in expected else "unknown in"
+        raise ValueError(f"{name} is {fault} {file}.safetensors; ask the issuer for the whole folder")
+
+
+def _example_names(record: dict[str, Any]) -> list[str]:
+    """What is stored of every example: the levels of each network that was tested, and who is in which group."""
+    places, tests = {hashed: place for place, hashed in reversed(list(enumerate(record["order"])))}, record["tests"]
+    groups = [f"group/{i}" for i, test in enumerate(tests) if test["group"] is not None]
+    levels = {f"levels/{places.get(test['network'])}" for test in tests}
+    return groups + ([] if record["risk"]["whole"] else sorted(levels))
 
 
 def unpack(content: bytes, files: tuple[str, ...]) -> dict[str, Tensors]:

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from pacprune.bench import coverage, deployment
+from pacprune.bench import coverage, deployment, widths
 from pacprune.bench import subjects as benchmark
 from pacprune.certification import audit, page
+from pacprune.certification.risks import RISKS
 from pacprune.cli.console import (
     DATA_DIR,
     Device,
@@ -76,6 +77,16 @@ def sealed_lines(result: dict[str, Any]) -> list[str]:
 
 def certify(
     run: Annotated[Path, typer.Argument(help=f"Folder of a finished run, with --train-on prior, of {PRUNING}.")],
+    risk: Annotated[
+        str, typer.Option(help=f"What to bound: {', '.join(RISKS)}, or your own loss as package.module:function.")
+    ] = "error",
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="For drop and disagreement: run of the network to compare with, such as one of sparsity 0."),
+    ] = None,
+    groups: Annotated[
+        str | None, typer.Option(help="'class' for bounds of all classes at once, each at its part of delta.")
+    ] = None,
     delta: Annotated[float, typer.Option(help="Probability with which the certificate may fail.")] = 0.05,
     certified: Annotated[
         int, typer.Option(help="How many networks you certify to choose among; each pays its part of delta.")
@@ -99,13 +110,14 @@ def certify(
     """A certificate for the network of a run.
 
     Counts the errors of the network on the training data that it was not trained on, and bounds its error on new data
-    (Clopper-Pearson). Runs of pbp have a certificate already, unless they are sealed.
+    (Clopper-Pearson), or another risk. Runs of pbp have a certificate already, unless they are sealed.
     """
     with user_errors():
         code = {"model": model, "data": data}
         if beacon is None:
+            what = {"risk": risk, "reference": reference, "groups": groups}
             options = {"delta": delta, "certified": certified, "declare": declare, "device": device, "out": out}
-            certificate = commands.certify(run, **options, **code)
+            certificate = commands.certify(run, **what, **options, **code)
         else:
             with progress_bars() as progress:
                 certificate = commands.certify_sealed(run, beacon=beacon, progress=progress, **code)
@@ -137,6 +149,12 @@ def verify(
         str | None,
         typer.Option(help="Function that makes the network, if it is not one of pacprune: package.module:factory."),
     ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The same for the reference network, if it is of another shape.")
+    ] = None,
+    risk: Annotated[
+        str | None, typer.Option(help="The loss of a certificate about the issuer's own: package.module:function.")
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(help="HTML file to write: a verifier for the browser, with this certificate inside.")
     ] = None,
@@ -161,6 +179,8 @@ def verify(
                 place,
                 data=data,
                 model=model,
+                reference=reference,
+                risk=None if risk is None else commands.loss_of(risk),
                 data_dir=data_dir,
                 recount=recount,
                 replay=replay,
@@ -211,12 +231,17 @@ def monitor(
 
 
 def selftest(
-    what: Annotated[str, typer.Argument(help="coverage: how often every bound fails where the truth is known.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="coverage: how often every bound fails where the truth is known; widths: how tight four rules are."
+        ),
+    ],
     trials: Annotated[int, typer.Option(help=f"Samples per population, at least {coverage.FEWEST}.")] = 1000,
     delta: Annotated[float, typer.Option(help="Probability with which a bound may fail.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     device: Device = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Folder to write coverage.json to.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write coverage.json or widths.json to.")] = None,
     json: Json = False,
 ) -> None:
     """Tests the bounds themselves, by simulation.
@@ -224,8 +249,13 @@ def selftest(
     Exit 0: no bound exceeds its delta beyond the interval, and every planted fault is caught; otherwise 1.
     """
     with user_errors():
+        if what == "widths":
+            table = widths.table(seed=seed, delta=delta)
+            write(out, "widths.json", table)
+            show(table, json, *widths.lines(table))
+            return
         if what != "coverage":
-            raise ValueError(f"unknown self-test {what!r}; use coverage")
+            raise ValueError(f"unknown self-test {what!r}; use coverage or widths")
         with progress_bars() as progress:
             rows = coverage.run(trials, seed=seed, delta=delta, progress=progress)
         ok = all(row.ok for row in rows)

@@ -43,7 +43,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "certify": Command(
         "A certificate for the network of a run.",
-        ("pacprune certify runs/mine", "pacprune certify runs/mine --certified 3 --json"),
+        ("pacprune certify runs/mine", "pacprune certify runs/mine --risk drop --reference runs/dense --json"),
         "pacprune.cli.actions:certify",
     ),
     "verify": Command(
@@ -58,7 +58,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "selftest": Command(
         "Tests the bounds themselves, by simulation.",
-        ("pacprune selftest coverage --trials 10000",),
+        ("pacprune selftest coverage --trials 10000", "pacprune selftest widths"),
         "pacprune.cli.actions:selftest",
     ),
     "bench": Command(
@@ -98,7 +98,7 @@ COMMANDS: dict[str, Command] = {
         "pacprune.cli.actions:sweep",
     ),
 }
-"""The commands that make no run; the demo and the methods make one."""
+"""The commands that make no run; the demo, compress and the methods make one."""
 
 
 def main() -> None:
@@ -133,7 +133,16 @@ def build(name: str | None = None) -> typer.Typer:
 def all_commands() -> dict[str, Command]:
     """Every command, in the order in which they are listed."""
     summary = "All three procedures on small embedded data."
-    runs = {"demo": Command(summary, ("pacprune demo", "pacprune demo --seed 1 --json"))}
+    runs = {
+        "demo": Command(summary, ("pacprune demo", "pacprune demo --seed 1 --json")),
+        "compress": Command(
+            "The sparsest network that provably keeps a limit.",
+            (
+                "pacprune compress --max-drop 0.02",
+                "pacprune compress --data mnist --model lenet5 --max-disagreement 0.01 --json",
+            ),
+        ),
+    }
     for name, method in METHODS.items():
         if method.flags is not None:
             examples = tuple(f"pacprune {name} {flags}".rstrip() for flags in method.examples)

@@ -336,6 +336,33 @@ def split(
     )
 
 
+def whole(x: Tensor, y: Tensor) -> Split:
+    """Examples that are all bound examples, as they are: for networks that were made elsewhere, or before."""
+    x, y = (t.float() if t.is_floating_point() else t for t in (x.detach().cpu(), y.detach().cpu()))
+    y = y if y.is_floating_point() else y.long()
+    examples = Examples(x, y, {"x": _sha256(x), "y": _sha256(y)})
+    for name, values in (("x", x), ("y", y)):
+        if not values.isfinite().all():
+            raise ValueError(f"{name} holds {int((~values.isfinite()).sum())} NaN or infinite values; remove them")
+    index, source = torch.arange(len(x)), _name_source(examples)
+    parts = {"prior": slice(0, 0), "bound": slice(None), "train": slice(None), "unlabelled": slice(0, 0)}
+    cuts = {name: Part(name, x[rows], y[rows], index[rows], source) for name, rows in parts.items()}
+    test = Part("test", x[:0], y[:0], index[:0])
+    classes = _count_classes(y, y[:0], None)
+    return Split(
+        **cuts,
+        test=test,
+        dataset="own",
+        seed=0,
+        prior_fraction=0.0,
+        mean=(),
+        std=(),
+        files=examples.files,
+        classes=classes,
+        declared=True,
+    )
+
+
 def _declared_order(indices: tuple[Tensor, Tensor], declared: bool, x: Tensor) -> Tensor:
     if not declared:
         raise ValueError("a bound needs a random split: if these indices are one, say split_declared_random=True")

@@ -173,6 +173,11 @@ def save(path: str | Path, model: nn.Module | Mapping[str, Tensor], *, pattern: 
         >>> pp.export.load("packed.safetensors")["1.weight"].shape
         torch.Size([16, 64])
     """
+    write_atomically(Path(path), packed(model, pattern=pattern))
+
+
+def packed(model: nn.Module | Mapping[str, Tensor], *, pattern: str | None = None) -> bytes:
+    """What `save` writes."""
     state = _state(model)
     if pattern is not None:
         _check_pattern({name: t for name, t in state.items() if _is_matrix(t)}, pattern)
@@ -181,8 +186,8 @@ def save(path: str | Path, model: nn.Module | Mapping[str, Tensor], *, pattern: 
     content = _packed(state, pattern, gaps=True)
     # What is almost nothing but zeros looks like a file that was made to fill its reader's memory.
     if sum(t.numel() * t.element_size() for t in state.values()) > verify.MOST_GROWTH * len(content):
-        content = _packed(state, pattern, gaps=False)
-    write_atomically(Path(path), content)
+        return _packed(state, pattern, gaps=False)
+    return content
 
 
 def _packed(state: Mapping[str, Tensor], pattern: str | None, *, gaps: bool) -> bytes:

@@ -255,7 +255,7 @@ def _numbers(certificate: Certificate, c: float) -> dict[str, float]:
     common = {"n": n, "delta": delta, "c": c}
     return {
         "n": n,
-        "held_out_error": certificate.record["reference"]["errors"] / n,
+        "held_out_error": certificate.pac_bayes["reference"]["errors"] / n,
         "prior_risk": drawn_risks["prior"]["risk"],
         "gibbs_risk": certificate.risk,
         "risk_upper": certificate.risk_upper,

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pacprune import __version__, data, models
+from pacprune import __version__, data, imports, models
 from pacprune.bounds import Ledger
 from pacprune.certification.certificate import RECORD, Certificate
-from pacprune.certification.certify import certify_held_out
 from pacprune.certification.commitment import Commitment, check_source
 from pacprune.certification.decode import load
+from pacprune.certification.held_out import certify_held_out
 from pacprune.certification.rules import check_declared
 from pacprune.certification.tries import Tries
 from pacprune.data.splits import Part, Split
@@ -31,7 +31,7 @@ from pacprune.methods.pipeline import make_plan
 from pacprune.methods.table import METHODS
 from pacprune.runs import locks, report, store
 from pacprune.runs import options as opt
-from pacprune.runs.options import Certifying, Options, Pruning
+from pacprune.runs.options import Certifying, Options, Pruning, Training
 from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error
 from pacprune.training.fit import fit
@@ -161,7 +161,7 @@ def single(
     return ranks.on_rank0(lambda: store_outcomes(options, outcomes, split, folder))
 
 
-def store_outcomes(options: Options, outcomes: list[Outcome], split: Split, folder: Path) -> dict[str, Any]:
+def store_outcomes(options: Training, outcomes: list[Outcome], split: Split, folder: Path) -> dict[str, Any]:
     """Writes the network and its history; returns the numbers."""
     last = outcomes[-1]
     store.write_model(folder / "model.safetensors", last.model)
@@ -255,6 +255,9 @@ def _refuse_second_beacon(folder: Path, beacon: str) -> None:
 def certify(
     folder: Path,
     *,
+    risk: str,
+    reference: Path | None,
+    groups: str | None,
     delta: float,
     certified: int,
     declare: str | None,
@@ -265,12 +268,44 @@ def certify(
 ) -> Certificate:
     """Certifies the sparse network of a finished run by held-out examples, saves that, and shows it in the report.
 
-    What the network was trained on is what its training wrote down. A certificate that was issued before is returned as
-    it is, and never replaced. Code of the run's model and data is imported if `model` and `data` name it as well.
+    What the network was trained on is what its training wrote down, and so it is with the run of a reference network. A
+    certificate that was issued before is returned as it is, and never replaced. Code of the runs' model and data is
+    imported if `model` and `data` name it as well.
     """
+    code = {"model": model, "data": data}
+    options, split, net = _trained(folder, device, **code)
+    dense = None if reference is None else _trained(reference, device, **code)[2]
+    certificate = certify_held_out(
+        net,
+        split,
+        risk=loss_of(risk),
+        reference=dense,
+        groups=groups,
+        delta=delta,
+        certified=certified,
+        name=options.model,
+        declare=declare,
+    )
+    place = folder / store.CERTIFICATE if out is None else out
+    if (place / RECORD).is_file():
+        certificate = _issued(place, certificate)
+    else:
+        certificate.save(place)
+    if out is None:
+        report.write(folder, store.result(folder))
+    return certificate
+
+
+def loss_of(risk: str) -> Any:
+    """The name of a risk, or the user's own loss at package.module:function."""
+    return imports.own_function(risk, what="loss") if ":" in risk else risk
+
+
+def _trained(folder: Path, device: str, *, model: str | None, data: str | None) -> tuple[Any, Split, nn.Module]:
+    """Options, data and network of a finished run that was trained on the prior part alone."""
     command, options = store.read_config(folder)
     store.check_code(folder, options, model=model, data=data)
-    result = store.result(folder)
+    store.result(folder)  # refuses a run that is not finished
     if not isinstance(options, Pruning):
         certificate_folder = folder / store.CERTIFICATE
         raise ValueError(
@@ -284,15 +319,7 @@ def certify(
     split, net = prepare(replace(options, device=device))
     store.read_model(folder / "model.safetensors", net)
     store.read_trace(folder, net)
-    certificate = certify_held_out(net, split, delta=delta, certified=certified, name=options.model, declare=declare)
-    place = folder / store.CERTIFICATE if out is None else out
-    if (place / RECORD).is_file():
-        certificate = _issued(place, certificate)
-    else:
-        certificate.save(place)
-    if out is None:
-        report.write(folder, result)
-    return certificate
+    return options, split, net
 
 
 def _issued(place: Path, certificate: Certificate) -> Certificate:
@@ -300,6 +327,9 @@ def _issued(place: Path, certificate: Certificate) -> Certificate:
     issued = load(place)
     for name, issued_value, value in (
         ("kind", issued.record["kind"], certificate.record["kind"]),
+        ("risk", issued.record.get("risk"), certificate.record.get("risk")),
+        ("groups", [test["group"] for test in issued.tests], [test["group"] for test in certificate.tests]),
+        ("reference", issued.record["hashes"].get("reference"), certificate.record["hashes"].get("reference")),
         ("network", issued.record["hashes"].get("model"), certificate.record["hashes"]["model"]),
         ("delta", issued.ledger.delta, certificate.ledger.delta),
         ("certified", issued.ledger.certified, certificate.ledger.certified),
@@ -377,7 +407,7 @@ def _rehearse_certificate(options: Any, model: nn.Module, split: Split) -> None:
         fit_posterior(model, read(model), split, config, delta=options.delta, objective=options.objective, out=out)
 
 
-def stage(options: Options) -> Config:
+def stage(options: Training) -> Config:
     """The Config of the stages after dense training."""
     gate_lr = getattr(options, "gate_lr", None)  # not every method has gates
     on_gpu = torch.device(options.device).type == "cuda"
@@ -395,7 +425,7 @@ def stage(options: Options) -> Config:
     )
 
 
-def dense_stage(options: Options) -> Config:
+def dense_stage(options: Training) -> Config:
     """The Config of dense training."""
     rates = {"lr": options.dense_lr, "weight_decay": options.dense_weight_decay}
     changes = {name: value for name, value in rates.items() if value is not None}

@@ -21,7 +21,8 @@ from pacprune.certification.bounds_table import FAMILIES
 from pacprune.certification.commitment import SOURCE
 from pacprune.data.own import FORMS
 from pacprune.masking import criteria, patterns
-from pacprune.methods.table import METHODS, Method
+from pacprune.methods.compress import SPARSITIES
+from pacprune.methods.table import METHODS, Method, pruning_methods
 from pacprune.training.config import GATE_RATIO, GATE_STEPS, SCHEDULES
 from pacprune.training.posterior import OBJECTIVES
 
@@ -48,15 +49,14 @@ def _option(default: Any, help: str, *, unset: str = "", names_run: bool = True,
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options that all methods share."""
+class Training:
+    """The options of every command that trains a network on a split."""
 
     command: ClassVar[str]
     """The command whose options these are."""
 
     data: str = _option("digits", f"Data set: {', '.join(data.NAMES)}; or your own: {FORMS}.")
     model: str = _option("mlp", f"Network: {', '.join(models.NAMES)}; or your own: package.module:factory.")
-    sparsity: float = _option(0.9, "Fraction of the weights to prune, in [0, 1).", per_member=True)
     seed: int = _option(0, "Seed of the weights, the data order and the draws.")
     split_seed: int = _option(0, "Seed of the split: another one is another try on the same examples.")
     dense_epochs: int = _option(20, "Epochs of dense training before pruning; 0 prunes at initialisation.")
@@ -80,6 +80,13 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Options(Training):
+    """The options that all methods share."""
+
+    sparsity: float = _option(0.9, "Fraction of the weights to prune, in [0, 1).", per_member=True)
+
+
+@dataclass(frozen=True)
 class Pruning(Options):
     """The options of every method that leaves a plain sparse network."""
 
@@ -98,6 +105,36 @@ class Certifying(Options):
     unlabelled: int = _option(100, "Training inputs kept aside, to certify the thresholded network by.")
     commit: bool = _option(False, "Stop after the prior and seal it; pacprune commit and certify --beacon go on.")
     source: str = _option(SOURCE, "With --commit: where the beacon will come from, which is sealed too.")
+
+
+@dataclass(frozen=True)
+class Compress(Training):
+    """The sparsest network that provably keeps a limit.
+
+    Trains the network and a chain of pruned ones on S_P, from dense to very sparse. Refines the chain around the limit
+    on a validation part of S_P, writes the order down, and tests it on the rest of the training data, densest first,
+    until one fails. With probability 1 - delta, every network that passed keeps the limit. The run folder then holds
+    the network (packed.safetensors), the certificate, the figure, and report.html. Exit 0: a network passed, 1: none
+    did, 2: bad input.
+    """
+
+    command: ClassVar[str] = "compress"
+
+    max_error: float | None = _option(None, "Limit of the error rate on new data.", unset="one limit is needed")
+    max_drop: float | None = _option(None, "Limit of the error rate minus that of the dense network.")
+    max_disagreement: float | None = _option(
+        None, "Limit of the share of inputs that the dense network answers otherwise."
+    )
+    delta: float = _option(0.05, "Probability with which the certificate may fail.")
+    method: str = _option("pft", f"How networks are pruned: {', '.join(pruning_methods())}.")
+    sparsities: str | None = _option(
+        None,
+        "Sparsities of the chain before it is refined, rising, separated by commas.",
+        unset=",".join(f"{sparsity:g}" for sparsity in SPARSITIES),
+    )
+    refinements: int = _option(4, "How many networks are added where the limit is expected; on a GPU 2**N.")
+    validation: float = _option(0.2, "Share of S_P on which the chain is refined.")
+    front: bool = _option(False, "Bounds for all networks at once, each at its part of delta, in place of the walk.")
 
 
 @dataclass(frozen=True)
@@ -177,22 +214,24 @@ def _plain_type(hint: Any) -> Any:
 
 
 class _Commands(Mapping[str, type]):
-    """The options of every command that makes a run: the demo, and each row of METHODS that has a command."""
+    """The options of every command that makes a run: the demo, compress, and each row of METHODS with a command."""
 
     def __getitem__(self, command: str) -> type:
-        if command == "demo":
-            return Demo
+        if command in _FIXED:
+            return _FIXED[command]
         if command not in METHODS or METHODS[command].flags is None:
             raise KeyError(command)
         return options_of(command, METHODS[command])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(["demo", *(name for name, method in METHODS.items() if method.flags is not None)])
+        return iter([*_FIXED, *(name for name, method in METHODS.items() if method.flags is not None)])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
 
+_FIXED: dict[str, type] = {"demo": Demo, "compress": Compress}
+"""Commands that run no single method."""
 COMMANDS = _Commands()
 
 
@@ -239,14 +278,15 @@ _PRUNED: dict[str, dict[str, Any]] = {
 """The other methods have the settings with which docs/results.md compares them."""
 
 
-def preset(kind: type, data: str, model: str | None = None) -> dict[str, Any]:
+def preset(kind: type, data: str, model: str | None = None, method: str | None = None) -> dict[str, Any]:
     """The values that a command chooses for a data set, with `model` or the data set's usual network."""
-    if not issubclass(kind, Options):
+    if not issubclass(kind, Training):
         return {}
     if issubclass(kind, Certifying):
         return _CERTIFIED.get(data, {})
     usual = _PRUNED.get(data, {})
-    lr = METHODS[kind.command].rates.get((data, model or usual.get("model", kind.model)))
+    row = METHODS.get(method or getattr(kind, "method", kind.command))  # an unknown method is refused later
+    lr = None if row is None else row.rates.get((data, model or usual.get("model", kind.model)))
     return usual if lr is None else usual | {"lr": lr}
 
 
@@ -257,7 +297,7 @@ def resolve(kind: type[_Kind], *layers: Mapping[str, Any]) -> _Kind:
     """Options from the defaults, the presets, the pattern's sparsity, and the layers; later ones win."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     values = {name: value for layer in layers for name, value in layer.items()}
-    usual = preset(kind, values.get("data", ""), values.get("model"))
+    usual = preset(kind, values.get("data", ""), values.get("model"), values.get("method"))
     if values.get("pattern") is not None:
         usual = usual | {"sparsity": patterns.sparsity(values["pattern"])}
     return kind(**{name: value for name, value in usual.items() if name in names} | values)
@@ -276,8 +316,8 @@ def shared(options: Any) -> dict[str, Any]:
 def changes(options: Any) -> dict[str, Any]:
     """The options that name the run and differ from the command's choice for this data, network and pattern."""
     values = identity(options)
-    chosen = {name: values[name] for name in values if name in ("data", "model", "pattern")}
-    usual = asdict(resolve(type(options), chosen)) | {"data": Options.data, "pattern": None}
+    chosen = {name: values[name] for name in values if name in ("data", "model", "pattern", "method")}
+    usual = asdict(resolve(type(options), chosen)) | {"data": Training.data, "pattern": None, "method": Compress.method}
     if "model" in values:
         usual["model"] = resolve(type(options), {"data": values["data"]}).model
     return {name: value for name, value in values.items() if value != usual[name]}

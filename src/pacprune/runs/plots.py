@@ -98,6 +98,45 @@ def png_of(paint: Callable[[Any, Table], None], rows: Table) -> bytes | None:
     return content.getvalue()
 
 
+# --- The chain of `compress`.
+
+
+def _compression_table(folder: Path, result: dict[str, Any]) -> Table:
+    return result.get("points", [])
+
+
+def draw_compression(points: Table, path: Path) -> None:
+    """Draws the chain of `pp.compress` as a PNG file."""
+    picture = png_of(_compression, points)
+    if picture is None:
+        raise ValueError(HINT)
+    write_atomically(path, picture)
+
+
+_SPARSITY_TICKS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
+
+
+def _compression(canvas: Any, rows: Table) -> None:
+    canvas.set_size_inches(7, 3.8)
+    axes = canvas.subplots()
+    places = [-np.log1p(-row["sparsity"]) for row in rows]
+    axes.plot(places, [row["validation_risk"] for row in rows], color=GREY, lw=1, marker=".", label="validation part")
+    for label, colour, marker, passed in (("passed", BLUE, "o", True), ("failed", ORANGE, "X", False)):
+        points = [(place, row["risk"]) for place, row in zip(places, rows, strict=True) if row["passed"] is passed]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker, color=colour, ms=8, label=f"bound set, {label}")
+    bounded = [(place, row["bound"]) for place, row in zip(places, rows, strict=True) if row["bound"] is not None]
+    if bounded:
+        axes.plot(*zip(*bounded, strict=True), "_", color="black", ms=12, mew=2, label="bound")
+    axes.axhline(rows[0]["limit"], color="black", lw=1, ls="--", label="limit: proved of all that passed")
+    ticks = [tick for tick in _SPARSITY_TICKS if -np.log1p(-tick) <= max(places) + 0.05]
+    axes.set_xticks(-np.log1p(-np.array(ticks)), [f"{tick:g}" for tick in ticks])
+    axes.set_xlabel("sparsity (fraction of the weights pruned)")
+    axes.set_ylabel("risk")
+    canvas.legend(ncols=3, loc="outside lower center", fontsize=9)
+    title(canvas, "How far the network can be pruned", "bound examples, split, weights, data order")
+
+
 # --- Test error of every method (where there is more than one to compare).
 
 
@@ -266,9 +305,13 @@ def _keep(canvas: Any, rows: Table) -> None:
 
 def _certificate_table(folder: Path, result: dict[str, Any]) -> Table:
     certificate = certificate_of(folder)
-    if certificate is None:
+    if certificate is None or certificate.limit is not None:  # whose tests the figure of the chain shows
         return []
     record, total = certificate.record, certificate.bounds
+    if record["kind"] == "risk":
+        risk, bound = certificate.risk, certificate.bound
+        row = {"certificate": "this network", "empirical risk": risk, "confidence": bound - risk, "total": bound}
+        return [row] if risk >= 0 else []  # the bars begin at 0
     held_out_risk, held_out = record["reference"]["errors"] / certificate.n, total["held_out"]
     reference = {"empirical risk": held_out_risk, "confidence": held_out - held_out_risk, "total": held_out}
     if record["kind"] == "held-out":
@@ -311,6 +354,13 @@ def _certificate(canvas: Any, rows: Table) -> None:
 
 
 _PLOTS: dict[str, tuple[Callable[[Path, dict[str, Any]], Table], str, Callable[[Any, Table], None]]] = {
+    "compression": (
+        _compression_table,
+        "The risk of every network of the chain: on the validation part, by which the order was chosen, and on the "
+        "bound set, on which the densest is tested first, until one fails. Of every network that passed, the limit is "
+        "proved.",
+        _compression,
+    ),
     "methods": (
         _methods_table,
         "How often each network is wrong on test examples that no training has seen. A certificate, where there is "

@@ -12,7 +12,7 @@ from rich.table import Table
 from pacprune.bounds import Ledger
 from pacprune.bounds.numeric import rounded_up
 from pacprune.certification.bounds_table import BOUNDS
-from pacprune.certification.certificate import RECORD, Certificate
+from pacprune.certification.certificate import RECORD, Certificate, test_line
 from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS
 from pacprune.runs import options as opt
@@ -67,8 +67,14 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
     return out / "report.html"
 
 
+_TITLES = {
+    "demo": "Three ways to prune a network, and one proof",
+    "compress": "The sparsest network that provably keeps its limit",
+}
+
+
 def _title(command: str) -> str:
-    return "Three ways to prune a network, and one proof" if command == "demo" else METHODS[command].title
+    return _TITLES[command] if command in _TITLES else METHODS[command].title
 
 
 def _meaning(method: str) -> str:
@@ -92,8 +98,9 @@ def cell(name: str, value: Any) -> str:
 
 def _summary(result: dict[str, Any]) -> str:
     rows = {row["method"]: row for row in result["rows"]}
+    headline = [result["headline"]] if "headline" in result else []
     wrong = [f"{name} {row['test_error']:.1%}" for name, row in rows.items()]
-    text = f"Wrong answers on the test part: {', '.join(wrong)}."
+    text = " ".join([*headline, f"Wrong answers on the test part: {', '.join(wrong)}."])
     if "pbp" in rows:
         bound = rounded_up(rows["pbp"]["certificate"])
         text += f" For a network drawn by pbp, the error rate on new data is certified to be at most {bound}."
@@ -121,7 +128,7 @@ def _certificate(c: Certificate, place: str, result: dict[str, Any]) -> str:
     assumed = "".join(f"<li>{escape(sentence(line))}</li>" for line in c.record["assumptions"])
     return (
         f'<section><h2>The certificate</h2><blockquote id="statement">{escape(c.statement)}</blockquote>'
-        f'{"" if c.record["kind"] == "held-out" else _bounds(c)}<ul id="facts">{items}</ul>'
+        f'{_bounds(c) if c.record["kind"] == "pac-bayes" else ""}<ul id="facts">{items}</ul>'
         f'<h3>What is assumed</h3><ul id="assumptions">{assumed}</ul>'
         "<h3>How to check it</h3><p>In the folder of this report:</p>"
         f'<pre id="verify">pacprune verify {escape(place)}</pre>'
@@ -157,7 +164,9 @@ _CHOICE = (
 
 def _facts(c: Certificate) -> Iterator[str]:
     record, split = c.record, c.record["split"]
-    if record["kind"] == "held-out":
+    if record["kind"] == "risk":
+        yield from (sentence(test_line(test)) for test in record["tests"])
+    elif record["kind"] == "held-out":
         yield (
             f"{record['reference']['errors']} mistakes on the {c.n:,} bound examples, which no training has seen; by "
             f"Clopper and Pearson's bound, at delta {c.ledger.delta_each:g}."
@@ -260,9 +269,12 @@ def console_output(result: dict[str, Any]) -> Iterator[Any]:
     for row in result["rows"]:
         table.add_row(*(cell(name, row[name]) for name in names))
     yield table
+    if "headline" in result:
+        yield result["headline"]
     if "statement" in result:
         tries = [result["tries"]["text"]] if "tries" in result else []
-        yield "\n".join([result["statement"], *tries, sentence(result["winner"])])
+        winner = [sentence(result["winner"])] if "winner" in result else []
+        yield "\n".join([result["statement"], *tries, *winner])
     folder = Path(result["folder"])
     yield f"Report: {folder / 'report.html'}"
     if not list(folder.glob("figures/*.png")):

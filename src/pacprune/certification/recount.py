@@ -1,0 +1,180 @@
+"""Verification of fixed networks with the data at hand: the split made again, and a risk counted again."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pacprune.bounds.numeric import rounded_up
+from pacprune.certification import drawn_networks, risks, rules
+from pacprune.certification.certificate import Certificate
+from pacprune.certification.record import RiskRecord
+from pacprune.certification.risks import Risk, Sample
+from pacprune.data.batches import device_of
+from pacprune.data.splits import Split, index_hash
+from pacprune.masking import weights
+from pacprune.training.evaluate import evaluating
+
+CONFIDENCE = 1e-6
+"""Chance refutes a certificate only at this level: a true one is called false once in a million times."""
+_NEAR = 8
+"""Another machine's rounding moves a value by at most so many levels."""
+
+
+def tolerance(close: int, answers: int) -> int:
+    """How many of so many answers may be others than stated: those that rounding can turn, and never more than a few.
+
+    A network can be built whose answers hang on rounding alone; what is stated of it could not be told from a lie.
+    """
+    return min(close, max(3, answers // 1000))
+
+
+def split_failure(cert: Certificate, split: Split) -> str | None:
+    """The first difference between the split at hand and the one described, or a rule that the split breaks."""
+    for what, stated, present in _split_pairs(cert, split):
+        if stated != present:
+            return f"split: {what} is {str(stated)[:60]} in the certificate but {str(present)[:60]} in the data"
+    try:
+        rules.refuse_cut(split) if cert.record["kind"] == "risk" else rules.refuse_split(split)
+    except ValueError as error:
+        return f"split: {error}"
+    return None
+
+
+def _split_pairs(cert: Certificate, split: Split) -> Iterator[tuple[str, Any, Any]]:
+    """What the certificate states of the split, beside what it is."""
+    record = cert.record
+    stated, constants = record["split"], record["standardisation"]
+    yield "files", record["data"]["files"], dict(split.files)
+    yield "number of classes", record["data"]["classes"], split.classes
+    yield "seed", stated["seed"], split.seed
+    yield "prior_fraction", stated["prior_fraction"], split.prior_fraction
+    yield "declared", stated["declared"], split.declared
+    for part in (split.prior, split.bound, split.unlabelled):
+        yield f"size of {part.name}", stated["sizes"][part.name], len(part)
+        yield f"indices of {part.name}", stated["indices"][part.name], index_hash(part)
+        yield f"content of {part.name}", stated["parts"][part.name], part.hash
+    yield "standardisation", [constants["mean"], constants["std"]], [list(split.mean), list(split.std)]
+    yield "duplicates", stated["duplicates"], split.duplicates
+    yield "repeats", stated["repeats"], split.repeats
+
+
+@dataclass(frozen=True, eq=False)
+class RiskAudit:
+    """A certificate of a risk, with the data, the network and the reference network that it is about."""
+
+    cert: Certificate
+    record: RiskRecord
+    split: Split
+    plain: nn.Module
+    reference: nn.Module | None
+    risk: Risk
+    findings: list[str] = field(default_factory=list)
+
+    def checks(self, *, replay: bool) -> Iterator[tuple[str, Callable[[], str | None]]]:
+        """Every check, with the sentence that says what holds when it passes; there are no draws to replay."""
+        yield (
+            "the split: data files, index lists, disjoint parts, copies, standardisation from S_P",
+            lambda: split_failure(self.cert, self.split),
+        )
+        yield f"the {self.risk.phrase} and the sparsity of the network, on the bound examples", self.recount_failure
+        if any(re.fullmatch("class [0-9]+", test["group"] or "") for test in self.record["tests"]):
+            yield "the groups that are called after classes are these", self.group_failure
+        if len(self.split.test):
+            yield f"{len(self.split.test):,} test examples do not refute the claim", self.test_failure
+
+    def recount_failure(self) -> str | None:
+        """What the network is not, or does otherwise than stated."""
+        try:
+            for network in [self.plain, *([] if self.reference is None else [self.reference])]:
+                rules.refuse_batch_statistics(network)
+                rules.refuse_unsteady(network, self.split.bound.x)
+        except ValueError as error:
+            return f"recount: {error}"
+        total, counted = weights.total(self.plain), weights.sparsity(self.plain)
+        if total != self.record["total"]:
+            return f"recount: the certificate is about {self.record['total']} weights, but the model has {total}"
+        if abs(counted - self.record["sparsity"]) > 1e-9:
+            return f"recount: the network has sparsity {counted}, not {self.record['sparsity']} as stated"
+        sample = risks.evaluate(self.risk, self.plain, self.reference, self.split.bound)
+        if sample.whole != self.record["risk"]["whole"]:
+            return "recount: the values are whole numbers in the certificate or here, but not in both"
+        return self._counts_failure(sample) if sample.whole else self._levels_failure(sample)
+
+    def _counts_failure(self, sample: Sample) -> str | None:
+        """The first test of this network with other counts, but for answers that rounding can turn."""
+        stored = self.cert.tensors.get("examples.safetensors", {})
+        close = None
+        for place, test in enumerate(self.record["tests"]):
+            counts = test["counts"]
+            if test["network"] != self.record["hashes"]["model"] or counts is None:
+                continue
+            mask = stored.get(f"group/{place}")
+            tally = sample.tally(mask)
+            turned = max(abs(tally.plus - counts["plus"]), abs(tally.minus - counts["minus"]))
+            if turned:
+                close = self._close_answers() if close is None else close
+                allowed = int((close if mask is None else close[mask]).sum())
+                if turned > tolerance(allowed, tally.n):
+                    return (
+                        f"recount: {tally.plus} values are 1 and {tally.minus} are -1, not {counts['plus']} and "
+                        f"{counts['minus']} as stated ({allowed} answers could be turned by rounding)"
+                    )
+        return None
+
+    def _levels_failure(self, sample: Sample) -> str | None:
+        """Whether values of more than a few examples are others than stated, by more than rounding."""
+        place = self.record["order"].index(self.record["hashes"]["model"])
+        stated = self.cert.tensors["examples.safetensors"][f"levels/{place}"]
+        others = int(((stated.long() - sample.values.long()).abs() > _NEAR).sum())
+        if others > tolerance(others, len(stated)):
+            return f"recount: the values of {others} of {len(stated)} examples are not as stated"
+        return None
+
+    def _close_answers(self) -> Tensor:
+        """On which bound examples another machine may answer otherwise."""
+        x, close = self.split.bound.x, torch.zeros(len(self.split.bound), dtype=torch.bool)
+        for network in [self.plain, *([] if self.reference is None else [self.reference])]:
+            parts = [self._close(network, part.to(device_of(network))).cpu() for part in x.split(1000)]
+            close |= torch.cat(parts)
+        return close
+
+    def _close(self, network: nn.Module, x: Tensor) -> Tensor:
+        """Where two outputs that are told apart lie closer together than rounding can tell."""
+        exact = copy.deepcopy(network).double()
+        with evaluating(network), evaluating(exact):
+            rough, fine = (risks.logits_of(output).double() for output in (network(x), exact(x.double())))
+        rounding = drawn_networks.MACHINES * (rough - fine).abs().max()
+        if fine.ndim == 1 or fine.shape[-1] == 1 or self.split.bound.y.ndim > 1:
+            margins = fine.abs()
+        else:
+            top = re.fullmatch("top([0-9]+)", self.record["risk"]["name"])
+            k = int(top[1]) if top else 1
+            best = fine.topk(k + 1, dim=-1).values
+            margins = (best[..., k - 1] - best[..., k]) / 2
+        return (margins <= rounding).reshape(len(x), -1).any(1)
+
+    def group_failure(self) -> str | None:
+        """The first group that is called after a class and is another one."""
+        stored = self.cert.tensors["examples.safetensors"]
+        for place, test in enumerate(self.record["tests"]):
+            named = re.fullmatch("class ([0-9]+)", test["group"] or "")
+            if named and not torch.equal(stored[f"group/{place}"], self.split.bound.y == int(named[1])):
+                return f"recount: the group {test['group']} does not hold the examples of that class"
+        return None
+
+    def test_failure(self) -> str | None:
+        """Whether the test part refutes the claim at CONFIDENCE; groups are not known there."""
+        tally = risks.evaluate(self.risk, self.plain, self.reference, self.split.test).tally()
+        self.findings.append(f"{self.risk.phrase} on the test examples: {tally.mean:.4f}")
+        lower = tally.lower(CONFIDENCE)
+        if lower > self.cert.bound and self.record["tests"][0]["group"] is None:
+            return (
+                f"refuted by the test set: the {self.risk.phrase} is {tally.mean:.4f} on {tally.n} test examples, so "
+                f"{lower:.4f} or more on new ones, but at most {rounded_up(self.cert.bound)} is stated"
+            )
+        return None

@@ -1,0 +1,293 @@
+"""What a held-out certificate can be about: risks by name, what they count on an example, and the bound that follows.
+
+A risk is the mean of one value per example. A new risk is one row of RISKS here, and its words in verify.py and
+verify.html. Values that are whole numbers are counted. Others are rounded up to levels, so that every verifier
+computes with the same integers.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pacprune import bounds
+from pacprune.bounds import held_out, montecarlo
+from pacprune.bounds.numeric import ROUNDING
+from pacprune.data.batches import device_of
+from pacprune.data.splits import Part
+from pacprune.training.evaluate import evaluating, mistakes
+from pacprune.types import check_name
+
+LEVELS = 2**16
+"""Values that are no whole numbers are rounded up to multiples of 1/LEVELS of their range."""
+TOPS = (2, 3, 5, 10, 20, 50, 100)
+"""The k of top-k errors."""
+_BATCH = 1000
+
+
+class Answers(NamedTuple):
+    """What a network, and perhaps the reference network, makes of a batch (x, y)."""
+
+    output: Any
+    reference: Any
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Risk:
+    """A risk: the mean of one value per example, in [lowest, 1].
+
+    Args:
+        phrase: What it is, in the sentence of a certificate.
+        values: Answers to a batch -> one value per example; Booleans and integers are counted, others become levels. A
+            value for each of an example's labels is averaged.
+        labels: Whether labels are needed.
+        against: How the sentence names the reference network; empty for a risk without one.
+        lowest: The least value there can be: 0, or -1 for a difference.
+    """
+
+    phrase: str
+    values: Callable[[Answers], Tensor]
+    labels: bool = True
+    against: str = ""
+    lowest: int = 0
+
+
+def logits_of(output: Any) -> Any:
+    """The outputs themselves, or the `logits` among what a network returns."""
+    return getattr(output, "logits", output)
+
+
+def _wrong(output: Any, y: Tensor) -> Tensor:
+    """Which answers are wrong, as `pp.error` has it; where an example has several labels, with a logit for each."""
+    logits = logits_of(output)
+    if y.ndim < 2 or logits.shape != y.shape or y.shape[-1] < 2:
+        return mistakes(logits, y)
+    if bool((y.sum(-1) == 1).all()):
+        raise ValueError(
+            f"labels have the shape {tuple(y.shape)} and one 1 in every row, as classes in one-hot form have; give "
+            "class numbers, y.argmax(-1): label by label, the error of a classifier looks too small"
+        )
+    return mistakes(logits[..., None], y)
+
+
+def _not_among_top(k: int) -> Callable[[Answers], Tensor]:
+    """Whether the label is not among the k largest outputs; of equal ones, the lowest classes count as larger."""
+
+    def values(answers: Answers) -> Tensor:
+        logits, y = logits_of(answers.output), answers.y
+        if logits.shape[:-1] != y.shape or logits.shape[-1] <= k:
+            raise ValueError(
+                f"the model's outputs have shape {tuple(logits.shape)} and the labels {tuple(y.shape)}; top{k} needs "
+                f"one label for each row of more than {k} outputs, so take a smaller k"
+            )
+        own = logits.gather(-1, y[..., None])
+        before = torch.arange(logits.shape[-1], device=y.device) < y[..., None]
+        return ((logits > own) | (logits == own) & before).sum(-1) >= k
+
+    return values
+
+
+def _drop(answers: Answers) -> Tensor:
+    wrong, reference_wrong = (_wrong(output, answers.y) for output in (answers.output, answers.reference))
+    return wrong.int() - reference_wrong.int()
+
+
+def _disagreement(answers: Answers) -> Tensor:
+    return _classes(answers.output) != _classes(answers.reference)
+
+
+def _classes(output: Any) -> Tensor:
+    """The class of every answer: by the sign of one output, else the largest of several."""
+    logits = logits_of(output)
+    return (logits > 0).reshape(len(logits), -1) if logits.ndim == 1 or logits.shape[-1] == 1 else logits.argmax(-1)
+
+
+def _brier(answers: Answers) -> Tensor:
+    probabilities = F.softmax(logits_of(answers.output).double(), dim=-1)
+    truth = F.one_hot(answers.y, probabilities.shape[-1])
+    return ((probabilities - truth).square().sum(-1) / 2).clamp_max(1.0)
+
+
+def _cross_entropy(answers: Answers) -> Tensor:
+    log_probabilities = F.log_softmax(logits_of(answers.output).double(), dim=-1)
+    surprise = -log_probabilities.gather(-1, answers.y[..., None]).squeeze(-1)
+    return surprise.clamp_max(math.log(1e4)) / math.log(1e4)
+
+
+RISKS: dict[str, Risk] = {
+    "error": Risk("error rate", lambda answers: _wrong(answers.output, answers.y)),
+    **{f"top{k}": Risk(f"top-{k} error rate", _not_among_top(k)) for k in TOPS},
+    "drop": Risk("drop in accuracy", _drop, against=" against the reference network", lowest=-1),
+    "disagreement": Risk("rate of disagreement", _disagreement, labels=False, against=" with the reference network"),
+    "brier": Risk("mean Brier loss", _brier),
+    "cross-entropy": Risk("mean bounded cross-entropy", _cross_entropy),
+}
+"""The risks by name; a function (output, (x, y)) -> one loss in [0, 1] per example serves as well."""
+
+Loss = Callable[[Any, tuple[Tensor, Tensor]], Tensor]
+
+
+def find(risk: str | Loss) -> tuple[str, Risk]:
+    """The risk of a name, or that of a function of one's own, and the name under which it is certified."""
+    if isinstance(risk, str):
+        check_name("risk", risk, RISKS, alternative="a function (output, batch) -> losses in [0, 1]")
+        return risk, RISKS[risk]
+    name = name_of(risk)
+    return name, Risk(f"mean of the loss {name}", lambda answers: risk(answers.output, (answers.x, answers.y)))
+
+
+def name_of(loss: Loss) -> str:
+    """module:function, as a certificate can hold it; no name of RISKS has a colon."""
+    place = getattr(loss, "__module__", None) or "loss", getattr(loss, "__qualname__", type(loss).__name__)
+    return re.sub(r'[^!-~]|"', "_", ":".join(place))[-200:]
+
+
+# --- Values on examples.
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How often values occurred on n examples, and the bounds that follow.
+
+    Args:
+        n: Number of examples.
+        lowest: The least value there can be: 0 or -1.
+        plus: How often the value was 1; of whole numbers.
+        minus: How often it was -1; of whole numbers.
+        levels: (level, how often) of values that are no whole numbers, from 0 to LEVELS of the range; else None.
+    """
+
+    n: int
+    lowest: int = 0
+    plus: int = 0
+    minus: int = 0
+    levels: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def mean(self) -> float:
+        """The empirical risk."""
+        if self.levels is None:
+            return (self.plus - self.minus) / self.n
+        return self._risk(sum(level * times for level, times in self.levels) / (self.n * LEVELS))
+
+    def bound(self, delta: float) -> float:
+        """The upper bound on the risk at delta.
+
+        Clopper-Pearson for 0 and 1, the same twice for differences, and betting for levels.
+        """
+        if self.levels is not None:
+            return min(1.0, self._risk(montecarlo.betting(**self._histogram, delta=delta)) + ROUNDING)
+        if self.lowest:
+            return held_out.difference(self.plus, self.minus, n=self.n, delta=delta)
+        return bounds.clopper_pearson(self.plus, n=self.n, delta=delta)
+
+    def p_value(self, limit: float) -> float:
+        """The p-value of "the risk is above the limit": at most delta where the bound at delta is at most the limit."""
+        if self.levels is not None:
+            share = (limit - self.lowest) / (1 - self.lowest)
+            return montecarlo.betting_p_value(**self._histogram, limit=share)
+        if self.lowest:
+            return held_out.difference_p_value(self.plus, self.minus, n=self.n, limit=limit)
+        return held_out.binomial_p_value(self.plus, n=self.n, limit=limit)
+
+    def lower(self, delta: float) -> float:
+        """The lower bound on the risk at delta, by the same rules."""
+        if self.levels is not None:
+            return self._risk(montecarlo.betting_lower(**self._histogram, delta=delta))
+        if self.lowest:
+            return -held_out.difference(self.minus, self.plus, n=self.n, delta=delta)
+        return 1.0 - bounds.clopper_pearson(self.n - self.plus, n=self.n, delta=delta)
+
+    def scaled(self, times: int) -> "Tally":
+        """What so many times as many examples would give at the same frequencies."""
+        levels = None if self.levels is None else tuple((level, count * times) for level, count in self.levels)
+        return Tally(self.n * times, self.lowest, self.plus * times, self.minus * times, levels)
+
+    def _risk(self, share: float) -> float:
+        """The risk at this share of the range."""
+        return self.lowest + (1 - self.lowest) * share
+
+    @property
+    def _histogram(self) -> dict[str, Any]:
+        levels, times = np.array(self.levels).T
+        return {"values": levels / LEVELS, "counts": times}
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One value per example: whole numbers from `lowest` to 1, or levels from 0 to LEVELS of that range."""
+
+    values: Tensor
+    whole: bool
+    lowest: int
+
+    def tally(self, mask: Tensor | None = None) -> Tally:
+        """The counts of all examples, or of some."""
+        values = self.values if mask is None else self.values[mask]
+        if self.whole:
+            return Tally(len(values), self.lowest, int((values == 1).sum()), int((values == -1).sum()))
+        levels, times = np.unique(values.numpy(), return_counts=True)
+        return Tally(len(values), self.lowest, levels=tuple(zip(levels.tolist(), times.tolist(), strict=True)))
+
+
+def evaluate(risk: Risk, model: nn.Module, reference: nn.Module | None, part: Part) -> Sample:
+    """The values of a risk on every example of a part, in eval mode and float32."""
+    device = device_of(model)
+    pieces: list[Tensor] = []
+    for x, y in zip(part.x.split(_BATCH), part.y.split(_BATCH), strict=True):
+        x, y = x.to(device), y.to(device)
+        with evaluating(model):
+            output = model(x)
+        compared = None if reference is None else _reference_output(reference, x, output)
+        with torch.no_grad():
+            values = torch.as_tensor(risk.values(Answers(output, compared, x, y)))
+        if values.ndim == 0 or len(values) != len(x):
+            raise ValueError(
+                f"the loss of a batch of {len(x)} examples has the shape {tuple(values.shape)}; give one value for each"
+            )
+        pieces.append(values.cpu())
+    return sample(torch.cat(pieces), risk.lowest)
+
+
+def _reference_output(reference: nn.Module, x: Tensor, output: Any) -> Any:
+    """The reference network's answer, once it has the form of the other one."""
+    with evaluating(reference):
+        compared = reference(x.to(device_of(reference)))
+    shapes = [tuple(getattr(logits_of(answer), "shape", ())) for answer in (output, compared)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the network's outputs have shape {shapes[0]} and those of the reference {shapes[1]}; give a reference "
+            "with the same outputs"
+        )
+    logits = logits_of(compared)
+    return logits.to(x.device)
+
+
+def sample(values: Tensor, lowest: int) -> Sample:
+    """Values as a sample: Booleans and integers are counted, all others become levels of [lowest, 1]."""
+    if not values.is_floating_point() and values.ndim == 1:
+        _check_range(values.double(), lowest)
+        return Sample(values.long(), True, lowest)
+    means = values.double().flatten(1).mean(1) if values.ndim > 1 else values.double()
+    _check_range(means, lowest)
+    # Rounded up: the risk of the levels is at least that of the values.
+    return Sample(((means - lowest) / (1 - lowest) * LEVELS).ceil().int(), False, lowest)
+
+
+def _check_range(values: Tensor, lowest: int) -> None:
+    outside = (~((values >= lowest) & (values <= 1))).nonzero().flatten()
+    if len(outside):
+        finite = values[values.isfinite()]
+        ends = f"from {float(finite.min()):g} to {float(finite.max()):g}" if len(finite) else "without a finite one"
+        raise ValueError(
+            f"the loss of example {int(outside[0])} is {float(values[outside[0]]):g}, but a loss must lie in "
+            f"[{lowest}, 1]; the losses run {ends}, so divide by the largest one that is possible"
+        )

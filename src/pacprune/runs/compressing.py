@@ -1,0 +1,98 @@
+"""`pacprune compress`: from options to a folder with the smallest network that keeps its limit, and the proof."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pacprune.deploy import export
+from pacprune.distributed import ranks
+from pacprune.files import write_atomically
+from pacprune.methods import compress as methods
+from pacprune.methods.compress import Compressed
+from pacprune.methods.table import METHODS
+from pacprune.runs import commands, store
+from pacprune.runs.commands import Outcome
+from pacprune.runs.options import Compress
+from pacprune.training.evaluate import error
+from pacprune.types import Progress
+
+PACKED = export.FORMATS["safetensors"].file
+
+
+def compress(options: Compress, begin: Callable[[], Path], progress: Progress) -> dict[str, Any]:
+    """The work of the command."""
+    if options.data_dir is not None:
+        store.check_folder(Path(options.data_dir), "the data files")
+    sparsities = _numbers(options.sparsities)
+    split, model = commands.prepare(options)
+    folder = begin()
+    checkpoints = folder / store.CHECKPOINTS
+    try:
+        compressed = methods.compress(
+            model,
+            split,
+            commands.stage(options),
+            **{name: getattr(options, name) for name in methods.LIMITS},
+            delta=options.delta,
+            method=options.method,
+            sparsities=sparsities,
+            refinements=options.refinements,
+            dense=commands.dense_stage(options) if options.dense_epochs else None,
+            validation=options.validation,
+            front=options.front,
+            name=options.model,
+            seed=options.seed,
+            folder=checkpoints,
+            progress=progress,
+            **(METHODS[options.method].defaults if options.method in METHODS else {}),
+        )
+    except ValueError:
+        # The same input fails the same way. But once an order is declared, the bound set may have been read.
+        if not (checkpoints / methods.ORDER).is_file():
+            ranks.on_rank0(lambda: store.drop_checkpoints(folder))
+        raise
+    outcomes = _outcomes(options, compressed, model, split)
+    return ranks.on_rank0(lambda: _store(options, compressed, outcomes, split, folder))
+
+
+def _numbers(text: str | None) -> list[float] | None:
+    """The sparsities of a flag."""
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"sparsities is {text!r}; give fractions separated by commas, such as 0.5,0.8,0.9") from None
+
+
+def _outcomes(options: Compress, compressed: Compressed, model: Any, split: Any) -> list[Outcome]:
+    """The rows of the table: the network before pruning, and the one that was chosen."""
+    which = compressed.sparsity
+    dense_history = [row for row in compressed.history if "candidate" not in row]
+    history = [row for row in compressed.history if row.get("candidate") == which]
+    return [
+        Outcome("dense", 0.0, error(model, split.test), model, dense_history),
+        Outcome(options.method, which, error(compressed.model, split.test), compressed.model, history),
+    ]
+
+
+def _store(
+    options: Compress, compressed: Compressed, outcomes: list[Outcome], split: Any, folder: Path
+) -> dict[str, Any]:
+    """Writes network, certificate and declared order; returns the numbers."""
+    numbers = commands.store_outcomes(options, outcomes, split, folder)
+    write_atomically(folder / methods.ORDER, (folder / store.CHECKPOINTS / methods.ORDER).read_bytes())
+    if compressed.passed:
+        compressed.save(folder)
+    certificate = compressed.certificate
+    tries = {} if certificate.tries is None else {"tries": {"text": str(certificate.tries)}}
+    return numbers | {
+        "headline": compressed.statement,
+        "limit": compressed.limit,
+        "passed": compressed.passed,
+        "certificate": certificate.bound,
+        "n": certificate.n,
+        "statement": certificate.statement,
+        "packed": PACKED if compressed.passed else None,
+        "bytes": compressed.bytes,
+        "points": compressed.points,
+        **tries,
+    }
