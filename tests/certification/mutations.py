@@ -471,11 +471,11 @@ def lay_it_out_otherwise(rng: random.Random, files: Files) -> Files:
 def be_something_else(rng: random.Random, files: Files) -> Files:
     values: list[bytes] = [b"", b"\n", b"[]", b"{}", b"0", b'"x"', b"null", b"true", b"NaN", b"\xff\xfe", b"[" * 1000]
     record = record_of(files)
-    headers = [(None, 2), ("pacprune certificate", 1), ("pacprune certificate", 2.0), ("pacprune certificate", True)]
-    headers += [("pacprune certificate", "2"), ("pacprune certificate", [2]), (["pacprune certificate"], 2)]
+    headers = [(None, 2), *(("pacprune certificate", version) for version in (1, 2, 3, 4, 2.0, 3.0, True, "2", "3", [3]))]
+    headers += [(["pacprune certificate"], 3)]
     values += [layout(record | {"format": f, "version": v}) for f, v in headers]
     values += [layout(record | {"kind": kind}) for kind in ("held-out", "pac-bayes", "wish", None, [], 0, "__proto__")]
-    values += [layout({"format": "pacprune certificate", "version": 2, "kind": record["kind"]})]
+    values += [layout({"format": "pacprune certificate", "version": v, "kind": record["kind"]}) for v in (2, 3)]
     return files | {RECORD: rng.choice(values)}
 
 

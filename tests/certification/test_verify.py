@@ -138,6 +138,7 @@ SORTS: dict[str, Callable[[], Record]] = {
     "masks alone": lambda: {"std": 0.0},
     "trained std": lambda: {"train_std": True},
     "excess loss, a grid, a choice": lambda: {"family": "excess", "grid": 3, "certified": 2, "delta": 0.1},
+    "a declared share": lambda: {"shares": {"main": (2, 0.25), "rest": (30, 0.75)}, "group": "main"},
     "Catoni, no unlabelled inputs": lambda: {"family": "catoni", "unlabelled": 0},
     "Catoni, its own c": lambda: {"family": "catoni", "expected_risk": 0.1},
     "one layer of two": lambda: {"names": "layers.0"},
@@ -282,6 +283,7 @@ def test_lies_that_agree_with_each_other_are_refused_by_name(
 LEDGER = dict.fromkeys(("delta", "pac_bayes", "monte_carlo", "reference", "unlabelled"), 0.01) | {
     "grid": 1,
     "certified": 1,
+    "share": 1.0,
 }
 
 
@@ -341,7 +343,7 @@ def test_a_lost_tensor_or_a_nan_is_told_once_the_digests_fit(
         ("certificate.json", lambda c: c[:-100], "not valid JSON"),
         ("certificate.json", lambda c: c.replace(b'"kl": ', b'"kl": NaN, "x": '), "not valid JSON"),
         ("certificate.json", lambda c: b"[]", "is list, but this reads"),
-        ("certificate.json", lambda c: c.replace(b'"version": 2', b'"version": 1'), "certificate', 1), but this reads"),
+        ("certificate.json", lambda c: c.replace(b'"version": 3', b'"version": 1'), "certificate', 1), but this reads"),
         ("certificate.json", None, "certificate.json"),
         ("draws.safetensors", None, "draws.safetensors"),
         ("draws.safetensors", lambda c: b"", "draws.safetensors cannot be read as safetensors"),
