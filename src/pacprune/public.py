@@ -4,6 +4,7 @@ from pacprune import bounds, data, models
 from pacprune.certification.audit import verify
 from pacprune.certification.certificate import Certificate
 from pacprune.certification.certify import certify, certify_held_out
+from pacprune.certification.choose import Choice, choose
 from pacprune.certification.commitment import Commitment, commit
 from pacprune.certification.monitor import Monitor
 from pacprune.deploy import export, slim
@@ -40,6 +41,7 @@ __all__ = [
     "Budget",
     "Certificate",
     "Certified",
+    "Choice",
     "Commitment",
     "Config",
     "Monitor",
@@ -54,6 +56,7 @@ __all__ = [
     "bounds",
     "certify",
     "certify_held_out",
+    "choose",
     "commit",
     "data",
     "entropy",

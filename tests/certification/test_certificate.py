@@ -329,7 +329,7 @@ def test_what_cannot_be_loaded_is_told_in_one_sentence(tmp_path: Path) -> None:
         told(r"certificate\.json is not valid JSON .* ask the issuer")
     for wrong, words in (({"version": 1}, r"certificate', 1\)"), ({"format": "other"}, r"\('other', 3\)")):
         path.write_text(json.dumps(record | wrong))
-        told(rf"{words}, but this reads \('pacprune certificate', 2\)")
+        told(rf"{words}, but this reads \('pacprune certificate', 2, 3\)")
     path.write_text("[1]")
     told("is list, but this reads")
     path.write_text(json.dumps(record | {"another": 1}))

@@ -391,6 +391,62 @@ def _tries(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Viol
         yield Violations(name, "single draw", population, violated, planted_fault=draws > 1)
 
 
+POSTERIORS = 1_000
+"""Posteriors of one prior, among which the best is chosen."""
+
+
+def _choosing(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
+    """The best of 1,000 posteriors of one prior, by fresh draws and by draws that chose, and of 1,000 single draws.
+
+    Posterior j is network j of 1,000, P is uniform over them, and a draw errs on one random bound example of n with
+    probability q_j: the share of its errors among them.
+    """
+    free, paid, kl = bounds.Ledger.split(delta), bounds.Ledger.split(delta, certified=POSTERIORS), math.log(POSTERIORS)
+
+    def certificate(ledger: bounds.Ledger, n: int) -> CountBound:
+        def bound(k: int, t: int) -> float:
+            upper = montecarlo.betting([0.0, 1.0], counts=[t - k, k], delta=ledger.monte_carlo_each)
+            return bounds.seeger(upper, n=n, kl=kl, delta=ledger.pac_bayes_each)
+
+        return bound
+
+    best, draws = f"best of {POSTERIORS:,} posteriors", 500
+    n, risk, fewest, violated = _at_worst(
+        rng,
+        trials,
+        lambda k, n: bounds.seeger(k / n, n=n, kl=kl, delta=paid.pac_bayes_each),
+        sizes=(50, 100, 200, 500),
+        networks=POSTERIORS,
+    )
+    yield Violations("Seeger-Maurer, not divided", "Gibbs", f"{best}, n = {n}, risk {risk:.3f}", violated)
+    violated = _ever_below(rng, trials, certificate(free, n), means=fewest / n, risk=risk, draws=draws)
+    population = f"{best} by their risks, fresh draws, n = {n}, risk {risk:.3f}"
+    yield Violations("Seeger-Maurer at betting", "Gibbs", population, violated)
+    # So many examples that only the draws can fail.
+    n, risk = 10**6, 0.5
+    means = rng.binomial(n, risk, trials) / n
+    violated = _ever_below(rng, trials, certificate(free, n), means=means, risk=risk, draws=draws)
+    yield Violations("Seeger-Maurer at betting", "Gibbs", f"{best} by other draws, n = {n:,}, risk {risk}", violated)
+    luckiest = _fewest(rng, trials, n=draws, risk=risk, networks=POSTERIORS)
+    for name, ledger, fault in (
+        ("Seeger-Maurer at betting, draws pay", paid, False),
+        ("Seeger-Maurer at the draws that chose", free, True),
+    ):
+        violated = _per_trial(lambda k, ledger=ledger: certificate(ledger, n)(k, draws), luckiest) < risk
+        yield Violations(name, "Gibbs", f"{best} by these draws, n = {n:,}, risk {risk}", violated, fault)
+    n = 500
+    luckiest = _fewest(rng, trials, n=n, risk=risk, networks=POSTERIORS)
+    for name, share, fault in (
+        (f"disintegrated, delta/{POSTERIORS:,}", paid.delta_each, False),
+        ("disintegrated, delta not divided", delta, True),
+    ):
+        violated = (
+            _per_trial(lambda k, share=share: bounds.disintegrated(k, n=n, log_ratio=0.0, delta=share), luckiest) < risk
+        )
+        population = f"best of {POSTERIORS:,} single draws, n = {n}, risk {risk}"
+        yield Violations(name, "single draw", population, violated, fault)
+
+
 WATCHED, LIMIT = 2000, 0.1
 """Examples that a monitor sees, and the risk that it should not find exceeded."""
 
@@ -455,4 +511,7 @@ def _counts_inside(t: int, risk: float, alpha: float) -> tuple[int, int]:
     return fewest, most
 
 
-STUDIES = (_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real, _tries, _watching)
+STUDIES = (
+    *(_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real, _tries, _watching),
+    _choosing,
+)
