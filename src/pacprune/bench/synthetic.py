@@ -396,55 +396,57 @@ POSTERIORS = 1_000
 
 
 def _choosing(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
-    """The best of 1,000 posteriors of one prior, by fresh draws and by draws that chose, and of 1,000 single draws.
+    """The best of 1,000 posteriors of one prior, by fresh draws and by draws that chose; and of 1,000 single draws.
 
-    Posterior j is network j of 1,000, P is uniform over them, and a draw errs on one random bound example of n with
-    probability q_j: the share of its errors among them.
+    P is uniform over 1,000 networks, and posterior j is network j. A draw errs on a random bound example.
     """
-    free, paid, kl = bounds.Ledger.split(delta), bounds.Ledger.split(delta, certified=POSTERIORS), math.log(POSTERIORS)
+    best, kl, ledger = f"best of {POSTERIORS:,}", math.log(POSTERIORS), bounds.Ledger.split(delta, certified=POSTERIORS)
 
-    def certificate(ledger: bounds.Ledger, n: int) -> CountBound:
-        def bound(k: int, t: int) -> float:
-            upper = montecarlo.betting([0.0, 1.0], counts=[t - k, k], delta=ledger.monte_carlo_each)
-            return bounds.seeger(upper, n=n, kl=kl, delta=ledger.pac_bayes_each)
+    def certificate(errors: int, draws: int, n: int, delta_draws: float) -> float:
+        upper = montecarlo.chernoff(errors / draws, draws=draws, delta=delta_draws)
+        return bounds.seeger(upper, n=n, kl=kl, delta=ledger.pac_bayes_each)
 
-        return bound
-
-    best, draws = f"best of {POSTERIORS:,} posteriors", 500
     n, risk, fewest, violated = _at_worst(
         rng,
         trials,
-        lambda k, n: bounds.seeger(k / n, n=n, kl=kl, delta=paid.pac_bayes_each),
+        lambda k, n: bounds.seeger(k / n, n=n, kl=kl, delta=ledger.pac_bayes_each),
         sizes=(50, 100, 200, 500),
         networks=POSTERIORS,
     )
-    yield Violations("Seeger-Maurer, not divided", "Gibbs", f"{best}, n = {n}, risk {risk:.3f}", violated)
-    violated = _ever_below(rng, trials, certificate(free, n), means=fewest / n, risk=risk, draws=draws)
-    population = f"{best} by their risks, fresh draws, n = {n}, risk {risk:.3f}"
-    yield Violations("Seeger-Maurer at betting", "Gibbs", population, violated)
-    # So many examples that only the draws can fail.
-    n, risk = 10**6, 0.5
+    population = f"{best} posteriors, n = {n}, risk {risk:.3f}"
+    yield Violations("Seeger-Maurer, one share for all Q", "Gibbs", population, violated)
+    draws = 100
+    fresh = rng.binomial(draws, fewest / n)
+    violated = _per_trial(lambda k: certificate(k, draws, n, ledger.monte_carlo), fresh) < risk
+    yield Violations("Seeger-Maurer at Chernoff", "Gibbs", f"{population}, {draws} fresh draws", violated)
+
+    n = 10**6  # so many examples that only the draws can fail
+    _, risk, _ = worst_case(lambda k, t: certificate(k, t, n, ledger.monte_carlo), sizes=(draws,))
     means = rng.binomial(n, risk, trials) / n
-    violated = _ever_below(rng, trials, certificate(free, n), means=means, risk=risk, draws=draws)
-    yield Violations("Seeger-Maurer at betting", "Gibbs", f"{best} by other draws, n = {n:,}, risk {risk}", violated)
-    luckiest = _fewest(rng, trials, n=draws, risk=risk, networks=POSTERIORS)
-    for name, ledger, fault in (
-        ("Seeger-Maurer at betting, draws pay", paid, False),
-        ("Seeger-Maurer at the draws that chose", free, True),
+    # All networks err on the same examples, and each draws for itself.
+    luckiest = np.array([rng.binomial(draws, mean, POSTERIORS).min() for mean in means])
+    population = f"{best} posteriors, n = {n:,}, risk {risk:.3f}"
+    for name, share, errors, kind in (
+        ("Seeger-Maurer at Chernoff", ledger.monte_carlo, rng.binomial(draws, means), "fresh"),
+        (f"Seeger-Maurer at Chernoff, delta/{POSTERIORS:,}", ledger.monte_carlo_each, luckiest, "choosing"),
+        ("Seeger-Maurer at the draws that chose", ledger.monte_carlo, luckiest, "choosing"),
     ):
-        violated = _per_trial(lambda k, ledger=ledger: certificate(ledger, n)(k, draws), luckiest) < risk
-        yield Violations(name, "Gibbs", f"{best} by these draws, n = {n:,}, risk {risk}", violated, fault)
-    n = 500
-    luckiest = _fewest(rng, trials, n=n, risk=risk, networks=POSTERIORS)
-    for name, share, fault in (
-        (f"disintegrated, delta/{POSTERIORS:,}", paid.delta_each, False),
-        ("disintegrated, delta not divided", delta, True),
+        violated = _per_trial(lambda k, share=share: certificate(k, draws, n, share), errors) < risk
+        fault = kind == "choosing" and share == ledger.monte_carlo
+        yield Violations(name, "Gibbs", f"{population}, {draws} {kind} draws", violated, fault)
+    for name, share in (
+        (f"disintegrated, delta/{POSTERIORS:,}", ledger.delta_each),
+        ("disintegrated, delta not divided", ledger.delta),
     ):
-        violated = (
-            _per_trial(lambda k, share=share: bounds.disintegrated(k, n=n, log_ratio=0.0, delta=share), luckiest) < risk
+        n, risk, _, violated = _at_worst(
+            rng,
+            trials,
+            lambda k, n, share=share: bounds.disintegrated(k, n=n, log_ratio=0.0, delta=share),
+            sizes=(50,),
+            networks=POSTERIORS,
         )
-        population = f"best of {POSTERIORS:,} single draws, n = {n}, risk {risk}"
-        yield Violations(name, "single draw", population, violated, fault)
+        population = f"{best} single draws, n = {n}, risk {risk:.3f}"
+        yield Violations(name, "single draw", population, violated, planted_fault=share == ledger.delta)
 
 
 WATCHED, LIMIT = 2000, 0.1
