@@ -133,7 +133,7 @@ def test_a_posterior_of_another_prior_is_refused() -> None:
     run = trained()
     other = replace(run.prior, std={name: 0.9 * std for name, std in run.prior.std.items()})
     with pytest.raises(ValueError, match=r"posterior 'kl_weight 0.3': fit_posterior was run with another prior"):
-        chosen(prior=other)
+        chosen(prior=other, declare="the std was written in this test")
     fresh = pp.attach(pp.models.mlp(64, 10, hidden=(32,)), run.prior)
     with pytest.raises(ValueError, match=r"posterior 'untrained': .* no receipt that the prior was written"):
         chosen({**run.models, "untrained": fresh})
