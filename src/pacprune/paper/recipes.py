@@ -11,6 +11,7 @@ from pacprune import __version__
 from pacprune.files import write_atomically
 from pacprune.paper import (
     characters,
+    choosing,
     data_scarce,
     error_vs_sparsity,
     keep_probs,
@@ -47,6 +48,7 @@ RECIPES: dict[str, Recipe] = {
     "keep-probs": Recipe(keep_probs.SETTINGS, keep_probs.figures),
     "data-scarce": Recipe(data_scarce.SETTINGS, data_scarce.figures, several=True),
     "posteriors": Recipe(posteriors.SETTINGS, posteriors.figures, several=True),
+    "choosing": Recipe(choosing.SETTINGS, choosing.figures, several=True),
     "monitor-delay": Recipe(monitor_delay.SETTINGS, monitor_delay.figures),
 }
 """A new figure is one file, with its settings, rows, painter and `figures`, and one row here."""
