@@ -38,8 +38,8 @@ TRIED = tuple(10**power for power in range(7))
 """Numbers of networks, or of posteriors, that a choice is made among."""
 LONGEST = 60_000
 """Bound examples for which the certificates of the largest cells are computed, with their risks and KL."""
-KL_WEIGHTS, RATES = (0.3, 1.0, 3.0), (0.3, 1.0)
-"""Posteriors that are tried: by the weight of the KL in training, and by parts of the learning rate."""
+KL_WEIGHTS = (0.3, 1.0, 3.0)
+"""Posteriors that are tried beside Q = P: by the weight of the KL in training."""
 ARMS = {
     "held_out": Style("held-out, the pruned network", plots.BLUE, "o"),
     "q_equals_p": Style("Q = P", plots.GREY, "D"),
@@ -224,16 +224,15 @@ def _posteriors(
 ) -> dict[str, nn.Module]:
     """Networks that draw from posteriors of P, with Q = P among them."""
     config = in_steps(setting.posterior, setting.options.posterior_steps, len(split.bound))
-    cells = [(weight, rate) for weight in KL_WEIGHTS for rate in RATES]
-    networks = {f"kl_weight {weight:g}, lr {rate * config.lr:g}": copy.deepcopy(net) for weight, rate in cells}
+    networks = {f"kl_weight {weight:g}": copy.deepcopy(net) for weight in KL_WEIGHTS}
     fit_posterior(
         list(networks.values()),
-        [prior] * len(cells),
+        [prior] * len(networks),
         split,
-        [replace(config, lr=rate * config.lr) for _, rate in cells],
+        config,
         delta=setting.options.delta,
-        kl_weight=[weight for weight, _ in cells],
-        seed=[seed] * len(cells),
+        kl_weight=list(KL_WEIGHTS),
+        seed=[seed] * len(networks),
         progress=job.progress,
     )
     fit_posterior(net, prior, split, replace(config, epochs=0), seed=seed)
