@@ -62,19 +62,21 @@ class Cells(Sizes):
     inputs: int = 10_000
 
 
-_SMALL = replace(
-    data_scarce.SETTINGS["reduced"][0].changed(alphas=(0.5,), draws=3_000),
-    options=Cells(sizes=(24, 100, 300, 1_000, 3_000, 10_000, 40_000)),
-)
+def _setting(scale: str, draws: int, options: Cells) -> Setting[Cells]:
+    """The networks of the data-scarce study at a scale, with half of all examples in the prior part."""
+    base: Setting[Any] = data_scarce.SETTINGS[scale][0]
+    return replace(base, alphas=(0.5,), draws=draws, options=options)
+
+
+_SMALL = _setting("reduced", 3_000, Cells(sizes=(24, 100, 300, 1_000, 3_000, 10_000, 40_000)))
 _LARGE = _SMALL.changed(seeds=10, draws=20_000, dense_steps=1_000, prune_steps=1_500, prior_steps=1_000)
 SETTINGS: dict[str, tuple[Setting[Cells], ...]] = {
     "smoke": (
-        replace(
-            data_scarce.SETTINGS["smoke"][0].changed(alphas=(0.5,), seeds=1, draws=100),
-            options=Cells(
-                sizes=(24, 400), inputs=200, dense_steps=20, prune_steps=20, prior_steps=10, posterior_steps=10
-            ),
-        ),
+        _setting(
+            "smoke",
+            100,
+            Cells(sizes=(24, 400), inputs=200, dense_steps=20, prune_steps=20, prior_steps=10, posterior_steps=10),
+        ).changed(seeds=1),
     ),
     "reduced": (_SMALL,),
     "paper": (_LARGE, _LARGE.changed(data="fashion-mnist")),
