@@ -75,7 +75,7 @@ def test_bounds_of_sealed_posteriors_hold(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_bounds_of_the_best_posterior_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_full_size: bool) -> None:
-    trials = 1000 if at_full_size else 12
+    trials = 1000 if at_full_size else 6
     failures: dict[str, int] = {}
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for trial in range(trials):

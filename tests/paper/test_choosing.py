@@ -40,6 +40,7 @@ def test_networks_pay_for_a_choice_and_posteriors_do_not(rows: list[dict[str, An
         dense = bounds.clopper_pearson(row["dense_errors"], n=30, delta=0.025)
         differs = bounds.clopper_pearson(row["disagreements"], n=80, delta=share / 2)
         assert row["transfer"] == min(1.0, dense + differs)
+        assert row["disagreement"] == bounds.clopper_pearson(row["disagreements"], n=80, delta=share)
     for arm in ("chosen", "q_equals_p"):
         assert len({row[arm] for row in part}) == 1
     for arm in ("held_out", "certified", "single_draw"):

@@ -47,8 +47,9 @@ ARMS = {
     "certified": Style("Q, every one certified (certified = m)", plots.ORANGE, "v"),
     "single_draw": Style("one network drawn from Q", plots.PURPLE, "s"),
     "transfer": Style("dense network held-out, plus disagreement", plots.GREEN, "P"),
+    "disagreement": Style("disagreement with the dense network (no labels)", "black", "x"),
 }
-"""Certificates of an error rate, all at the same delta; "transfer" takes many inputs without labels, too."""
+"""Certificates at the same delta: of an error rate all but the last; the last two take inputs without labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,16 +121,18 @@ def rows(setting: Setting[Cells], job: Job) -> Table:
         group=lambda cell: cell,
     )
     common = {"dataset": setting.data, "model": setting.model}
-    return [common | line for cell in table for line in _lines(cell, max(setting.options.sizes))]
+    return [common | line for cell in table for line in _lines(cell, setting.options)]
 
 
-def _lines(cell: dict[str, Any], largest: int) -> Iterator[dict[str, Any]]:
+def _lines(cell: dict[str, Any], options: Cells) -> Iterator[dict[str, Any]]:
     """What the CSV says of a cell: its counts, and every arm for each number of networks tried."""
     counts = {name: value for name, value in cell.items() if name not in ("bounds", "computed")}
     for tried, certificates in cell["bounds"].items():
-        yield counts | {"computed": 0, "tried": int(tried)} | certificates
-    if cell["examples"] == largest:
-        yield counts | {"n": LONGEST, "computed": 1, "tried": 1} | cell["computed"]
+        share = options.delta / int(tried)
+        differs = bounds.clopper_pearson(cell["disagreements"], n=cell["inputs"], delta=share)
+        yield counts | {"computed": 0, "tried": int(tried)} | certificates | {"disagreement": differs}
+    if cell["examples"] == max(options.sizes):
+        yield counts | {"n": LONGEST, "computed": 1, "tried": 1} | cell["computed"] | {"disagreement": None}
 
 
 # --- One cell.
