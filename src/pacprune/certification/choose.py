@@ -173,7 +173,7 @@ def _pairs(models: Mapping[str, nn.Module] | Iterable[tuple[str, nn.Module]]) ->
     """Names and networks; one network, or a list without names, is refused."""
     if isinstance(models, nn.Module):
         raise ValueError('models is one network; give networks by name, such as {"lr 0.01": model}')
-    pairs: Iterable[Any] = models.items() if isinstance(models, Mapping) else models
+    pairs: Any = models.items() if isinstance(models, Mapping) else models
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ValueError(

@@ -48,7 +48,7 @@ RECIPES: dict[str, Recipe] = {
     "keep-probs": Recipe(keep_probs.SETTINGS, keep_probs.figures),
     "data-scarce": Recipe(data_scarce.SETTINGS, data_scarce.figures, several=True),
     "posteriors": Recipe(posteriors.SETTINGS, posteriors.figures, several=True),
-    "choosing": Recipe(choosing.SETTINGS, choosing.figures, several=True),
+    "choosing": Recipe(choosing.SETTINGS, choosing.figures),
     "monitor-delay": Recipe(monitor_delay.SETTINGS, monitor_delay.figures),
 }
 """A new figure is one file, with its settings, rows, painter and `figures`, and one row here."""
