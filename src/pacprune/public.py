@@ -4,6 +4,7 @@ from pacprune import bounds, data, models
 from pacprune.certification.audit import verify
 from pacprune.certification.certificate import Certificate
 from pacprune.certification.certify import certify
+from pacprune.certification.choose import Choice, choose
 from pacprune.certification.commitment import Commitment, commit
 from pacprune.certification.held_out import certify_held_out
 from pacprune.certification.monitor import Monitor
@@ -42,6 +43,7 @@ __all__ = [
     "Budget",
     "Certificate",
     "Certified",
+    "Choice",
     "Commitment",
     "Compressed",
     "Config",
@@ -57,6 +59,7 @@ __all__ = [
     "bounds",
     "certify",
     "certify_held_out",
+    "choose",
     "commit",
     "compress",
     "data",

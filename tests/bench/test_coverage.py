@@ -27,7 +27,7 @@ def rate(rows: list[coverage.Row], name: str) -> float:
 
 def test_every_bound_holds_and_every_planted_fault_is_caught(rows):
     assert [row for row in rows if not row.ok] == []
-    assert sum(row.planted_fault for row in rows) == 17
+    assert sum(row.planted_fault for row in rows) == 19
     assert rate(rows, "Seeger-Maurer, n counted twice") > 0.2
     assert rate(rows, "Clopper-Pearson, delta not divided") > 0.5
     assert rate(rows, "Seeger-Maurer at the mean of the draws") > 0.3
@@ -36,6 +36,8 @@ def test_every_bound_holds_and_every_planted_fault_is_caught(rows):
     assert rate(rows, "sequence, own bound of each") > 0.3
     assert rate(rows, "compress, ordered by the bound set") > 0.2
     assert rate(rows, "bounded loss, bets chosen afterwards") > 0.6
+    assert rate(rows, "Seeger-Maurer at the draws that chose") > 0.9
+    assert rate(rows, "disintegrated, delta not divided") > 0.9
 
 
 def test_every_kind_of_predictor_is_covered(rows):

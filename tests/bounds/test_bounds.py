@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -132,6 +133,8 @@ def test_refuses_bad_risk_and_delta(bound, risk, delta):
         (lambda: Ledger(reference=-0.01), "reference = -0.01"),
         (lambda: Ledger(unlabelled=math.nan), "unlabelled = nan"),
         (lambda: Ledger(certified=0), "certified is 0"),
+        (lambda: Ledger(share=0.0), "share is 0.0"),
+        (lambda: Ledger(share=1.5), "share is 1.5"),
         (lambda: Ledger.split(0.05, monte_carlo_share=1.0), r"\[1.0, 0.0, 0.0\]"),
         (lambda: Ledger.split(0.05, reference_share=-0.1), "reference = -0.005"),
     ],
@@ -278,21 +281,43 @@ def test_ledger_with_every_entry():
     assert ledger.delta == pytest.approx(0.05)
     assert (ledger.reference, ledger.unlabelled, ledger.pac_bayes) == pytest.approx((0.005, 0.015, 0.02))
     shares = (ledger.pac_bayes_each, ledger.monte_carlo_each, ledger.reference_each, ledger.unlabelled_each)
+    # The theorem and the reference network are the same for all five; draws and inputs are not.
+    assert shares == pytest.approx((0.01, 0.001, 0.0025, 0.0015))
+    assert (ledger.delta_each, ledger.prior_each) == pytest.approx((0.005, 0.025))
+    older = replace(ledger, undivided=False)
+    shares = (older.pac_bayes_each, older.monte_carlo_each, older.reference_each, older.unlabelled_each)
     assert shares == pytest.approx((0.002, 0.001, 0.0005, 0.0015))
-    assert ledger.delta_each == pytest.approx(0.005)
-    assert sum(shares) * ledger.candidates == pytest.approx(ledger.delta)
+    assert (older.delta_each, older.prior_each) == pytest.approx((0.005, 0.005))
+    assert sum(shares) * older.candidates == pytest.approx(older.delta)
+
+
+def test_a_declared_share_takes_its_part_of_everything():
+    whole, part = Ledger.split(0.05, grid=2, certified=3), Ledger.split(0.05, grid=2, certified=3, share=0.25)
+    for name in ("pac_bayes_each", "monte_carlo_each", "prior_each", "delta_each"):
+        assert getattr(part, name) == pytest.approx(getattr(whole, name) / 4)
+    assert Ledger.from_dict(part.as_dict()) == part
+    assert "a declared plan gives this certificate 0.25" in str(part)
+
+
+def test_a_ledger_of_version_2_stays_what_it_was():
+    entry = {name: value for name, value in Ledger.split(0.05, certified=4).as_dict().items() if name != "share"}
+    older = Ledger.from_dict(entry)
+    assert older.as_dict() == entry
+    assert older.pac_bayes_each == pytest.approx(0.01)
+    assert str(older).endswith("each divided by 4 for a choice among 4 certificates")
 
 
 def test_ledger_prints_and_saves():
     assert str(Ledger()) == "delta 0.05 = 0.04 PAC-Bayes + 0.01 Monte Carlo"
     saved = json.loads(json.dumps(Ledger(grid=3).as_dict()))
     shares = {"pac_bayes": 0.04, "monte_carlo": 0.01, "reference": 0.0, "unlabelled": 0.0}
-    assert saved == {"delta": 0.05, **shares, "grid": 3, "certified": 1}
+    assert saved == {"delta": 0.05, **shares, "grid": 3, "certified": 1, "share": 1.0}
     assert Ledger(**{name: value for name, value in saved.items() if name != "delta"}) == Ledger(grid=3)
     assert str(Ledger(pac_bayes=0.05, monte_carlo=0.0)) == "delta 0.05 = 0.05 PAC-Bayes"
     assert str(Ledger(0.02, 0.01, 0.015, 0.005, grid=3, certified=4)) == (
         "delta 0.05 = 0.02 PAC-Bayes + 0.01 Monte Carlo + 0.015 reference network + 0.005 unlabelled inputs, "
-        "each divided by 12 for a grid of 3 priors and a choice among 4 certificates"
+        "each divided by 3 for a grid of 3 priors, Monte Carlo, inputs and networks divided by 4 for a choice among 4 "
+        "certificates"
     )
 
 

@@ -159,6 +159,8 @@ SORTS: dict[str, Callable[[], pp.Certificate]] = {
     "Catoni, no inputs": lambda: _pac_bayes(family="catoni", unlabelled=0),
     "Catoni at one c, packed": lambda: _pac_bayes(family="catoni", expected_risk=0.2),
     "excess, choices, packed": lambda: _pac_bayes(family="excess", grid=3, certified=2, delta=0.1),
+    "shares": lambda: _pac_bayes(shares={"main": (2, 0.25), "rest": (7, 0.5)}, group="main", certified=3),
+    "committed, shares, packed": lambda: _pac_bayes(seal=True, shares={"all": (3, 1.0)}, group="all"),
     "Chernoff": lambda: _pac_bayes(method="chernoff", delta=0.001),
     "declared, packed": lambda: _pac_bayes(declare="it came from elsewhere - as {x} <b>said</b> & 'done'"),
     "committed": lambda: _pac_bayes(seal=True),
@@ -516,13 +518,16 @@ def lay_it_out_otherwise(rng: random.Random, files: Files) -> Files:
 def be_something_else(rng: random.Random, files: Files) -> Files:
     values: list[bytes] = [b"", b"\n", b"[]", b"{}", b"0", b'"x"', b"null", b"true", b"NaN", b"\xff\xfe", b"[" * 1000]
     record = record_of(files)
-    headers = [(None, 2), ("pacprune certificate", 1), ("pacprune certificate", 2.0), ("pacprune certificate", True)]
-    headers += [("pacprune certificate", "2"), ("pacprune certificate", [2]), (["pacprune certificate"], 2)]
+    headers = [
+        (None, 2),
+        *(("pacprune certificate", version) for version in (1, 2, 3, 4, 2.0, 3.0, True, "2", "3", [3])),
+    ]
+    headers += [(["pacprune certificate"], 3)]
     values += [layout(record | {"format": f, "version": v}) for f, v in headers]
     values += [
         layout(record | {"kind": kind}) for kind in ("held-out", "pac-bayes", "risk", "wish", None, [], 0, "__proto__")
     ]
-    values += [layout({"format": "pacprune certificate", "version": 2, "kind": record["kind"]})]
+    values += [layout({"format": "pacprune certificate", "version": v, "kind": record["kind"]}) for v in (2, 3)]
     return files | {RECORD: rng.choice(values)}
 
 
@@ -653,7 +658,7 @@ def invent_the_counts(rng: random.Random, files: Files) -> Files | None:
     noise = np.random.default_rng(rng.randrange(2**32))
     n = rng.choice([1, 2, 3, 10, 100, 199, 200, 201, 202, 1000, 12_345, 60_000, 1_000_000])
     delta = rng.choice([0.05, 0.01, 0.1, 0.5, 1e-6, 1e-12, 0.025, 1001 / 8192, 0.3, 1 / 3])
-    choices = {"grid": rng.choice([1, 1, 3, 552]), "certified": rng.choice([1, 1, 2, 20])}
+    choices: dict[str, Any] = {"grid": rng.choice([1, 1, 3, 552]), "certified": rng.choice([1, 1, 2, 20])}
     errors = rng.choice([0, n, n // 2, int(n * 0.03), int(n * rng.random())])
     record["split"]["repeats"] = 0
     if record["kind"] == "risk":
@@ -669,6 +674,12 @@ def invent_the_counts(rng: random.Random, files: Files) -> Files | None:
         return _restated(files, record, "held_out", delta, chance="", network="this network (sparsity")
     if PACKED in files:
         return None
+    record["shares"] = rng.choice([None, {"group": "b", "groups": {"a": _group(3, 0.7), "b": _group(40, 0.3)}}])
+    choices["share"] = 0.3 / 40 if record["shares"] else 1.0
+    if rng.random() < 0.3:  # as version 2 had it
+        record["version"], choices["share"] = 2, 1.0
+        choices["undivided"] = False
+        del record["shares"]
     files, counts = _invented_draws(files, record, noise, rng)
     return _with_bounds(files, record, counts, delta, choices, rng)
 
@@ -706,6 +717,10 @@ def _invented_tests(files: Files, record: Record, n: int, delta: float, rng: ran
     return stored(files, record)
 
 
+def _group(certificates: int, share: float) -> Record:
+    return {"certificates": certificates, "share": share}
+
+
 def _invented_draws(
     files: Files, record: Record, noise: np.random.Generator, rng: random.Random
 ) -> tuple[Files, dict[str, Counts]]:
@@ -728,7 +743,7 @@ def _invented_draws(
 
 
 def _with_bounds(
-    files: Files, record: Record, counts: dict[str, Counts], delta: float, choices: dict[str, int], rng: random.Random
+    files: Files, record: Record, counts: dict[str, Counts], delta: float, choices: dict[str, Any], rng: random.Random
 ) -> Files:
     n, inputs = record["n"], rng.choice([0, 1, 40, 5000])
     record["single_draw"] |= {"errors": rng.randrange(n + 1), "fresh": rng.random() < 0.8}

@@ -27,6 +27,14 @@ def test_a_bound_spends_its_delta_as_the_verifier_expects(name: str) -> None:
     assert shares == pytest.approx(arithmetic.SHARES[name])
 
 
+def test_the_account_of_version_2_divides_everything() -> None:
+    evidence, counts = issued().cert.pac_bayes, decode.counts(issued().cert, "posterior")
+    older = bounds_table.claimed_bound(evidence, counts, delta=0.05, certified=5, undivided=False)
+    assert older == pytest.approx(bounds_table.claimed_bound(evidence, counts, delta=0.01), abs=1e-12)
+    now = bounds_table.claimed_bound(evidence, counts, delta=0.05, certified=5)
+    assert issued().cert.bound < now < older
+
+
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_bound_lies_in_the_unit_interval_and_falls_with_delta(name: str) -> None:
     evidence, counts = issued().cert.pac_bayes, decode.counts(issued().cert, "posterior")

@@ -307,7 +307,7 @@ def test_a_folder_holds_no_pickle_and_a_record_that_people_can_read(tmp_path: Pa
         assert content[8:9] == b"{"  # a JSON header after its length; a pickle starts with 0x80, an archive with PK
         load_file(path)
     text = (folder / "certificate.json").read_text()
-    assert text.startswith('{\n  "format": "pacprune certificate",\n  "version": 2,\n  "kind": "pac-bayes",\n')
+    assert text.startswith('{\n  "format": "pacprune certificate",\n  "version": 3,\n  "kind": "pac-bayes",\n')
     assert issued().cert.statement in text
     assert max(map(len, text.splitlines())) < 400
 
@@ -327,9 +327,9 @@ def test_what_cannot_be_loaded_is_told_in_one_sentence(tmp_path: Path) -> None:
     for content in (whole[:500], b"\xff\xfe{}", b""):
         path.write_bytes(content)
         told(r"certificate\.json is not valid JSON .* ask the issuer")
-    for wrong, words in (({"version": 1}, r"certificate', 1\)"), ({"format": "other"}, r"\('other', 2\)")):
+    for wrong, words in (({"version": 1}, r"certificate', 1\)"), ({"format": "other"}, r"\('other', 3\)")):
         path.write_text(json.dumps(record | wrong))
-        told(rf"{words}, but this reads \('pacprune certificate', 2\)")
+        told(rf"{words}, but this reads \('pacprune certificate', 2, 3\)")
     path.write_text("[1]")
     told("is list, but this reads")
     path.write_text(json.dumps(record | {"another": 1}))

@@ -194,8 +194,55 @@ def test_a_second_prior_on_the_same_examples_is_counted_and_both_numbers_are_pri
 def test_a_choice_among_certificates_is_paid_for() -> None:
     ten, usual = certify_again(certified=10), issued().cert
     assert ten.ledger.certified == 10
-    assert all(ten.bounds[name] > usual.bounds[name] for name in usual.bounds)
+    # The held-out network is the thresholded prior: posteriors of one prior share it.
+    assert [name for name in usual.bounds if ten.bounds[name] <= usual.bounds[name]] == ["held_out"]
     assert "a choice among 10 certificates" in str(ten)
+    # Only the draws have to be paid for: the theorem holds for all posteriors of a prior at once.
+    risk, rates = ten.risk_upper, {"n": ten.n, "kl": ten.kl, "delta": 0.04}
+    assert ten.bounds["seeger"] == bounds.seeger(risk, **rates)
+    assert risk > usual.risk_upper
+    drawn = ten.pac_bayes["single_draw"]
+    assert ten.bounds["single_draw"] == bounds.disintegrated(
+        drawn["errors"], n=ten.n, log_ratio=drawn["log_ratio"], delta=0.005
+    )
+
+
+SHARES = {"headline": (2, 0.5), "rest": (10, 0.5)}
+
+
+def test_a_plan_divides_delta_by_declared_shares(tmp_path: Path) -> None:
+    first, other = (certify_again(shares=SHARES, group=group) for group in SHARES)
+    assert first.record["shares"] == {
+        "group": "headline",
+        "groups": {
+            "headline": {"certificates": 2, "share": 0.5},
+            "rest": {"certificates": 10, "share": 0.5},
+        },
+    }
+    assert (first.ledger.share, other.ledger.share) == (0.25, 0.05)
+    equal = certify_again(grid=12)
+    assert all(first.bounds[name] < equal.bounds[name] < other.bounds[name] for name in first.bounds)
+    assert first.tries.declared == 12
+    assert "any number of its posteriors may have been tried" in " ".join(first.record["assumptions"])
+    assert "times the 12 certificates that share delta" in " ".join(first.record["assumptions"])
+    assert pp.verify(first.save(tmp_path)).valid
+
+
+@pytest.mark.parametrize(
+    ("shares", "group", "words"),
+    [
+        ({"a": (1, 0.6), "b": (2, 0.5)}, "a", "add up to 1.1, but must be 1 or less"),
+        ({"a": (1, 0.6)}, "b", r"group is 'b' and shares has \['a'\]"),
+        (None, "b", "give both"),
+        ({"a": (1, 0.6)}, None, "give both"),
+        ({"a": (0, 0.6)}, "a", r"the share 'a' is \(0, 0.6\)"),
+        ({"a": (1, 0.0)}, "a", r"the share 'a' is \(1, 0.0\)"),
+        ({'"': (1, 0.5)}, '"', "give a plain name"),
+    ],
+)
+def test_impossible_shares_are_refused(shares: dict[str, tuple[int, float]], group: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        certify_again(shares=shares, group=group)
 
 
 # --- Rules that must hold.

@@ -1,5 +1,6 @@
 """Best of many tries, and sealed posteriors, through the public interface: labels are coins, every risk is a half."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,28 @@ def test_bounds_of_sealed_posteriors_hold(tmp_path: Path, monkeypatch: pytest.Mo
         commitment = commitment.sealed(model)
         beacon = f"{trial:016x}"
         cert = pp.certify(model, prior, split, draws=200, delta=DELTA, commitment=commitment, beacon=beacon)
+        for name, bound in cert.bounds.items():
+            failures[name] = failures.get(name, 0) + (bound < RISK)
+    print({name: count / trials for name, count in failures.items()})
+    assert {"seeger", "single_draw", "held_out"} <= failures.keys()
+    assert all(lowest_rate(count, trials) <= DELTA for count in failures.values()), failures
+
+
+def test_bounds_of_the_best_posterior_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_full_size: bool) -> None:
+    trials = 1000 if at_full_size else 6
+    failures: dict[str, int] = {}
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for trial in range(trials):
+        torch.manual_seed(trial)
+        model, split = nn.Linear(4, 2), coins(trial, seed=0)
+        pp.fit(model, split.prior, pp.Config(epochs=1, lr=0.1))
+        mask = pp.top_k(pp.scores.magnitude(model), sparsity=0.25)
+        pp.attach(model, pp.block_isotropic(model, mask, eps=0.1, std=0.5))
+        prior, models = pp.read(model), {}
+        for weight in (0.0, 0.1, 0.3, 1.0):
+            posterior = models[f"kl_weight {weight}"] = copy.deepcopy(model)
+            pp.fit_posterior(posterior, prior, split, pp.Config(epochs=5, lr=0.5), kl_weight=weight)
+        cert = pp.choose(models, prior, split, draws=200, choosing_draws=100, delta=DELTA).certificate
         for name, bound in cert.bounds.items():
             failures[name] = failures.get(name, 0) + (bound < RISK)
     print({name: count / trials for name, count in failures.items()})

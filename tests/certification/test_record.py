@@ -128,5 +128,5 @@ def test_the_content_of_a_certificate_stays_what_it_was() -> None:
     content = json.dumps(rounded(record), indent=2)
     assert (
         hashlib.sha256(content.encode()).hexdigest()
-        == "9a21ea02f9a6807cbcd2fe4545919a7a62dfc06c66ebac223e64acedd9136ea9"
+        == "1909b65bb4be4006207b6b47676f243213efc2dce5ef4cb869a6f3c787048d97"
     )

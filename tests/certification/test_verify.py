@@ -138,6 +138,7 @@ SORTS: dict[str, Callable[[], Record]] = {
     "masks alone": lambda: {"std": 0.0},
     "trained std": lambda: {"train_std": True},
     "excess loss, a grid, a choice": lambda: {"family": "excess", "grid": 3, "certified": 2, "delta": 0.1},
+    "a declared share": lambda: {"shares": {"main": (2, 0.25), "rest": (30, 0.75)}, "group": "main"},
     "Catoni, no unlabelled inputs": lambda: {"family": "catoni", "unlabelled": 0},
     "Catoni, its own c": lambda: {"family": "catoni", "expected_risk": 0.1},
     "one layer of two": lambda: {"names": "layers.0"},
@@ -279,9 +280,65 @@ def test_lies_that_agree_with_each_other_are_refused_by_name(
     assert re.match(rule, refused(folder))
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate under declared shares, which may be chosen among three."""
+    shares = {"main": (2, 0.25), "rest": (30, 0.75)}
+    return issued(tmp_path_factory.mktemp("shared"), shares=shares, group="main", certified=3)
+
+
+def _without_shares(record: Record) -> None:
+    """As version 2 had it."""
+    record["version"] = 2
+    record.pop("shares")
+    for entry in record["bounds"].values():
+        entry["ledger"].pop("share", None)
+
+
+def _wider_group(record: Record) -> None:
+    record["shares"]["groups"]["main"]["share"] = 0.5
+    for entry in record["bounds"].values():
+        entry["ledger"]["share"] = 0.25
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (_wider_group, "the declared shares of delta add up to 1.25, but must be 1 or less"),
+        (lambda r: r["shares"]["groups"].pop("main"), "shares.group is 'main', but must be one of"),
+        (lambda r: r["shares"]["groups"]["rest"].update(share=0.0), "the group 'rest' has the impossible share 0.0"),
+        (lambda r: r["shares"]["groups"]["main"].update(certificates=1), "monte_carlo."),
+        (lambda r: r.update(shares=None), "monte_carlo."),
+        (_without_shares, "monte_carlo."),
+        (lambda r: r.update(version=2), "'shares' is a key that no certificate has"),
+        (lambda r: r["bounds"]["seeger"]["ledger"].pop("share"), "bounds.seeger.ledger.'share' is missing"),
+        (lambda r: r["bounds"]["seeger"]["ledger"].update(share=0.2), "bounds.seeger.ledger.share: 0.2 is stated"),
+    ],
+)
+def test_shares_that_were_changed_are_refused(
+    shared: Path, tmp_path: Path, change: Callable[[Record], Any], rule: str
+) -> None:
+    folder = shutil.copytree(shared, tmp_path / "changed")
+    record = read(folder)
+    change(record)
+    record["assumptions"] = arithmetic.assumptions(record)
+    write(folder, record, digests=True)
+    assert refused(folder).startswith(rule)
+
+
+def test_the_new_account_cannot_pass_for_the_old_one(tmp_path: Path) -> None:
+    record = read(folder := issued(tmp_path, certified=3))
+    assert refused(folder) == ""
+    _without_shares(record)
+    record["assumptions"] = arithmetic.assumptions(record)
+    write(folder, record, digests=True)
+    assert refused(folder).startswith("bounds.seeger.bound: ")
+
+
 LEDGER = dict.fromkeys(("delta", "pac_bayes", "monte_carlo", "reference", "unlabelled"), 0.01) | {
     "grid": 1,
     "certified": 1,
+    "share": 1.0,
 }
 
 
@@ -341,7 +398,7 @@ def test_a_lost_tensor_or_a_nan_is_told_once_the_digests_fit(
         ("certificate.json", lambda c: c[:-100], "not valid JSON"),
         ("certificate.json", lambda c: c.replace(b'"kl": ', b'"kl": NaN, "x": '), "not valid JSON"),
         ("certificate.json", lambda c: b"[]", "is list, but this reads"),
-        ("certificate.json", lambda c: c.replace(b'"version": 2', b'"version": 1'), "certificate', 1), but this reads"),
+        ("certificate.json", lambda c: c.replace(b'"version": 3', b'"version": 1'), "certificate', 1), but this reads"),
         ("certificate.json", None, "certificate.json"),
         ("draws.safetensors", None, "draws.safetensors"),
         ("draws.safetensors", lambda c: b"", "draws.safetensors cannot be read as safetensors"),

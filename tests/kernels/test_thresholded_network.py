@@ -40,7 +40,10 @@ class Case:
         self.density = density if members else density[1]
         self.shift = torch.zeros(lead, device="cuda")
         self.sharpness = torch.full(lead, 2.0, device="cuda")
-        self.gradients = [normal(shape).to(dtype).as_strided(row.shape, row.stride()) for shape, row in zip(SHAPES, self.rows, strict=True)]
+        self.gradients = [
+            normal(shape).to(dtype).as_strided(row.shape, row.stride())
+            for shape, row in zip(SHAPES, self.rows, strict=True)
+        ]
         self.network = kernels.thresholded_network(
             rows=self.rows,
             trained=self.trained,

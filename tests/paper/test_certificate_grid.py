@@ -114,6 +114,31 @@ def test_k_counts_cells_times_seeds(grid: Grid) -> None:
     assert read_grid(TINY.replace("delta = 0.05", "delta = 0.05\ntried = 3")).size == 7
 
 
+HEADLINE = '\n[headline]\nshare = 0.5\nrows = ["digits-mlp-0.9-0.8"]\n'
+
+
+def test_headline_rows_get_more_of_delta(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    text = TINY.replace("seeds = [0, 1]", "seeds = [0]").replace("delta = 0.05", "delta = 0.05\ntried = 7")
+    equal, headline = read_grid(text), read_grid(text + HEADLINE)
+    assert equal.payment(equal[NAME], cells_of(equal[NAME], [0])) == {"grid": 9}
+    assert equal.terms != headline.terms
+    shares = {"headline": (1, 0.5), "rest": (8, 0.5)}
+    paid = headline.payment(headline[NAME], cells_of(headline[NAME], [0]))
+    assert paid == {"shares": shares, "group": ["rest", "headline"]}
+    rest, first = certificate_grid.run(headline, NAME, make_job(tmp_path))
+    assert (rest["rows_declared"], first["rows_declared"]) == (9, 9)
+    stated = decode.load(tmp_path / "certificates" / "digits-mlp-0.9-0.8-0").pac_bayes["shares"]
+    assert stated is not None
+    assert (stated["group"], stated["groups"]["rest"]) == ("headline", {"certificates": 8, "share": 0.5})
+
+
+def test_a_headline_outside_the_grid_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the headline row 'digits-mlp-0.9-0.8' is not in the grid, which has"):
+        read_grid(TINY.replace("alphas = [0.4, 0.8]", "alphas = [0.4, 0.7]") + HEADLINE)
+    with pytest.raises(ValueError, match=r"the headline's share is 1.5"):
+        read_grid(TINY + HEADLINE.replace("0.5", "1.5"))
+
+
 def test_what_was_not_declared_is_not_certified(grid: Grid, job: Job) -> None:
     with pytest.raises(ValueError, match="digits-lenet5 is not in the grid, which has digits-mlp"):
         certificate_grid.run(grid, "digits-lenet5", job)

@@ -391,6 +391,64 @@ def _tries(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Viol
         yield Violations(name, "single draw", population, violated, planted_fault=draws > 1)
 
 
+POSTERIORS = 1_000
+"""Posteriors of one prior, among which the best is chosen."""
+
+
+def _choosing(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
+    """The best of 1,000 posteriors of one prior, by fresh draws and by draws that chose; and of 1,000 single draws.
+
+    P is uniform over 1,000 networks, and posterior j is network j. A draw errs on a random bound example.
+    """
+    best, kl, ledger = f"best of {POSTERIORS:,}", math.log(POSTERIORS), bounds.Ledger.split(delta, certified=POSTERIORS)
+
+    def certificate(errors: int, draws: int, n: int, delta_draws: float) -> float:
+        upper = montecarlo.chernoff(errors / draws, draws=draws, delta=delta_draws)
+        return bounds.seeger(upper, n=n, kl=kl, delta=ledger.pac_bayes_each)
+
+    n, risk, fewest, violated = _at_worst(
+        rng,
+        trials,
+        lambda k, n: bounds.seeger(k / n, n=n, kl=kl, delta=ledger.pac_bayes_each),
+        sizes=(50, 100, 200, 500),
+        networks=POSTERIORS,
+    )
+    population = f"{best} posteriors, n = {n}, risk {risk:.3f}"
+    yield Violations("Seeger-Maurer, one share for all Q", "Gibbs", population, violated)
+    draws = 100
+    fresh = rng.binomial(draws, fewest / n)
+    violated = _per_trial(lambda k: certificate(k, draws, n, ledger.monte_carlo), fresh) < risk
+    yield Violations("Seeger-Maurer at Chernoff", "Gibbs", f"{population}, {draws} fresh draws", violated)
+
+    n = 10**6  # so many examples that only the draws can fail
+    _, risk, _ = worst_case(lambda k, t: certificate(k, t, n, ledger.monte_carlo), sizes=(draws,))
+    means = rng.binomial(n, risk, trials) / n
+    # All networks err on the same examples, and each draws for itself.
+    luckiest = np.array([rng.binomial(draws, mean, POSTERIORS).min() for mean in means])
+    population = f"{best} posteriors, n = {n:,}, risk {risk:.3f}"
+    for name, share, errors, kind in (
+        ("Seeger-Maurer at Chernoff", ledger.monte_carlo, rng.binomial(draws, means), "fresh"),
+        (f"Seeger-Maurer at Chernoff, delta/{POSTERIORS:,}", ledger.monte_carlo_each, luckiest, "choosing"),
+        ("Seeger-Maurer at the draws that chose", ledger.monte_carlo, luckiest, "choosing"),
+    ):
+        violated = _per_trial(lambda k, share=share: certificate(k, draws, n, share), errors) < risk
+        fault = kind == "choosing" and share == ledger.monte_carlo
+        yield Violations(name, "Gibbs", f"{population}, {draws} {kind} draws", violated, fault)
+    for name, share in (
+        (f"disintegrated, delta/{POSTERIORS:,}", ledger.delta_each),
+        ("disintegrated, delta not divided", ledger.delta),
+    ):
+        n, risk, _, violated = _at_worst(
+            rng,
+            trials,
+            lambda k, n, share=share: bounds.disintegrated(k, n=n, log_ratio=0.0, delta=share),
+            sizes=(50,),
+            networks=POSTERIORS,
+        )
+        population = f"{best} single draws, n = {n}, risk {risk:.3f}"
+        yield Violations(name, "single draw", population, violated, planted_fault=share == ledger.delta)
+
+
 WATCHED, LIMIT = 2000, 0.1
 """Examples that a monitor sees, and the risk that it should not find exceeded."""
 
@@ -455,4 +513,7 @@ def _counts_inside(t: int, risk: float, alpha: float) -> tuple[int, int]:
     return fewest, most
 
 
-STUDIES = (_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real, _tries, _watching)
+STUDIES = (
+    *(_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real, _tries, _watching),
+    _choosing,
+)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -473,15 +473,18 @@ class LedgerEntry(TypedDict):
     """Priors, fixed in advance, among which this one was chosen."""
     certified: int
     """Certificates among which this one may be chosen."""
+    share: NotRequired[float]
+    """What a declared plan gives this certificate of delta; not in certificates of version 2, whose account differs."""
 
 
 @dataclass(frozen=True)
 class Ledger:
     """How delta is spent: delta = pac_bayes + monte_carlo + reference + unlabelled, by the union bound.
 
-    The best may be reported of a `grid` of K priors fixed in advance, and of m `certified` posteriors or drawn
-    networks. Every bound is then computed at its share divided by K m: `pac_bayes_each` and so on; `delta_each` for
-    the held-out baseline.
+    The best may be reported of a `grid` of K priors fixed in advance, and of m `certified` posteriors or networks. A
+    PAC-Bayes bound holds for all posteriors of one prior at once, and so does the bound of a reference network that
+    follows from the prior: `pac_bayes_each` and `reference_each` are divided by K alone. What is new with every
+    certificate is divided by K m: its Monte-Carlo draws, its unlabelled inputs, and a network that it is about.
 
     Args:
         pac_bayes: Share of the PAC-Bayes bound.
@@ -490,6 +493,9 @@ class Ledger:
         unlabelled: Share of the unlabelled inputs of `agreement`.
         grid: How many priors, fixed in advance, this one was chosen among.
         certified: How many certificates this one may be chosen among.
+        share: What a plan that was declared beforehand gives this certificate of delta.
+        undivided: Whether what holds for all posteriors of a prior at once is left undivided by `certified`. False is
+            the account of certificates of version 2, which divided everything.
 
     Example:
         >>> print(pp.bounds.Ledger.split(0.05, grid=10))
@@ -502,10 +508,14 @@ class Ledger:
     unlabelled: float = 0.0
     grid: int = 1
     certified: int = 1
+    share: float = 1.0
+    undivided: bool = True
 
     def __post_init__(self) -> None:
         check_count("grid", self.grid)
         check_count("certified", self.certified)
+        if not 0.0 < self.share <= 1.0:
+            raise ValueError(f"share is {self.share}; it must lie in (0, 1]: the fraction of delta that was declared")
         rest = {"monte_carlo": self.monte_carlo, "reference": self.reference, "unlabelled": self.unlabelled}
         if not (self.pac_bayes > 0.0 and all(share >= 0.0 for share in rest.values()) and self.delta < 1.0):
             shares = ", ".join(f"{name} = {share}" for name, share in {"pac_bayes": self.pac_bayes, **rest}.items())
@@ -524,6 +534,8 @@ class Ledger:
         unlabelled_share: float = 0.0,
         grid: int = 1,
         certified: int = 1,
+        share: float = 1.0,
+        undivided: bool = True,
     ) -> "Ledger":
         """Spends fractions of delta on the other steps, and what is left on the PAC-Bayes bound.
 
@@ -534,6 +546,8 @@ class Ledger:
             unlabelled_share: Fraction for the unlabelled inputs of `agreement`.
             grid: How many priors, fixed in advance, this one was chosen among.
             certified: How many certificates this one may be chosen among.
+            share: What a plan that was declared beforehand gives this certificate of delta.
+            undivided: Whether what holds for all posteriors of a prior at once is left undivided by `certified`.
 
         Returns:
             The ledger.
@@ -543,7 +557,8 @@ class Ledger:
         if not sum(shares) < 1.0:
             raise ValueError(f"the shares of delta are {shares}, but PAC-Bayes needs a rest: let their sum be below 1")
         monte_carlo, reference, unlabelled = (delta * share for share in shares)
-        return cls(delta - delta * sum(shares), monte_carlo, reference, unlabelled, grid, certified)
+        rest = delta - delta * sum(shares)
+        return cls(rest, monte_carlo, reference, unlabelled, grid, certified, share, undivided)
 
     @property
     def delta(self) -> float:
@@ -556,29 +571,47 @@ class Ledger:
         return self.grid * self.certified
 
     @property
+    def choices(self) -> dict[str, Any]:
+        """What every share is divided by, as `split` takes it."""
+        return {name: getattr(self, name) for name in ("grid", "certified", "share", "undivided")}
+
+    def _per_prior(self, amount: float) -> float:
+        """What one event that all posteriors of a prior share may spend of an amount."""
+        return amount * self.share / (self.grid if self.undivided else self.candidates)
+
+    def _per_certificate(self, amount: float) -> float:
+        """What one event of this certificate's own may spend of an amount."""
+        return amount * self.share / self.candidates
+
+    @property
     def pac_bayes_each(self) -> float:
-        """The delta to use for one PAC-Bayes bound."""
-        return self.pac_bayes / self.candidates
+        """The delta to use for the PAC-Bayes bound of one prior, which holds for all its posteriors at once."""
+        return self._per_prior(self.pac_bayes)
 
     @property
     def monte_carlo_each(self) -> float:
         """The delta to use for one Monte-Carlo step."""
-        return self.monte_carlo / self.candidates
+        return self._per_certificate(self.monte_carlo)
 
     @property
     def reference_each(self) -> float:
-        """The delta to use for one reference network."""
-        return self.reference / self.candidates
+        """The delta to use for one reference network, which follows from its prior."""
+        return self._per_prior(self.reference)
 
     @property
     def unlabelled_each(self) -> float:
         """The delta to use for one count of disagreements on unlabelled inputs."""
-        return self.unlabelled / self.candidates
+        return self._per_certificate(self.unlabelled)
+
+    @property
+    def prior_each(self) -> float:
+        """The delta to use for one network that follows from a prior alone, such as the held-out baseline."""
+        return self._per_prior(self.delta)
 
     @property
     def delta_each(self) -> float:
-        """The delta to use for one held-out baseline."""
-        return self.delta / self.candidates
+        """The delta to use for one network of its own, drawn or held out."""
+        return self._per_certificate(self.delta)
 
     @classmethod
     def from_dict(cls, entry: LedgerEntry) -> "Ledger":
@@ -590,11 +623,13 @@ class Ledger:
             entry["unlabelled"],
             entry["grid"],
             entry["certified"],
+            share=entry.get("share", 1.0),
+            undivided="share" in entry,
         )
 
     def as_dict(self) -> LedgerEntry:
         """The fields and delta, ready for JSON."""
-        return {
+        entry: LedgerEntry = {
             "delta": self.delta,
             "pac_bayes": self.pac_bayes,
             "monte_carlo": self.monte_carlo,
@@ -603,6 +638,7 @@ class Ledger:
             "grid": self.grid,
             "certified": self.certified,
         }
+        return {**entry, "share": self.share} if self.undivided else entry
 
     def __str__(self) -> str:
         names = {
@@ -612,6 +648,13 @@ class Ledger:
             "unlabelled inputs": self.unlabelled,
         }
         line = f"delta {self.delta:g} = " + " + ".join(f"{share:g} {name}" for name, share in names.items() if share)
-        reasons = [f"a grid of {self.grid} priors"] * (self.grid > 1)
-        reasons += [f"a choice among {self.certified} certificates"] * (self.certified > 1)
-        return line + (f", each divided by {self.candidates} for " + " and ".join(reasons) if reasons else "")
+        if self.share != 1.0:
+            line += f", of which a declared plan gives this certificate {self.share:.4g}"
+        grid = [f"a grid of {self.grid} priors"] * (self.grid > 1)
+        choice = [f"a choice among {self.certified} certificates"] * (self.certified > 1)
+        for divisor, names, reasons in (
+            (self.grid, "each", grid) if self.undivided else (self.candidates, "each", [*grid, *choice]),
+            (self.certified, "Monte Carlo, inputs and networks", choice if self.undivided else []),
+        ):
+            line += f", {names} divided by {divisor} for " + " and ".join(reasons) if reasons else ""
+        return line

@@ -518,8 +518,7 @@ class _Audit:
     def _bound_from(self, counts: Counts) -> float:
         """The claimed bound, had the issuer made these draws of Q."""
         ledger = _ledger(self.cert.record["bounds"]["seeger"])
-        shares = {"delta": ledger.delta, "grid": ledger.grid, "certified": ledger.certified}
-        return bounds_table.claimed_bound(self.cert.pac_bayes, counts, **shares)
+        return bounds_table.claimed_bound(self.cert.pac_bayes, counts, delta=ledger.delta, **ledger.choices)
 
     @property
     def _device(self) -> torch.device:

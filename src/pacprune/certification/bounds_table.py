@@ -5,6 +5,7 @@ A new bound is a function in bounds/risk.py and a row of BOUNDS; verify.py compu
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -86,9 +87,9 @@ class Bound:
         has_inputs, is_fresh = evidence["thresholded"]["inputs"] > 0, evidence["single_draw"]["fresh"]
         return (has_inputs or not self.needs_unlabelled) and (is_fresh or not self.needs_fresh)
 
-    def ledger(self, delta: float, *, grid: int = 1, certified: int = 1) -> Ledger:
-        """How this bound spends delta, divided by the number of certificates to choose among."""
-        return Ledger.split(delta, **self.shares, grid=grid, certified=certified)
+    def ledger(self, delta: float, **choices: Any) -> Ledger:
+        """How this bound spends delta, with the choices that `Ledger.split` takes: grid, certified and share."""
+        return Ledger.split(delta, **self.shares, **choices)
 
 
 def _gibbs(bound: Callable[..., float]) -> Callable[[Evidence, Counts, Ledger], float]:
@@ -148,7 +149,8 @@ def _thresholded(evidence: Evidence, counts: Counts, ledger: Ledger) -> float:
 
 
 def _held_out(evidence: Evidence, counts: Counts, ledger: Ledger) -> float:
-    return bounds.clopper_pearson(evidence["reference"]["errors"], n=evidence["n"], delta=ledger.delta_each)
+    # The thresholded prior is one network for all posteriors of its prior: a choice among them is none among networks.
+    return bounds.clopper_pearson(evidence["reference"]["errors"], n=evidence["n"], delta=ledger.prior_each)
 
 
 _NO_DRAWS = {"monte_carlo_share": 0.0}
@@ -177,22 +179,20 @@ FAMILIES = tuple(name for name, bound in BOUNDS.items() if bound.claimable)
 """The bounds of which one is declared beforehand and claimed."""
 
 
-def all_bounds(
-    evidence: Evidence, counts: Counts, *, delta: float, grid: int = 1, certified: int = 1
-) -> dict[str, BoundEntry]:
+def all_bounds(evidence: Evidence, counts: Counts, *, delta: float, **choices: Any) -> dict[str, BoundEntry]:
     """Every bound that the evidence allows, each with the ledger that it is valid under by itself."""
     entries: dict[str, BoundEntry] = {}
     # In the file, what rests on unlabelled inputs comes last.
     for name, bound in sorted(BOUNDS.items(), key=lambda row: row[1].needs_unlabelled):
         if bound.is_stated(evidence):
-            ledger = bound.ledger(delta, grid=grid, certified=certified)
+            ledger = bound.ledger(delta, **choices)
             entries[name] = {"bound": bound.value(evidence, counts, ledger), "ledger": ledger.as_dict()}
     return entries
 
 
-def claimed_bound(record: PacBayesRecord, counts: Counts, *, delta: float, grid: int = 1, certified: int = 1) -> float:
+def claimed_bound(record: PacBayesRecord, counts: Counts, *, delta: float, **choices: Any) -> float:
     """The bound of the declared family, had these been the draws of Q and this the delta: both steps pay by it."""
-    step, choices = record["monte_carlo"], {"grid": grid, "certified": certified}
+    step = record["monte_carlo"]
     summary = summarise(
         counts,
         record["reference"]["errors"] / record["n"],

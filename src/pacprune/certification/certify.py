@@ -18,7 +18,7 @@ from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import bounds_table, drawn_networks, rules, tries
 from pacprune.certification.bounds_table import BOUNDS, RISK_BOUNDS
 from pacprune.certification.certificate import Certificate, percent, rounded_down
-from pacprune.certification.commitment import Commitment, plan_of, split_hashes
+from pacprune.certification.commitment import Commitment, choices, plan_of, split_hashes
 from pacprune.certification.drawn_networks import Counts
 from pacprune.certification.record import (
     FORMAT,
@@ -66,6 +66,8 @@ def certify(
     draws: int = 20_000,
     name: str | None = None,
     declare: str | None = None,
+    shares: Mapping[str, tuple[int, float]] | None = None,
+    group: str | None = None,
     commitment: Commitment | None = None,
     beacon: str | None = None,
     progress: Progress | None = None,
@@ -88,7 +90,8 @@ def certify(
         expected_risk: A guess of Q's risk, made without the bound set, for which Catoni's constant is the best.
             None takes the best constant of a fixed grid, which costs log 20 nats.
         grid: How many priors, fixed in advance, this one was chosen among; delta is divided by it.
-        certified: How many certificates this one may be chosen among; delta is divided by it.
+        certified: How many certificates of posteriors of this prior, made by one plan, this one may be chosen among.
+            The theorem holds for all of them at once; draws, inputs and single networks pay, each delta / certified.
         method: The bound on the Monte-Carlo error. "betting" may stop when it is good enough; "chernoff" makes all
             `draws`.
         tolerance: Sampling stops when the Monte-Carlo slack is at most this. None is 0.001, or 0.1/sqrt(n) where that
@@ -97,6 +100,10 @@ def certify(
         name: Which network it is, for verifiers: one of pacprune's models ("mlp"), or package.module:factory; or None.
         declare: What shaped the prior, where pacprune cannot trace it to split.prior, in one sentence. The
             certificate's own sentence quotes it.
+        shares: How delta is divided among the certificates of a plan that was declared beforehand: for every group, how
+            many certificates it has and what all of these get together, as {"headline": (12, 0.5), "rest": (540, 0.5)}.
+            The shares add up to at most 1. None gives this certificate all of delta.
+        group: The group of `shares` that this certificate is of.
         commitment: What `pp.commit` sealed before Q was trained, with Q sealed by its `sealed`; the settings here must
             be those of its plan.
         beacon: Under a commitment: what its `source` gave after the second seal, in hexadecimal.
@@ -128,6 +135,8 @@ def certify(
         method=method,
         tolerance=tolerance,
         draws=draws,
+        shares=shares,
+        group=group,
     )
     declaration = rules.checked_declaration(declare)
     posterior = attachment.read(model)
@@ -291,8 +300,7 @@ class _MonteCarlo:
     @cached_property
     def ledger(self) -> Ledger:
         """How delta is spent on the draws and the theorem."""
-        choices = {key: self.plan[key] for key in ("grid", "certified")}
-        return BOUNDS["seeger"].ledger(self.plan["delta"], **choices)
+        return BOUNDS["seeger"].ledger(self.plan["delta"], **choices(self.plan))
 
     @cached_property
     def reference(self) -> Tensor:
@@ -406,6 +414,7 @@ def _evidence(
         "reference": {"errors": step.reference_errors},
         "single_draw": single_draw,
         "thresholded": thresholded,
+        "shares": plan.get("shares"),
         "examples_seen": prior.seen.count,
     }
     tensors = {
@@ -424,8 +433,8 @@ def _record(
     evidence: Evidence, q_counts: Counts, candidate: _Candidate, plan: Plan, declaration: str | None
 ) -> PacBayesRecord:
     """The evidence with its bounds, the claim, and where everything came from."""
-    delta, choices = plan["delta"], {"grid": plan["grid"], "certified": plan["certified"]}
-    entries = bounds_table.all_bounds(evidence, q_counts, delta=delta, **choices)
+    delta = plan["delta"]
+    entries = bounds_table.all_bounds(evidence, q_counts, delta=delta, **choices(plan))
     chance = f"the {evidence['n']:,} bound examples and of the {len(q_counts):,} sampled networks"
     network = f"a network drawn from Q (expected sparsity {rounded_down(evidence['sparsity'])})"
     commitment = candidate.commitment
@@ -449,9 +458,11 @@ def _tries(certificate: Certificate, split: Split, plan: Plan | None = None, q_c
         return bounds_table.claimed_bound(certificate.pac_bayes, q_counts, delta=delta)
 
     # Another share of delta is no other try; another family, number of draws or beacon is one.
-    done = {key: value for key, value in (plan or {}).items() if key not in ("delta", "grid", "certified")}
+    done = {key: value for key, value in (plan or {}).items() if key not in ("delta", "grid", "certified", "shares")}
     subject = digest({"hashes": record["hashes"], "split": split_hashes(split), "plan": done, "sealed": sealed})
-    return tries.count(split.pool, subject, declared=ledger.grid * ledger.certified, bound_at=bound_at)
+    groups = ((plan or {}).get("shares") or {"groups": {}})["groups"].values()
+    declared = ledger.candidates * max(1, sum(entry["certificates"] for entry in groups))
+    return tries.count(split.pool, subject, declared=declared, bound_at=bound_at)
 
 
 def _conclusion(

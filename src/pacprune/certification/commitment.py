@@ -7,6 +7,7 @@ from a beacon, randomness that did not exist when the second seal was published.
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from pacprune import bounds
 from pacprune.bounds import Ledger
 from pacprune.certification import rules
-from pacprune.certification.record import CommitmentRecord, Plan
+from pacprune.certification.record import CommitmentRecord, Plan, Shares
 from pacprune.certification.verify import LEAVES, digest
 from pacprune.data.splits import Split, check_split, index_hash
 from pacprune.files import write_atomically
@@ -36,7 +37,7 @@ class Commitment:
     Args:
         prior: The hash of the prior P.
         split: The hashes of the split's parts and of their index lists.
-        plan: What is declared: delta, family, catoni_c, grid, certified, method, tolerance and draws.
+        plan: What is declared: delta, family, catoni_c, grid, certified, shares, method, tolerance and draws.
         source: Where the beacon will come from, and which one of its values is taken.
         posterior: The hash of Q; None before it is sealed.
 
@@ -111,7 +112,7 @@ class Commitment:
         """
         content = {
             "format": FORMAT,
-            "version": 1,
+            "version": 2,
             "prior": self.prior,
             "split": self.split,
             "plan": self.plan,
@@ -136,6 +137,11 @@ def load(folder: str | Path) -> Commitment:
         raise ValueError(f"{path} holds no commitment ({error}); make one by `pacprune commit`") from error
     if stated != present:
         raise ValueError(f"{path} states the seal {stated[:12]}, but its content has {present[:12]}; it was changed")
+    if "shares" not in commitment.plan:
+        raise ValueError(
+            f"{path} was sealed by a version of pacprune that had another account of delta; certify with that version, "
+            "or commit again"
+        )
     return commitment
 
 
@@ -160,6 +166,8 @@ def commit(
     method: str = "betting",
     tolerance: float | None = None,
     draws: int = 20_000,
+    shares: Mapping[str, tuple[int, float]] | None = None,
+    group: str | None = None,
     source: str = SOURCE,
 ) -> Commitment:
     """Seals prior, split and plan of a certificate before Q exists. No seed is sealed: nobody can aim Q at the noise.
@@ -178,6 +186,8 @@ def commit(
         method: The bound on the Monte-Carlo error: "betting" or "chernoff".
         tolerance: Sampling stops when the Monte-Carlo slack is at most this; None is as of `pp.certify`.
         draws: The most networks to draw of each of P and Q.
+        shares: How delta is divided among several certificates, as of `pp.certify`; None gives this one all of it.
+        group: The group of `shares` that this certificate is of.
         source: Where the beacon will come from and which of its values is taken, so that nobody can wait for a lucky
             one. Any public randomness will do, and so will a number that the verifier draws once it has the second
             seal.
@@ -209,6 +219,8 @@ def commit(
         method=method,
         tolerance=tolerance,
         draws=draws,
+        shares=shares,
+        group=group,
     )
     check_source(source, commit=True)
     return Commitment(prior.hash, split_hashes(split), plan, source)
@@ -233,11 +245,14 @@ def plan_of(
     method: str,
     tolerance: float | None,
     draws: int,
+    shares: Mapping[str, tuple[int, float]] | None,
+    group: str | None,
 ) -> Plan:
     """The plan with these settings, once it is one that can be certified."""
     rules.check_declared(family, method, expected_risk)
     rules.check_delta(delta)
-    n, ledger = len(split.bound), Ledger.split(delta, grid=grid, certified=certified)
+    declared = rules.checked_shares(shares, group)
+    n, ledger = len(split.bound), Ledger.split(delta, grid=grid, certified=certified, share=declared_share(declared))
     constant = None
     if expected_risk is not None:
         constant = bounds.catoni_constant(expected_risk, n=n, kl=0.0, delta=ledger.pac_bayes_each)
@@ -247,10 +262,22 @@ def plan_of(
         "catoni_c": constant,
         "grid": grid,
         "certified": certified,
+        "shares": declared,
         "method": method,
         "tolerance": max(1e-3, 0.1 / math.sqrt(n)) if tolerance is None else tolerance,
         "draws": draws,
     }
+
+
+def declared_share(shares: Shares | None) -> float:
+    """What one certificate of its group gets of delta."""
+    group = shares and shares["groups"][shares["group"]]
+    return group["share"] / group["certificates"] if group else 1.0
+
+
+def choices(plan: Plan) -> dict[str, Any]:
+    """What the plan divides delta by, as `Ledger.split` takes it."""
+    return {"grid": plan["grid"], "certified": plan["certified"], "share": declared_share(plan.get("shares"))}
 
 
 def split_hashes(split: Split) -> dict[str, dict[str, str]]:

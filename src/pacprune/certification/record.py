@@ -8,7 +8,8 @@ from typing import Literal, NotRequired, TypedDict
 from pacprune.bounds.risk import LedgerEntry
 
 FORMAT: Literal["pacprune certificate"] = "pacprune certificate"
-VERSION: Literal[2] = 2
+VERSION: Literal[3] = 3
+"""Version 2 had no shares and divided all of delta by `certified`; what reads a certificate reads both."""
 
 
 class Reference(TypedDict):
@@ -161,6 +162,24 @@ class Software(TypedDict):
     """Version."""
 
 
+class Group(TypedDict):
+    """Certificates that get equal shares of delta."""
+
+    certificates: int
+    """How many they are."""
+    share: float
+    """What all of them together get of delta."""
+
+
+class Shares(TypedDict):
+    """How a plan that was declared beforehand divides delta among its certificates."""
+
+    group: str
+    """The group that this certificate is of."""
+    groups: dict[str, Group]
+    """All certificates of the plan, in groups whose shares add up to at most 1."""
+
+
 class Plan(TypedDict):
     """What is fixed before Q exists."""
 
@@ -174,6 +193,8 @@ class Plan(TypedDict):
     """Priors that are paid for."""
     certified: int
     """Certificates that are paid for."""
+    shares: NotRequired[Shares | None]
+    """How delta is divided among the certificates of a plan; None where this one has all of it. Not in version 2."""
     method: str
     """The bound on the Monte-Carlo error."""
     tolerance: float
@@ -278,6 +299,8 @@ class Evidence(Subject):
     """One drawn network."""
     thresholded: Thresholded
     """The deterministic network behind Q."""
+    shares: NotRequired[Shares | None]
+    """How delta is divided among the certificates of a plan; None where this one has all of it. Not in version 2."""
 
 
 class PacBayesRecord(Evidence, Conclusion, Provenance):

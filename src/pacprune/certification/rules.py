@@ -1,6 +1,7 @@
 """What is refused, and why: every rule that a certificate rests on is one function that raises when it is broken."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from itertools import combinations
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 
 from pacprune import philox
 from pacprune.certification.bounds_table import FAMILIES, RISK_BOUNDS
+from pacprune.certification.record import Group, Shares
+from pacprune.certification.verify import LEAVES
 from pacprune.data import trace
 from pacprune.data.batches import device_of
 from pacprune.data.splits import Split, check_split
@@ -42,6 +45,30 @@ def check_delta(delta: float) -> None:
     """Refuses a probability that no sentence can name."""
     if not 1e-12 <= delta < 1:
         raise ValueError(f"delta is {delta}; it must lie in [1e-12, 1): give a fraction, such as 0.05")
+
+
+def checked_shares(shares: Mapping[str, tuple[int, float]] | None, group: str | None) -> Shares | None:
+    """The declared division of delta as a certificate states it: name -> (certificates, their share together)."""
+    if shares is None and group is None:
+        return None
+    if shares is None or group is None or group not in shares:
+        raise ValueError(
+            f"group is {group!r} and shares has {list(shares or ())}; give both, and a group that is among the shares"
+        )
+    groups: dict[str, Group] = {}
+    for name, (certificates, share) in shares.items():
+        if not LEAVES["name"](name) or type(certificates) is not int or certificates < 1 or not 0 < share <= 1:
+            raise ValueError(
+                f"the share {name!r:.80} is {(certificates, share)}; give a plain name, a number of certificates, and "
+                "what they get of delta together, in (0, 1]"
+            )
+        groups[name] = {"certificates": certificates, "share": float(share)}
+    total = math.fsum(entry["share"] for entry in groups.values())
+    if total > 1 + 1e-12:
+        raise ValueError(
+            f"the declared shares of delta add up to {total:g}, but must be 1 or less; declare smaller ones"
+        )
+    return {"group": group, "groups": groups}
 
 
 def checked_declaration(declare: str | None) -> str | None:

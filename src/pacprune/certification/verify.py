@@ -22,7 +22,9 @@ from typing import Any
 
 import numpy as np
 
-FORMAT, VERSION, RECORD, PACKED = "pacprune certificate", 2, "certificate.json", "packed.safetensors"
+FORMAT, VERSIONS, RECORD, PACKED = "pacprune certificate", (2, 3), "certificate.json", "packed.safetensors"
+ADDED = ("share", "shares")
+"""Keys that version 3 has and version 2 has not; version 2 divides all of delta by `certified`."""
 FILES = {
     "pac-bayes": ("distributions", "draws", "single_draw", "thresholded"),
     "held-out": ("model",),
@@ -164,13 +166,23 @@ def assumptions(record: dict[str, Any]) -> list[str]:
         return _risk_assumptions(record)
     split, ledger = record["split"], record["bounds"]["held_out"]["ledger"]
     random = record["kind"] == "pac-bayes"
+    counts = f"(grid {ledger['grid']}, certified {ledger['certified']})"
+    later = "nothing was trained because of what an earlier try showed"
+    declared = "bound family, Monte-Carlo method, most draws and Catoni's constant were declared before they were used"
+    if random and record["version"] > 2:
+        if record["shares"] is not None:
+            certificates = [group["certificates"] for group in record["shares"]["groups"].values()]
+            counts += f" times the {sum(certificates)} certificates that share delta"
+        later = (
+            "no prior was made because of what an earlier try showed; any number of its posteriors may have been tried"
+        )
+        declared += ", and are the same for all posteriors of this prior"
     lines = [
         "bound examples and new data are independent draws from one distribution, with labels as noisy as these",
         "the split is random, as the issuer declares"
         if split["declared"]
         else "the seed of the split was fixed before anything was known about its parts",
-        f"no more was tried on these bound examples than the ledger pays for (grid {ledger['grid']}, certified "
-        f"{ledger['certified']}), and nothing was trained because of what an earlier try showed",
+        f"no more was tried on these bound examples than the ledger pays for {counts}, and {later}",
     ]
     subject = "prior" if random else "network"
     if record["declaration"] is None:
@@ -182,7 +194,7 @@ def assumptions(record: dict[str, Any]) -> list[str]:
     if random and record["commitment"] is None:
         lines += [
             "the prior was written before the bound examples were used to train Q",
-            "bound family, Monte-Carlo method, most draws and Catoni's constant were declared before they were used",
+            declared,
             "Q was not changed because of its draws, which follow from Q: nobody sealed it before they were known",
         ]
     if record["commitment"] is not None:
@@ -292,6 +304,9 @@ def _commitment(record: dict[str, Any], seals: tuple[str, ...]) -> Rules:
             **{key: monte_carlo[key] for key in ("method", "tolerance")},
             **{key: ledger[key] for key in ("delta", "grid", "certified")},
         }
+        if record["version"] > 2:
+            sealed_shares, shares = (json.dumps(where["shares"]) for where in (plan, record))
+            _require(sealed_shares == shares, "the commitment's plan has other shares of delta than the certificate")
         for key, value in plan_as_done.items():
             _require(plan[key] == value, f"the commitment's plan has {key} {plan[key]}, but {value} was done")
         for made in (monte_carlo[whose]["draws"] for whose in BOTH):
@@ -551,14 +566,14 @@ def _bounds(record: dict[str, Any], n: int, draws: Tensors, kl: float, ratio: fl
     drawn = {w: _monte_carlo(draws, w, batch, errors / n, delta, method) for w in BOTH}
     yield "Monte Carlo: draws, mean risk, betting and Chernoff bounds, of Q and of P", {"monte_carlo": drawn}, 1e-12
     risk, count = drawn["posterior"]["risk_upper"], drawn["posterior"]["draws"]
-    pac, delta, c = shares["seeger"][0], sum(shares["held_out"]), record["catoni_c"]
+    pac, c = shares["seeger"][0], record["catoni_c"]
     _require(c is None or 1e-3 <= c <= 100, f"catoni_c is {c}, but must be null or lie in [0.001, 100]")
     values = gibbs(risk, n, kl, pac, c) | {
         "q_equals_p": kl_inverse(drawn["prior"]["risk_upper"], complexity(n, 0.0, pac)),
-        "held_out": clopper_pearson(errors, n, delta),
+        "held_out": clopper_pearson(errors, n, sum(shares["held_out"])),
     }
     if stated["single_draw"]:
-        values["single_draw"] = kl_inverse(single / n, max(0.0, complexity(n, ratio, delta)))
+        values["single_draw"] = kl_inverse(single / n, max(0.0, complexity(n, ratio, sum(shares["single_draw"]))))
     pac, mc, ref, _ = shares["excess"]
     plus, minus = draws["posterior/plus"] / batch, 1 - draws["posterior/minus"] / batch
     gained, lost = (kl_inverse(betting(x, mc / 2), complexity(n, kl, pac / 2)) for x in (plus, minus))
@@ -591,11 +606,19 @@ def _claim(record: Any, ledgers: dict[str, Any], values: dict[str, float], famil
 
 
 def _ledgers(record: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """How each bound spends delta, in fixed fractions, and its shares as they are used, divided by the choices made."""
+    """How each bound spends delta, in fixed fractions, and its shares as they are used, divided by the choices made.
+
+    A PAC-Bayes bound holds for all posteriors of its prior at once, and the reference network follows from the prior:
+    what they spend is divided by `grid` alone. Draws, inputs, and networks of a certificate's own pay for `certified`.
+    """
     held_out = record["bounds"]["held_out"]["ledger"]
     delta, choices = held_out["delta"], {key: held_out[key] for key in ("grid", "certified")}
     possible = 1e-12 <= delta < 1 <= min(choices.values())
     _require(possible, f"the ledgers have the impossible delta {delta} or {choices}")
+    per_prior = per_certificate = 1 / math.prod(choices.values())
+    if record["version"] > 2:
+        choices["share"] = _declared_share(record)
+        per_prior, per_certificate = choices["share"] / choices["grid"], choices["share"] * per_certificate
     # A certificate may state fewer bounds than this verifier knows, such as one that is older than a bound.
     strangers = [name for name in record["bounds"] if name not in names]
     _require(not strangers, f"bounds are given for {strangers}, which are not among {tuple(names)}")
@@ -603,8 +626,25 @@ def _ledgers(record: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], 
     for name in names:
         a, b, c, d = spent = [delta * part for part in (1 - sum(SHARES[name]), *SHARES[name])]
         ledgers[name] = {"delta": delta, "pac_bayes": a, "monte_carlo": b, "reference": c, "unlabelled": d, **choices}
-        shares[name] = [share / math.prod(choices.values()) for share in spent]
+        alone = name == "single_draw" or record["kind"] != "pac-bayes"  # the bound is about a network of its own
+        factors = (per_certificate if alone else per_prior, per_certificate, per_prior, per_certificate)
+        shares[name] = [share * factor for share, factor in zip(spent, factors, strict=True)]
     return ledgers, shares
+
+
+def _declared_share(record: dict[str, Any]) -> float:
+    """What the declared plan gives this certificate of delta, once the shares of the whole plan are possible."""
+    shares = record.get("shares")
+    if shares is None:
+        return 1.0
+    group, groups = shares["group"], shares["groups"]
+    _require(group in groups, f"shares.group is {group!r}, but must be one of {list(groups)}")
+    total = math.fsum(entry["share"] for entry in groups.values())
+    _require(total <= 1 + 1e-12, f"the declared shares of delta add up to {total}, but must be 1 or less")
+    for name, entry in groups.items():
+        possible = entry["share"] > 0 and entry["certificates"] > 0
+        _require(possible, f"the group {name!r} has the impossible share {entry['share']} of {entry['certificates']}")
+    return groups[group]["share"] / groups[group]["certificates"]
 
 
 def _monte_carlo(draws: Tensors, whose: str, batch: int, reference: float, delta: float, method: str) -> dict[str, Any]:
@@ -778,10 +818,13 @@ _NAMES = {"*": "name"}
 _LEDGER = {
     **dict.fromkeys(("delta", "pac_bayes", "monte_carlo", "reference", "unlabelled"), "fraction"),
     **dict.fromkeys(("grid", "certified"), "count"),
+    "share": "fraction",
 }
+_SHARES = {"group": "name", "groups": {"*": {"certificates": "count", "share": "fraction"}}}
 _DRAWS = {"draws": "count", "risk": "fraction", "risk_upper": "fraction", "chernoff": "fraction", "seed": "seed"}
 _PLAN = {
     **{key: _LEDGER[key] for key in ("delta", "grid", "certified")},
+    "shares": (None, _SHARES),
     "family": "name",
     "method": "name",
     "tolerance": "number",
@@ -860,6 +903,7 @@ FORMS: dict[str, dict[str, Any]] = {
             "errors": "count",
             "sparsity": "fraction",
         },
+        "shares": (None, _SHARES),
         "commitment": (None, {"plan": _PLAN, "source": "name", "digest": "hash", "seal": "hash", "beacon": "beacon"}),
     },
     "risk": {
@@ -876,6 +920,19 @@ FORMS: dict[str, dict[str, Any]] = {
     },
 }
 """Every field of certificate.json by its kind: {"*": f} is a table of names, [f] a list, (None, f) may be null."""
+
+
+def _form(kind: str, version: int) -> dict[str, Any]:
+    """The fields that a certificate of this kind and version has."""
+
+    def older(form: Any) -> Any:
+        if isinstance(form, tuple):
+            return None, older(form[1])
+        if isinstance(form, dict):
+            return {key: older(value) for key, value in form.items() if key not in ADDED}
+        return form
+
+    return FORMS[kind] if version > 2 else older(FORMS[kind])
 
 
 def _number(value: Any) -> bool:
@@ -1007,12 +1064,12 @@ def _read_record(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); ask the issuer for it again") from error
     header = (record.get("format"), record.get("version")) if isinstance(record, dict) else type(record).__name__
-    if header != (FORMAT, VERSION):
-        raise ValueError(f"{path} is {header}, but this reads {(FORMAT, VERSION)}; use a matching verifier")
+    if header not in [(FORMAT, version) for version in VERSIONS]:
+        raise ValueError(f"{path} is {header}, but this reads {(FORMAT, *VERSIONS)}; use a matching verifier")
     if record.get("kind") not in tuple(FORMS):
         kind = record.get("kind")
         raise ValueError(f"{path} is of the kind {kind!r:.80}, but must be one of {list(FORMS)}; use another verifier")
-    _check_form(record, FORMS[record["kind"]])
+    _check_form(record, _form(record["kind"], record["version"]))
     _compare(record, {"digest": digest({key: value for key, value in record.items() if key != "digest"})})
     # Another space or an 18th digit changes nothing that is computed, but the file is then not the one that was issued.
     _require(content == layout, f"{RECORD} is not laid out as issued: {len(content)} bytes, not {len(layout)}")

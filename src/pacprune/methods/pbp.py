@@ -50,6 +50,8 @@ def pbp(
     tolerance: float | None = None,
     name: str | None = None,
     declare: str | None = None,
+    shares: Mapping[str, tuple[int, float]] | None = None,
+    group: str | None = None,
     commit: bool = False,
     source: str = seals.SOURCE,
     beacon: str | None = None,
@@ -93,6 +95,8 @@ def pbp(
         name: The network's name in the certificate, such as "mlp".
         declare: What shaped the prior, where pacprune cannot trace it to split.prior, in one sentence that the
             certificate quotes.
+        shares: How delta is divided among several certificates, declared beforehand; as of `pp.certify`.
+        group: The group of `shares` that this certificate is of.
         commit: Seal prior, split and plan before Q is trained, and Q before anything is drawn. The first call stops
             after the first seal, the second after the second one. A call with a `beacon` then certifies. Needs a
             `folder`, in which the seals are kept.
@@ -146,6 +150,7 @@ def pbp(
     prior = read(model)
     sampling = {"method": method, "draws": draws, "tolerance": tolerance}
     plan = {"delta": delta, "family": family, "expected_risk": expected_risk, "grid": grid, **sampling}
+    plan |= {"shares": shares, "group": group}
     if commit and place is not None and not (place / seals.FILE).is_file():
         first = seals.commit(prior, split, source=source, **plan)
         first.save(place)

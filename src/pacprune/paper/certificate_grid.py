@@ -1,7 +1,8 @@
 """The table of certificates: a grid of priors that is fixed before anything is certified, and the runs that fill it.
 
 Every data set has one split seed, so that a smaller S_P is part of a larger one. A grid of K certificates (cells times
-seeds) divides every share of delta by K: with probability 1 - delta all of them hold at once.
+seeds) divides every share of delta by K: with probability 1 - delta all of them hold at once. A grid may also declare
+headline rows, which divide a share of delta among themselves; the others divide the rest.
 """
 
 import copy
@@ -91,6 +92,11 @@ class Cell(NamedTuple):
     seed: int
 
 
+def _name(setting: Setting[Declaration], cell: Cell) -> str:
+    """What a row is called, whatever its seed."""
+    return f"{setting.name}-{cell.sparsity:g}-{cell.alpha:g}"
+
+
 def cells_of(setting: Setting[Declaration], seeds: Sequence[int]) -> list[Cell]:
     """Every row that is published, alpha by alpha."""
     return [Cell(*values) for values in itertools.product(setting.alphas, setting.sparsities, seeds)]
@@ -98,17 +104,39 @@ def cells_of(setting: Setting[Declaration], seeds: Sequence[int]) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Grid:
-    """All rows that are certified, declared beforehand; each pays delta / K.
+    """All rows that are certified, declared beforehand; each pays delta / K, or as its part of declared shares.
 
     Args:
         settings: A data set and a network each.
         delta: Probability with which any certificate may fail.
         unpublished: Certificates on the same bound examples that are in no table: looking counts across runs.
+        headline: Rows that get more of delta, all seeds of each, as "mnist-lenet5-0.9-0.6": setting, sparsity, alpha.
+        headline_share: What these rows get of delta together.
     """
 
     settings: tuple[Setting[Declaration], ...]
     delta: float = 0.05
     unpublished: int = 0
+    headline: tuple[str, ...] = ()
+    headline_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        names = {_name(setting, cell) for setting in self.settings for cell in cells_of(setting, [0])}
+        if unknown := [name for name in self.headline if name not in names]:
+            raise ValueError(
+                f"the headline row {unknown[0]!r} is not in the grid, which has {', '.join(sorted(names))}"
+            )
+        if self.headline and not 0 < self.headline_share < 1:
+            raise ValueError(f"the headline's share is {self.headline_share}; it must lie strictly between 0 and 1")
+
+    def payment(self, setting: Setting[Declaration], cells: Sequence[Cell]) -> dict[str, Any]:
+        """What pbp is told of the other certificates, for each of some rows of a setting."""
+        if not self.headline:
+            return {"grid": self.size}
+        count = sum(s.seeds for s in self.settings for cell in cells_of(s, [0]) if _name(s, cell) in self.headline)
+        shares = {"headline": (count, self.headline_share), "rest": (self.size - count, 1 - self.headline_share)}
+        groups = ["headline" if _name(setting, cell) in self.headline else "rest" for cell in cells]
+        return {"shares": shares, "group": groups}
 
     @cached_property
     def size(self) -> int:
@@ -118,7 +146,8 @@ class Grid:
     @cached_property
     def terms(self) -> str:
         """Stands for the whole declaration."""
-        return digest(self.settings, self.delta, self.unpublished)
+        headline = (self.headline, self.headline_share) if self.headline else ()
+        return digest(self.settings, self.delta, self.unpublished, *headline)
 
     def __getitem__(self, name: str) -> Setting[Declaration]:
         """The declared setting of this name; there is no other way to certify one."""
@@ -142,7 +171,9 @@ _KEYS = {
 def read_grid(text: str) -> Grid:
     """The grid that a TOML text declares; the gates of P and Q stay as they are (gate_lr is None)."""
     content = tomllib.loads(text)
-    return Grid(tuple(_setting(entry) for entry in content["setting"]), content["delta"], content.get("tried", 0))
+    headline = content.get("headline", {"rows": [], "share": 0.0})
+    settings = tuple(_setting(entry) for entry in content["setting"])
+    return Grid(settings, content["delta"], content.get("tried", 0), tuple(headline["rows"]), headline["share"])
 
 
 def _setting(entry: Mapping[str, Any]) -> Setting[Declaration]:
@@ -249,13 +280,13 @@ def _certificates(grid: Grid, setting: Setting[Declaration], cells: Sequence[Cel
         delta=grid.delta,
         family="catoni",
         expected_risk=options.expected_risk,
-        grid=grid.size,
+        **grid.payment(setting, cells),
         draws=setting.draws,
         tolerance=options.tolerance,
         name=setting.model,
         progress=job.progress,
     )
-    return [_row(setting, cell, result, split, job) for cell, result in zip(cells, results, strict=True)]
+    return [_row(grid, setting, cell, result, split, job) for cell, result in zip(cells, results, strict=True)]
 
 
 def _sparsities(setting: Setting[Declaration], cells: Sequence[Cell]) -> list[float]:
@@ -297,7 +328,9 @@ def _dense(setting: Setting[Declaration], split: Split, part: Part, name: str, j
     return dense_networks(fast, lambda seed: models.build(setting.model, split, seed=seed), part, job, name=name)
 
 
-def _row(setting: Setting[Declaration], cell: Cell, result: Certified, split: Split, job: Job) -> dict[str, Any]:
+def _row(
+    grid: Grid, setting: Setting[Declaration], cell: Cell, result: Certified, split: Split, job: Job
+) -> dict[str, Any]:
     certificate, record = result.certificate, result.certificate.pac_bayes
     plain = attachment.harden(copy.deepcopy(result.model))
     single = {name: certificate.tensors["single_draw.safetensors"][name] for name in result.prior.mean}
@@ -321,14 +354,14 @@ def _row(setting: Setting[Declaration], cell: Cell, result: Certified, split: Sp
         "draws": certificate.draws,
         "expected_sparsity": certificate.sparsity,
         "single_sparsity": record["single_draw"]["sparsity"],
-        "rows_declared": certificate.ledger.grid,
+        "rows_declared": grid.size,
         "digest": _save(certificate, setting, cell, job),
     }
 
 
 def _save(certificate: Certificate, setting: Setting[Declaration], cell: Cell, job: Job) -> str:
     """Keeps the certificate of a first seed; returns the digest of any."""
-    folder = job.out / "certificates" / f"{setting.name}-{cell.sparsity:g}-{cell.alpha:g}-{cell.seed}"
+    folder = job.out / "certificates" / f"{_name(setting, cell)}-{cell.seed}"
     certificate.save(folder, packed=True)
     content = json.loads((folder / RECORD).read_text())["digest"]
     if cell.seed != job.seeds(1)[0]:

@@ -11,6 +11,7 @@ from pacprune import __version__
 from pacprune.files import write_atomically
 from pacprune.paper import (
     characters,
+    choosing,
     compress,
     data_scarce,
     error_vs_sparsity,
@@ -49,6 +50,7 @@ RECIPES: dict[str, Recipe] = {
     "data-scarce": Recipe(data_scarce.SETTINGS, data_scarce.figures, several=True),
     "posteriors": Recipe(posteriors.SETTINGS, posteriors.figures, several=True),
     "compress": Recipe(compress.SETTINGS, compress.figures, several=True),
+    "choosing": Recipe(choosing.SETTINGS, choosing.figures),
     "monitor-delay": Recipe(monitor_delay.SETTINGS, monitor_delay.figures),
 }
 """A new figure is one file, with its settings, rows, painter and `figures`, and one row here."""

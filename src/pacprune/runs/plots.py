@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from pacprune import bounds
+from pacprune.bounds import Ledger
 from pacprune.bounds.numeric import rounded_up
 from pacprune.certification.certificate import Certificate
 from pacprune.certification.decode import load as load_certificate
@@ -316,8 +317,7 @@ def _certificate_table(folder: Path, result: dict[str, Any]) -> Table:
     reference = {"empirical risk": held_out_risk, "confidence": held_out - held_out_risk, "total": held_out}
     if record["kind"] == "held-out":
         return [{"certificate": "this network", **reference}]
-    entry = record["bounds"]["seeger"]["ledger"]
-    delta = entry["pac_bayes"] / (entry["grid"] * entry["certified"])
+    delta = Ledger.from_dict(record["bounds"]["seeger"]["ledger"]).pac_bayes_each
     rows = []
     for distribution, key, name in (("posterior", "seeger", "posterior Q"), ("prior", "q_equals_p", "prior P (Q = P)")):
         estimate = record["monte_carlo"][distribution]
