@@ -73,11 +73,12 @@ def certify_held_out(
         ValueError: If a rule is broken; the message names the rule and the remedy.
 
     Example:
+        >>> import copy
         >>> history = pp.fit(model, split.prior, pp.Config(epochs=1, lr=0.1))
-        >>> certificate = pp.certify_held_out(model, split)
-        >>> pp.error(model, split.bound) < certificate.bound < 1
-        True
         >>> pruned = pp.osp(copy.deepcopy(model), split.prior, pp.Config(epochs=1, lr=0.1), sparsity=0.8)
+        >>> certificate = pp.certify_held_out(pruned.model, split)
+        >>> pp.error(pruned.model, split.bound) < certificate.bound < 1
+        True
         >>> print(pp.certify_held_out(pruned.model, split, risk="disagreement", reference=model).statement)
         With probability at least 95 % over the draw of the 719 bound examples, the rate of disagreement on new data of
         this network (sparsity 0.8000) with the reference network is at most 0...
