@@ -113,7 +113,7 @@ def certify(
     (Clopper-Pearson), or another risk. Runs of pbp have a certificate already, unless they are sealed.
     """
     with user_errors():
-        code = {"model": model, "data": data}
+        code: dict[str, Any] = {"model": model, "data": data}
         if beacon is None:
             what = {"risk": risk, "reference": reference, "groups": groups}
             options = {"delta": delta, "certified": certified, "declare": declare, "device": device, "out": out}

@@ -186,7 +186,7 @@ def _certificates(setting: Setting[Cells], split: Split, seed: int, job: Job) ->
         "n": len(split.bound),
         "inputs": len(split.unlabelled),
         "dense_errors": int(drawn_networks.errors(dense, {}, split.bound).sum()),
-        "pruned_errors": choice.certificate.record["reference"]["errors"],
+        "pruned_errors": int(drawn_networks.errors(plain, pruned, split.bound).sum()),
         "disagreements": disagreements,
         "risk_upper": choice.certificate.risk_upper,
         "kl": choice.certificate.kl,
