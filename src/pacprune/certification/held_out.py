@@ -75,13 +75,13 @@ def certify_held_out(
     Example:
         >>> import copy
         >>> history = pp.fit(model, split.prior, pp.Config(epochs=1, lr=0.1))
-        >>> pruned = pp.osp(copy.deepcopy(model), split.prior, pp.Config(epochs=1, lr=0.1), sparsity=0.8)
+        >>> pruned = pp.osp(copy.deepcopy(model), split.prior, pp.Config(epochs=1, lr=0.1), sparsity=0.75)
         >>> certificate = pp.certify_held_out(pruned.model, split)
         >>> pp.error(pruned.model, split.bound) < certificate.bound < 1
         True
         >>> print(pp.certify_held_out(pruned.model, split, risk="disagreement", reference=model).statement)
         With probability at least 95 % over the draw of the 719 bound examples, the rate of disagreement on new data of
-        this network (sparsity 0.8000) with the reference network is at most 0...
+        this network (sparsity 0.7500) with the reference network is at most 0...
     """
     if risk == "error" and groups is None and isinstance(split, Split) and split.classes and split.bound.y.ndim == 1:
         _refuse_needless_reference(risks.RISKS["error"], "error", reference)
