@@ -315,7 +315,7 @@ def test_a_folder_that_is_chosen_is_verified(browser: Browser, bases: dict[str, 
 
 
 @in_a_browser
-@pytest.mark.parametrize("sort", ["usual, packed", "committed", "held-out"])
+@pytest.mark.parametrize("sort", ["usual, packed", "committed", "held-out", "sequence, packed", "Brier by key, packed"])
 def test_an_embedded_certificate_is_shown_and_called_the_issuers_word(
     browser: Browser, bases: dict[str, Files], tmp_path: Path, sort: str
 ) -> None:
@@ -338,14 +338,17 @@ def test_an_embedded_certificate_is_shown_and_called_the_issuers_word(
         browser.run("document.querySelectorAll('svg rect').length"),
         browser.run("document.querySelectorAll('svg rect.claimed').length"),
     )
-    assert bars == (len(record["bounds"]), 1)
+    tests = record.get("tests", [])
+    claimed = sum(test["network"] == record["hashes"]["model"] for test in tests)
+    assert bars == ((len(tests), claimed) if tests else (len(record["bounds"]), 1))
     assert browser.complaints == []
 
 
 @in_a_browser
 @pytest.mark.parametrize("width", [390, 1280])
-def test_it_fits_the_screen(browser: Browser, bases: dict[str, Files], tmp_path: Path, width: int) -> None:
-    folder = mutations.write(bases["committed"], tmp_path / "certificate")
+@pytest.mark.parametrize("sort", ["committed", "drop by class"])
+def test_it_fits_the_screen(browser: Browser, bases: dict[str, Files], tmp_path: Path, sort: str, width: int) -> None:
+    folder = mutations.write(bases[sort], tmp_path / "certificate")
     browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
     browser.open(written(tmp_path / "page.html", page.embedded(folder)))
     browser.verdict()

@@ -276,6 +276,28 @@ def test_certify_gives_the_folder_that_verify_takes(osp: Path, tmp_path: Path) -
     assert tries.startswith("certificate number ")
 
 
+def test_certify_takes_a_risk_a_reference_and_groups(
+    osp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = run(f"osp {SHORT} --train-on prior --sparsity 0", tmp_path / "dense")
+    run_folder = shutil.copytree(osp, tmp_path / "osp")
+    compared = json.loads(call("certify", run_folder, "--risk", "drop", "--reference", dense, "--json").stdout)
+    assert "the drop in accuracy on new data of this network" in compared["statement"]
+    assert call("verify", run_folder, "--recount").stdout.splitlines()[-1].startswith("VALID (level 2")
+    assert compared["statement"] in (run_folder / "report.html").read_text()
+    assert "kind is risk there and held-out here" in refusal("certify", run_folder)
+    assert "compares with a reference network" in refusal("certify", osp, "--risk", "drop", "--out", tmp_path / "x")
+    by_class = call("certify", osp, "--groups", "class", "--out", tmp_path / "classes")
+    assert "in each of the 10 groups; the largest bound is that of class " in by_class.stdout
+    (tmp_path / "own_loss.py").write_text("def unsure(out, batch):\n    return 1 - out.softmax(-1).amax(-1)\n")
+    monkeypatch.chdir(tmp_path)
+    assert call("certify", osp, "--risk", "own_loss:unsure", "--out", "own").exit_code == 0
+    assert call("verify", "own", "--recount", "--risk", "own_loss:unsure").exit_code == 0
+    assert "give the function as risk= (--risk package" in refusal("verify", "own", "--recount")
+    assert "the loss 'own_loss:sure' cannot be imported" in refusal("certify", osp, "--risk", "own_loss:sure")
+    assert not (tmp_path / "x").exists()
+
+
 def test_a_choice_among_networks_is_paid_for(osp: Path, tmp_path: Path) -> None:
     before = sorted(f for f in osp.rglob("*") if f.is_file())
     bound, bound_of_five = (
@@ -406,7 +428,8 @@ def test_selftest_counts_violations(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [("speed", "unknown self-test 'speed'"), ("coverage --trials 0", "trials is 0")]
+    ("words", "message"),
+    [("speed", "unknown self-test 'speed'; use coverage or widths"), ("coverage --trials 0", "trials is 0")],
 )
 def test_selftest_refuses_bad_arguments(words: str, message: str) -> None:
     assert message in refusal("selftest", *words.split())
