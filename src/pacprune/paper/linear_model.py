@@ -33,7 +33,7 @@ class Sizes:
 
 
 SETTINGS: dict[str, tuple[Setting[Sizes], ...]] = {
-    "smoke": (Setting(seeds=3, options=Sizes(41, 100, Networks((8, 16), 2, 100, 2))),),
+    "smoke": (Setting(seeds=2, options=Sizes(21, 50, Networks((8, 16), 2, 100, 2))),),
     "reduced": (Setting(seeds=50, options=Sizes(401, 2000, Networks((16, 64, 256, 1024), 5, 1000, 20))),),
     "paper": (Setting(seeds=500, options=Sizes(1001, 5000, Networks((16, 64, 256, 1024, 4096), 10, 1400, 20))),),
 }
