@@ -15,7 +15,7 @@ from pacprune.bench.synthetic import Violations
 from pacprune.bounds.numeric import check_count, check_delta
 from pacprune.types import Progress
 
-STUDIES = (*synthetic.STUDIES, *risk_studies.STUDIES, *compress_study.STUDIES)
+STUDIES = (*synthetic.STUDIES, *risk_studies.STUDIES, *compress_study.STUDIES, synthetic.choosing)
 CONFIDENCE = 0.999
 """Of the two-sided Clopper-Pearson interval around an observed rate."""
 FEWEST = 60

@@ -395,7 +395,7 @@ POSTERIORS = 1_000
 """Posteriors of one prior, among which the best is chosen."""
 
 
-def _choosing(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
+def choosing(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
     """The best of 1,000 posteriors of one prior, by fresh draws and by draws that chose; and of 1,000 single draws.
 
     P is uniform over 1,000 networks, and posterior j is network j. A draw errs on a random bound example.
@@ -513,7 +513,4 @@ def _counts_inside(t: int, risk: float, alpha: float) -> tuple[int, int]:
     return fewest, most
 
 
-STUDIES = (
-    *(_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real, _tries, _watching),
-    _choosing,
-)
+STUDIES = (_gibbs, _held_out, _monte_carlo, _composition, _excess, _single_draw, _transfer, _real, _tries, _watching)
