@@ -102,7 +102,7 @@ def certify(
     (Clopper-Pearson). Runs of pbp have a certificate already, unless they are sealed.
     """
     with user_errors():
-        code = {"model": model, "data": data}
+        code: dict[str, Any] = {"model": model, "data": data}
         if beacon is None:
             options = {"delta": delta, "certified": certified, "declare": declare, "device": device, "out": out}
             certificate = commands.certify(run, **options, **code)
