@@ -30,12 +30,13 @@ demo: .venv/.demo
 	@$(CHECK_TORCH)
 	$(BIN)/pacprune demo
 
+# Files in their order: by number of tests, those with few long ones would come last, and one worker would wait.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The same tests at full size: those that repeat something at random do so thousands of times.
 test-all: lint
-	PACPRUNE_TEST_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	PACPRUNE_TEST_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: venv
 	$(BIN)/ruff check

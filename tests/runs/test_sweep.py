@@ -353,6 +353,7 @@ def test_readers_do_not_take_each_other_for_workers() -> None:
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ) as watcher:
         while watcher.poll() is None:
             assert locks.state(Path("out"), "one")["state"] == "waiting"
+            time.sleep(0.001)
     assert watcher.returncode == 0
 
 
