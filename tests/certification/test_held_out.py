@@ -129,7 +129,7 @@ def test_groups_share_delta_and_the_worst_is_named() -> None:
         assert (test["group"], test["n"], test["bound"]) == (f"class {label}", int(mask.sum()), bound)
     worst = max(certificate.tests, key=lambda test: test["bound"] or 0)
     assert certificate.bound == worst["bound"]
-    assert certificate.statement.endswith(f"in each of the 10 groups; the largest bound is that of {worst['group']}.")
+    assert certificate.statement.endswith(f'in each of the 10 groups; the largest bound is that of "{worst["group"]}".')
     by_key = pp.certify_held_out(model, split, groups=split.bound.y.tolist())
     assert [test["bound"] for test in by_key.tests] == [test["bound"] for test in certificate.tests]
     masks = {"bright": split.bound.x.mean((1, 2, 3)) > 0, "all": torch.ones(len(split.bound), dtype=torch.bool)}
@@ -387,7 +387,7 @@ BAD_INPUT = {
     "the loss of example 0 is 2, but a loss must lie in [0, 1]; the losses run from 2 to 2": {
         "risk": lambda out, batch: torch.full((len(out),), 2.0)
     },
-    "of a batch of 719 examples has the shape (); give one value for each": {"risk": lambda out, batch: out.mean()},
+    "of a batch of 64 examples has the shape (); give one value for each": {"risk": lambda out, batch: out.mean()},
     "the risk 'drop' compares with a reference network, but there is none": {"risk": "drop"},
     "risk 'wish' is unknown; use one of error, top2": {"risk": "wish"},
     "delta is 1.5; it must lie in [1e-12, 1)": {"risk": "top2", "delta": 1.5},

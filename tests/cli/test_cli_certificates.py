@@ -288,7 +288,7 @@ def test_certify_takes_a_risk_a_reference_and_groups(
     assert "kind is risk there and held-out here" in refusal("certify", run_folder)
     assert "compares with a reference network" in refusal("certify", osp, "--risk", "drop", "--out", tmp_path / "x")
     by_class = call("certify", osp, "--groups", "class", "--out", tmp_path / "classes")
-    assert "in each of the 10 groups; the largest bound is that of class " in by_class.stdout
+    assert 'in each of the 10 groups; the largest bound is that of "class ' in by_class.stdout
     (tmp_path / "own_loss.py").write_text("def unsure(out, batch):\n    return 1 - out.softmax(-1).amax(-1)\n")
     monkeypatch.chdir(tmp_path)
     assert call("certify", osp, "--risk", "own_loss:unsure", "--out", "own").exit_code == 0

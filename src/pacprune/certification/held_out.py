@@ -18,7 +18,7 @@ from pacprune.certification.commitment import split_hashes
 from pacprune.certification.record import FORMAT, VERSION, BoundEntry, RiskRecord, RiskTest
 from pacprune.certification.risks import Loss, Risk, Sample, Tally
 from pacprune.certification.tries import Tries
-from pacprune.certification.verify import LEAVES, MOST_EFFORT, assumptions, digest
+from pacprune.certification.verify import LEAST_TESTED, LEAVES, MOST_EFFORT, assumptions, digest
 from pacprune.data.batches import tensors
 from pacprune.data.splits import Split
 from pacprune.data.splits import whole as whole_split
@@ -223,6 +223,8 @@ class _Trial:
             rules.refuse_batch_statistics(network)
             rules.refuse_untraced(weights.origin(network), split, who, declaration)
             rules.refuse_unsteady(network, split.bound.x, values=not risk_is_of_classes(risk_name, split))
+        if not isinstance(risk, str):
+            risks.refuse_batch_loss(entry, networks[0], reference, split.bound)
         hashes = tuple(certify.tensor_hash(_state(network)) for network in networks)
         sparsities = tuple(weights.sparsity(network) for network in networks)
         return cls(networks, reference, split, risk_name, entry, delta, certified, declaration, hashes, sparsities)
@@ -242,7 +244,11 @@ class _Trial:
                 )
 
     def check_limit(self, limit: float) -> None:
-        """A limit that values can respect and can exceed."""
+        """A limit that values can respect and can exceed, at a delta that p-values can be compared with."""
+        if self.delta_each < LEAST_TESTED:
+            raise ValueError(
+                f"delta is {self.delta}, but p-values are exact to 1e-12 alone; test at {LEAST_TESTED} or more"
+            )
         if not self.risk.lowest < limit < 1:
             raise ValueError(
                 f"the limit is {limit}, but it must lie strictly between {self.risk.lowest} and 1, the least and the "
@@ -325,7 +331,7 @@ class _Trial:
             "tests": tests,
             "bounds": entries,
             "claim": {"family": "held_out", "bound": bound},
-            "statement": self.statement(tests, rule, place, bound),
+            "statement": self.statement(tests, rule, place, bound, _outside(tensors)),
             "declaration": self.declaration,
             "commitment": None,
             **certify.provenance(self.split, hashes),
@@ -334,8 +340,8 @@ class _Trial:
         certificate = Certificate(record, files)
         return replace(certificate, tries=self._tries(certificate))
 
-    def statement(self, tests: list[RiskTest], rule: str, place: int, bound: float) -> str:
-        """What is proved, in one sentence, and what the issuer states beside it."""
+    def statement(self, tests: list[RiskTest], rule: str, place: int, bound: float, outside: int) -> str:
+        """What is proved, in one sentence, and what the issuer states beside it; so many examples are in no group."""
         phrase, against = f"the {self.risk.phrase} on new data of", self.risk.against
         network, value = f"this network (sparsity {rounded_down(self.sparsities[place])})", rounded_up(bound)
         count = len(self.hashes)
@@ -352,8 +358,8 @@ class _Trial:
         elif tests[0]["group"] is not None:
             worst = max(tests, key=lambda test: test["bound"] or -1.0)
             claim = (
-                f"{phrase} {network}{against} is at most {value} in each of the {len(tests)} groups; the largest bound "
-                f"is that of {worst['group']}"
+                f"{phrase} {network}{against} is at most {value} in each of the {len(tests)} groups"
+                f'{_left_out(outside)}; the largest bound is that of "{worst["group"]}"'
             )
         else:
             claim = f"{phrase} {network}{against} is at most {value}"
@@ -385,8 +391,10 @@ class _Trial:
         record = certificate.record
         assert record["kind"] == "risk"
         subject = {key: record[key] for key in ("hashes", "risk", "rule", "limit", "order")}
-        groups = [test["group"] for test in record["tests"]]
-        hashed = digest({**subject, "groups": groups, "split": split_hashes(self.split)})
+        # Other groups, or another loss, under the same name are another try.
+        counted = [{key: test[key] for key in ("group", "n", "counts", "mean")} for test in record["tests"]]
+        examples = certify.tensor_hash(certificate.tensors.get("examples.safetensors", {}))
+        hashed = digest({**subject, "counted": counted, "examples": examples, "split": split_hashes(self.split)})
 
         def bound_at(share: float) -> float:
             return _bound_at(certificate, self.delta * share)
@@ -520,6 +528,16 @@ def _examples(
     levels = {f"levels/{place}": sample.values for place, sample in samples.items()}
     groups = {f"group/{place}": mask for place, mask in enumerate(masks.values()) if mask is not None}
     return levels | groups
+
+
+def _outside(examples: Mapping[str, Tensor]) -> int:
+    """How many examples are in no group."""
+    masks = [mask for name, mask in examples.items() if name.startswith("group/")]
+    return int((~torch.stack(masks).any(0)).sum()) if masks else 0
+
+
+def _left_out(count: int) -> str:
+    return f", which leave out {count:,} bound examples" if count else ""
 
 
 def _state(network: nn.Module) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -176,6 +177,19 @@ def _promise(certificate: Certificate | str | Path | float) -> tuple[float, str 
         return sequential.check_limit(certificate), None, None, False
     content = {name: value for name, value in certificate.record.items() if name != "files"}
     record = certificate.record
+    _refuse_partial_groups(certificate)
     is_drop = record["kind"] == "risk" and record["risk"]["name"] == "drop"
     limit = (1.0 + certificate.bound) / 2.0 if is_drop else certificate.bound
     return sequential.check_limit(limit), digest(content), certificate.ledger.delta, is_drop
+
+
+def _refuse_partial_groups(certificate: Certificate) -> None:
+    """Bounds on groups bound the risk on all examples only where every example is in one group, and in no other."""
+    examples = certificate.tensors.get("examples.safetensors", {})
+    masks = [mask for name, mask in examples.items() if name.startswith("group/")]
+    count = int((torch.stack(masks).sum(0) != 1).sum()) if masks else 0
+    if count:
+        raise ValueError(
+            f"{count} of the {certificate.n} bound examples are in no group of the certificate, or in several, so that "
+            "it bounds no risk on all examples: watch a certificate without groups"
+        )

@@ -28,7 +28,11 @@ LEVELS = 2**16
 """Values that are no whole numbers are rounded up to multiples of 1/LEVELS of their range."""
 TOPS = (2, 3, 5, 10, 20, 50, 100)
 """The k of top-k errors."""
+NEAR = 8
+"""Rounding moves a value by at most so many levels, unless it makes it jump."""
 _BATCH = 1000
+_STEADY = 64
+"""So many examples are looked at one by one, to see whether a loss looks at its own example alone."""
 
 
 class Answers(NamedTuple):
@@ -65,10 +69,15 @@ def logits_of(output: Any) -> Any:
     return getattr(output, "logits", output)
 
 
+def _has_several_labels(logits: Tensor, y: Tensor) -> bool:
+    """Whether an example has several labels, with a logit for each."""
+    return y.ndim > 1 and logits.shape == y.shape and y.shape[-1] > 1
+
+
 def _wrong(output: Any, y: Tensor) -> Tensor:
     """Which answers are wrong, as `pp.error` has it; where an example has several labels, with a logit for each."""
     logits = logits_of(output)
-    if y.ndim < 2 or logits.shape != y.shape or y.shape[-1] < 2:
+    if not isinstance(logits, Tensor) or not _has_several_labels(logits, y):
         return mistakes(logits, y)
     if bool((y.sum(-1) == 1).all()):
         raise ValueError(
@@ -101,7 +110,10 @@ def _drop(answers: Answers) -> Tensor:
 
 
 def _disagreement(answers: Answers) -> Tensor:
-    return _classes(answers.output) != _classes(answers.reference)
+    outputs = [logits_of(output) for output in (answers.output, answers.reference)]
+    if _has_several_labels(outputs[0], answers.y):
+        outputs = [logits[..., None] for logits in outputs]
+    return _classes(outputs[0]) != _classes(outputs[1])
 
 
 def _classes(output: Any) -> Tensor:
@@ -110,14 +122,25 @@ def _classes(output: Any) -> Tensor:
     return (logits > 0).reshape(len(logits), -1) if logits.ndim == 1 or logits.shape[-1] == 1 else logits.argmax(-1)
 
 
+def _logits_of_classes(answers: Answers) -> Tensor:
+    """The outputs in float64, once there is one for each of several classes."""
+    logits, y = logits_of(answers.output), answers.y
+    if logits.shape[:-1] != y.shape or logits.shape[-1] < 2:
+        raise ValueError(
+            f"the model's outputs have shape {tuple(logits.shape)} and the labels {tuple(y.shape)}; this loss needs "
+            "one label for each row of at least 2 outputs, so give the model an output per class"
+        )
+    return logits.double()
+
+
 def _brier(answers: Answers) -> Tensor:
-    probabilities = F.softmax(logits_of(answers.output).double(), dim=-1)
+    probabilities = F.softmax(_logits_of_classes(answers), dim=-1)
     truth = F.one_hot(answers.y, probabilities.shape[-1])
     return ((probabilities - truth).square().sum(-1) / 2).clamp_max(1.0)
 
 
 def _cross_entropy(answers: Answers) -> Tensor:
-    log_probabilities = F.log_softmax(logits_of(answers.output).double(), dim=-1)
+    log_probabilities = F.log_softmax(_logits_of_classes(answers), dim=-1)
     surprise = -log_probabilities.gather(-1, answers.y[..., None]).squeeze(-1)
     return surprise.clamp_max(math.log(1e4)) / math.log(1e4)
 
@@ -238,14 +261,15 @@ class Sample:
         return Tally(len(values), self.lowest, levels=tuple(zip(levels.tolist(), times.tolist(), strict=True)))
 
 
-def evaluate(risk: Risk, model: nn.Module, reference: nn.Module | None, part: Part) -> Sample:
+def evaluate(risk: Risk, model: nn.Module, reference: nn.Module | None, part: Part, *, batch: int = _BATCH) -> Sample:
     """The values of a risk on every example of a part, in eval mode and float32."""
     device = device_of(model)
     pieces: list[Tensor] = []
-    for x, y in zip(part.x.split(_BATCH), part.y.split(_BATCH), strict=True):
+    for x, y in zip(part.x.split(batch), part.y.split(batch), strict=True):
         x, y = x.to(device), y.to(device)
         with evaluating(model):
             output = model(x)
+        _refuse_nan("the network", output)
         compared = None if reference is None else _reference_output(reference, x, output)
         with torch.no_grad():
             values = torch.as_tensor(risk.values(Answers(output, compared, x, y)))
@@ -255,6 +279,20 @@ def evaluate(risk: Risk, model: nn.Module, reference: nn.Module | None, part: Pa
             )
         pieces.append(values.cpu())
     return sample(torch.cat(pieces), risk.lowest)
+
+
+def refuse_batch_loss(risk: Risk, model: nn.Module, reference: nn.Module | None, part: Part) -> None:
+    """A loss looks at one example at a time: that of a batch hardly varies, and a bound would take it for certain."""
+    some = part.subset(torch.arange(min(_STEADY, len(part))))
+    together, alone = (evaluate(risk, model, reference, some, batch=size) for size in (len(some), 1))
+    near = 0 if together.whole else NEAR
+    count = int(((together.values.long() - alone.values.long()).abs() > near).sum())
+    # One of them may lie where rounding makes its value jump.
+    if count > 1 or together.whole != alone.whole:
+        raise ValueError(
+            f"the losses of {count} of {len(some)} examples depend on what else is in the batch; let the loss look at "
+            "one example at a time"
+        )
 
 
 def _reference_output(reference: nn.Module, x: Tensor, output: Any) -> Any:
@@ -267,8 +305,16 @@ def _reference_output(reference: nn.Module, x: Tensor, output: Any) -> Any:
             f"the network's outputs have shape {shapes[0]} and those of the reference {shapes[1]}; give a reference "
             "with the same outputs"
         )
+    _refuse_nan("the reference", compared)
     logits = logits_of(compared)
     return logits.to(x.device)
+
+
+def _refuse_nan(who: str, output: Any) -> None:
+    """What is no number is neither larger nor smaller than another, so that an answer would be called right."""
+    logits = logits_of(output)
+    if isinstance(logits, Tensor) and bool(logits.isnan().any()):
+        raise ValueError(f"{int(logits.isnan().sum())} outputs of {who} are NaN; give one whose outputs are numbers")
 
 
 def sample(values: Tensor, lowest: int) -> Sample:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pacprune import philox
 from pacprune.certification.bounds_table import FAMILIES, RISK_BOUNDS
 from pacprune.certification.record import Group, Shares
+from pacprune.certification.risks import logits_of
 from pacprune.certification.verify import LEAVES
 from pacprune.data import trace
 from pacprune.data.batches import device_of
@@ -57,10 +58,11 @@ def checked_shares(shares: Mapping[str, tuple[int, float]] | None, group: str | 
         )
     groups: dict[str, Group] = {}
     for name, (certificates, share) in shares.items():
-        if not LEAVES["name"](name) or type(certificates) is not int or certificates < 1 or not 0 < share <= 1:
+        fits = LEAVES["name"](name) and LEAVES["count"](certificates) and certificates > 0
+        if not fits or not 1e-12 * certificates <= share <= 1:
             raise ValueError(
                 f"the share {name!r:.80} is {(certificates, share)}; give a plain name, a number of certificates, and "
-                "what they get of delta together, in (0, 1]"
+                "what they get of delta together, at most 1 and at least 1e-12 for each"
             )
         groups[name] = {"certificates": certificates, "share": float(share)}
     total = math.fsum(entry["share"] for entry in groups.values())
@@ -205,17 +207,17 @@ def refuse_unsteady(network: nn.Module | Callable[[Tensor], Tensor], x: Tensor, 
     if isinstance(network, nn.Module):
         x = x[:_STEADY].to(device_of(network))
     with evaluating(network) if isinstance(network, nn.Module) else torch.no_grad():
-        batch = network(x[:_STEADY])
+        batch = logits_of(network(x[:_STEADY]))
         if not isinstance(batch, Tensor):
             return  # `mistakes` says that an error needs logits
         values = values or batch.ndim == 1 or batch.shape[-1] == 1  # one output, whose sign is the answer
         for others, why in (
             (
-                network(x[:_STEADY]),
+                logits_of(network(x[:_STEADY])),
                 "differ when they are asked for again: it draws something at random, such as dropout",
             ),
             (
-                torch.cat([network(example[None]) for example in x[:_STEADY]]),
+                torch.cat([logits_of(network(example[None])) for example in x[:_STEADY]]),
                 "depend on what else is in the batch: it uses statistics of the batch",
             ),
         ):

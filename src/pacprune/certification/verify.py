@@ -68,6 +68,7 @@ RISKS = {
     "brier": ("mean Brier loss", ""),
     "cross-entropy": ("mean bounded cross-entropy", ""),
 }
+LEAST_TESTED = 1e-8  # p-values are exact to 1e-12, so that at a smaller delta a false one could pass
 RISK_LEVELS = 2**16  # values that are no whole numbers are so many parts of their range
 LEVELS = {
     1: "the arithmetic follows from the stated counts",
@@ -348,6 +349,8 @@ def _risk(record: dict[str, Any], n: int, tensors: dict[str, Tensors]) -> Rules:
     ledgers, shares = _ledgers(record, ["held_out"])
     _require(ledgers["held_out"]["grid"] == 1, "the ledger has a grid of priors, but there is no prior")
     delta, tests, sequence = sum(shares["held_out"]), record["tests"], record["rule"] == "sequence"
+    exact = not sequence or delta >= LEAST_TESTED
+    _require(exact, f"tests are made at {delta}, but p-values are exact to 1e-12 alone: at least {LEAST_TESTED}")
     place = _risk_order(record, hashes["model"])
     rows = _risk_rows(record, n, tensors.get("examples", {}))
     for number, (test, row) in enumerate(zip(tests, rows, strict=True)):
@@ -364,8 +367,10 @@ def _risk(record: dict[str, Any], n: int, tensors: dict[str, Tensors]) -> Rules:
             _compare(test[key], value, f"tests[{number}].{key}", slack=1e-12)
     yield f"{len(tests)} tests: counts, means, bounds and p-values", {}, 0.0
     own = [test["bound"] for test in tests if test["network"] == hashes["model"]]
-    bound = float(record["limit"]) if sequence else max(own)
-    yield from _risk_claim(record, ledgers["held_out"], bound, place)
+    bound = float(record["limit"] if sequence else max(own))
+    masks = [mask for name, mask in tensors.get("examples", {}).items() if name.startswith("group/")]
+    outside = n - int(np.logical_or.reduce(masks).sum()) if masks else 0
+    yield from _risk_claim(record, ledgers["held_out"], bound, place, outside)
 
 
 def _risk_order(record: dict[str, Any], model: str) -> int:
@@ -476,14 +481,16 @@ def _risk_rows(record: dict[str, Any], n: int, examples: Tensors) -> list[_Tally
 def _risk_words(risk: str) -> tuple[str, str]:
     """What a sentence calls a risk, and how it names the reference network."""
     if ":" in risk:
+        # A name with spaces could go on as a sentence of its own.
+        _require(" " not in risk, f"the loss {risk!r} has a space in its name, which no function has")
         return f"mean of the loss {risk}", ""
     top = re.fullmatch("top([1-9][0-9]{0,3})", risk)
     _require(top or risk in RISKS, f"the risk {risk!r} is unknown")
     return (f"top-{top[1]} error rate", "") if top else RISKS[risk]
 
 
-def _risk_claim(record: dict[str, Any], ledger: dict[str, Any], bound: float, place: int) -> Rules:
-    """The claim and its sentence."""
+def _risk_claim(record: dict[str, Any], ledger: dict[str, Any], bound: float, place: int, outside: int) -> Rules:
+    """The claim and its sentence; so many examples are in no group."""
     phrase, against = _risk_words(record["risk"]["name"])
     needs = "reference" if against else None
     _require(("reference" in record["hashes"]) == bool(needs), "a reference is given, or missing, against the risk")
@@ -502,10 +509,10 @@ def _risk_claim(record: dict[str, Any], ledger: dict[str, Any], bound: float, pl
         )
     elif tests[0]["group"] is not None:
         worst = max(tests, key=lambda test: test["bound"])["group"]
-        claim = (
-            f"{network}{against} is at most {upper} in each of the {len(tests)} groups; the largest bound is that of "
-        )
-        claim += worst
+        left_out = f", which leave out {outside:,} bound examples" if outside else ""
+        # In quotation marks, which no name has: otherwise it could go on as a sentence of its own.
+        claim = f"{network}{against} is at most {upper} in each of the {len(tests)} groups{left_out}"
+        claim += f'; the largest bound is that of "{worst}"'
     else:
         claim = f"{network}{against} is at most {upper}"
     delta = ledger["delta"]
@@ -642,7 +649,7 @@ def _declared_share(record: dict[str, Any]) -> float:
     total = math.fsum(entry["share"] for entry in groups.values())
     _require(total <= 1 + 1e-12, f"the declared shares of delta add up to {total}, but must be 1 or less")
     for name, entry in groups.items():
-        possible = entry["share"] > 0 and entry["certificates"] > 0
+        possible = entry["certificates"] > 0 and entry["share"] / entry["certificates"] >= 1e-12
         _require(possible, f"the group {name!r} has the impossible share {entry['share']} of {entry['certificates']}")
     return groups[group]["share"] / groups[group]["certificates"]
 
@@ -1066,9 +1073,10 @@ def _read_record(folder: Path) -> dict[str, Any]:
     header = (record.get("format"), record.get("version")) if isinstance(record, dict) else type(record).__name__
     if header not in [(FORMAT, version) for version in VERSIONS]:
         raise ValueError(f"{path} is {header}, but this reads {(FORMAT, *VERSIONS)}; use a matching verifier")
-    if record.get("kind") not in tuple(FORMS):
+    kinds = [kind for kind in FORMS if kind != "risk" or record["version"] > 2]
+    if record.get("kind") not in kinds:
         kind = record.get("kind")
-        raise ValueError(f"{path} is of the kind {kind!r:.80}, but must be one of {list(FORMS)}; use another verifier")
+        raise ValueError(f"{path} is of the kind {kind!r:.80}, but must be one of {kinds}; use another verifier")
     _check_form(record, _form(record["kind"], record["version"]))
     _compare(record, {"digest": digest({key: value for key, value in record.items() if key != "digest"})})
     # Another space or an 18th digit changes nothing that is computed, but the file is then not the one that was issued.
@@ -1089,6 +1097,8 @@ def _check_tensors(record: dict[str, Any], tensors: dict[str, Tensors]) -> None:
                 raise ValueError(f"{file}.safetensors holds the unprintable name {name!r:.80}; ask the issuer")
             if tensor.dtype.kind in "fu" and np.isnan(_values(tensor)).any():
                 raise ValueError(f"{name} in {file}.safetensors holds NaN; ask the issuer for another certificate")
+            if tensor.dtype.kind == "b" and (tensor.view(np.uint8) > 1).any():
+                raise ValueError(f"{name} in {file}.safetensors holds other Booleans than 0 and 1; ask the issuer")
     if record["kind"] == "risk":
         _check_names("examples", tensors.get("examples", {}), _example_names(record))
     if record["kind"] != "pac-bayes":
