@@ -456,3 +456,45 @@ def test_tries_are_counted_with_what_the_claim_would_be(monkeypatch: pytest.Monk
     tested = certify_sequence(candidates, split, limit=0.05, reference=dense)
     assert tested.tries is not None
     assert tested.tries.undeclared_bound in (0.05, 1.0)
+
+
+class Fixed(torch.nn.Module):
+    """Answers that do not depend on weights: of every input, these columns."""
+
+    def __init__(self, *signs: float) -> None:
+        super().__init__()
+        self.signs = torch.nn.Parameter(torch.tensor([signs]))
+
+    def forward(self, x):
+        return x.abs() * self.signs
+
+
+def test_disagreement_of_several_labels_is_counted_label_by_label():
+    x = torch.rand(400, 3) + torch.tensor([5.0, 0.1, 0.1])
+    y = torch.ones(400, 3)
+    y[::2, 1] = 0
+    pair = {"declare": "Nothing was trained.", "risk": "disagreement", "reference": Fixed(1.0, 1.0, 1.0)}
+    certificate = pp.certify_held_out(Fixed(1.0, -1.0, -1.0), (x, y), **pair)
+    assert certificate.tests[0]["mean"] == pytest.approx(2 / 3, abs=1e-4)
+
+
+def test_networks_without_classes_cannot_disagree():
+    x, y = torch.rand(50, 1), torch.rand(50, 1)
+    with pytest.raises(ValueError, match="as in regression"):
+        pp.certify_held_out(
+            Fixed(1.0), (x, y), risk="disagreement", reference=Fixed(2.0), declare="Nothing was trained."
+        )
+
+
+def test_a_network_is_not_compared_with_itself():
+    x = torch.rand(50, 3)
+    net = Fixed(1.0, 2.0, 3.0)
+    with pytest.raises(ValueError, match="weights of the network itself"):
+        pp.certify_held_out(net, (x, None), risk="disagreement", reference=net, declare="Nothing was trained.")
+
+
+def test_classes_need_labels():
+    x = torch.rand(50, 3)
+    networks = {"risk": "disagreement", "reference": Fixed(1.0, 2.0, 3.0), "declare": "Nothing was trained."}
+    with pytest.raises(ValueError, match="y is None; give labels"):
+        pp.certify_held_out(Fixed(3.0, 2.0, 1.0), (x, None), groups="class", **networks)

@@ -87,6 +87,8 @@ def certify_held_out(
         _refuse_needless_reference(risks.RISKS["error"], "error", reference)
         return certify.certify_error(model, split, delta=delta, certified=certified, name=name, declare=declare)
     trial = _Trial.begun([model], split, risk, reference, delta=delta, certified=certified, declare=declare)
+    if isinstance(groups, str) and not isinstance(split, Split) and split[1] is None:
+        raise ValueError(f"groups is {groups!r}, but y is None; give labels, or a key for each example")
     masks = _group_masks(groups, trial.split)
     each = trial.delta_each / len(masks)
     sample = trial.sample(0)
@@ -226,6 +228,11 @@ class _Trial:
         if not isinstance(risk, str):
             risks.refuse_batch_loss(entry, networks[0], reference, split.bound)
         hashes = tuple(certify.tensor_hash(_state(network)) for network in networks)
+        if reference is not None and len(networks) == 1 and certify.tensor_hash(_state(reference)) == hashes[0]:
+            raise ValueError(
+                "the reference has the weights of the network itself, so that nothing is compared; methods prune in "
+                "place, so give them copy.deepcopy(model), and the model as it was as the reference"
+            )
         sparsities = tuple(weights.sparsity(network) for network in networks)
         return cls(networks, reference, split, risk_name, entry, delta, certified, declaration, hashes, sparsities)
 
