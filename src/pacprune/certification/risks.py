@@ -110,6 +110,12 @@ def _drop(answers: Answers) -> Tensor:
 
 
 def _disagreement(answers: Answers) -> Tensor:
+    y = answers.y
+    if y.is_floating_point() and not bool(((y == 0) | (y == 1)).all()):
+        raise ValueError(
+            f"labels run from {float(y.min()):.3g} to {float(y.max()):.3g}, as in regression, where answers have no "
+            "class to agree on; give a loss of your own, such as lambda output, batch: (output - batch[1]).abs() > 0.1"
+        )
     outputs = [logits_of(output) for output in (answers.output, answers.reference)]
     if _has_several_labels(outputs[0], answers.y):
         outputs = [logits[..., None] for logits in outputs]
