@@ -434,3 +434,13 @@ def test_a_folder_that_is_not_there_is_not_blamed_on_the_issuer(tmp_path: Path) 
         pp.verify(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"certificate\.json is a file; name the folder"):
         pp.verify(tmp_path / "certificate.json")
+
+
+def test_a_model_with_other_weights_is_named(tmp_path):
+    split = pp.data.digits(seed=0)
+    model, other = pp.models.mlp(64, hidden=[8], seed=0), pp.models.mlp(64, hidden=[8], seed=1)
+    pp.fit(model, split.prior, pp.Config(epochs=1, lr=0.1))
+    folder = pp.certify_held_out(model, split).save(tmp_path / "network")
+    words = "the model that was given has other weights"
+    assert not any(words in finding for finding in pp.verify(folder, split=split, model=model).findings)
+    assert any(words in finding for finding in pp.verify(folder, split=split, model=other).findings)

@@ -123,7 +123,19 @@ def verify(
             return Report(False, level, tuple(checks), failure)
         checks.append(sentence)
     trusted = arithmetic.trusted(contents.record, level)
-    return replace(report, level=level, checks=tuple(checks), findings=tuple(audit.findings), trusted=trusted)
+    findings = (*audit.findings, *_other_weights(cert, model))
+    return replace(report, level=level, checks=tuple(checks), findings=findings, trusted=trusted)
+
+
+def _other_weights(cert: Certificate, model: object) -> list[str]:
+    """Says so where the verifier's network is another one than was certified, and served as its architecture alone."""
+    certified_hash = cert.record["hashes"].get("model")
+    if not isinstance(model, nn.Module) or certified_hash is None:
+        return []
+    state = {key: t.detach() for key, t in (*model.named_parameters(), *model.named_buffers())}
+    if certify.tensor_hash(state) == certified_hash:
+        return []
+    return ["the model that was given has other weights; those in the folder were checked, and hold for no others"]
 
 
 # --- The data and the network, made again.
