@@ -21,8 +21,10 @@ from test_page import Browser, by_page, by_script, in_a_browser, kind, ordinary
 from torch import Tensor, nn
 
 import pacprune as pp
-from pacprune.certification import page
-from pacprune.certification.held_out import certify_sequence
+from pacprune.bounds.numeric import rounded_up
+from pacprune.certification import page, risks
+from pacprune.certification.held_out import certify_sequence, tallies_of
+from pacprune.certification.recount import RiskAudit
 from pacprune.data import trace
 
 
@@ -254,12 +256,12 @@ def test_values_of_a_small_group_cannot_be_edited(tmp_path: Path) -> None:
     examples["levels/0"][worst] = 0
     edited = pp.Certificate(honest.record, {**honest.tensors, "examples.safetensors": examples})
     record: Any = copy.deepcopy(honest.record)
-    tallies = pp.certification.held_out.tallies_of(edited)
+    tallies = tallies_of(edited)
     for test, tally in zip(record["tests"], tallies, strict=True):
         test |= {"mean": tally.mean, "bound": tally.bound(0.025)}
     bound = max(test["bound"] for test in record["tests"])
     record["bounds"]["held_out"]["bound"] = record["claim"]["bound"] = bound
-    figure = f"at most {pp.bounds.numeric.rounded_up(bound)} in"
+    figure = f"at most {rounded_up(bound)} in"
     record["statement"] = re.sub(r"at most [0-9.]+ in", figure, record["statement"])
     folder = pp.Certificate(record, edited.tensors).save(tmp_path)
     assert pp.verify(folder).valid  # level 1 cannot tell
@@ -281,7 +283,7 @@ def test_a_few_errors_of_each_of_many_groups_cannot_be_kept_quiet(tmp_path: Path
     bound = max(test["bound"] for test in record["tests"])
     worst = max(record["tests"], key=lambda test: test["bound"])
     record["bounds"]["held_out"]["bound"] = record["claim"]["bound"] = bound
-    figure = f"at most {pp.bounds.numeric.rounded_up(bound)} in"
+    figure = f"at most {rounded_up(bound)} in"
     record["statement"] = re.sub(r"at most [0-9.]+ in", figure, record["statement"])
     record["statement"] = re.sub('that of "[0-9]+"', f'that of "{worst["group"]}"', record["statement"])
     folder = pp.Certificate(record, honest.tensors).save(tmp_path)
@@ -299,13 +301,14 @@ def test_a_value_that_rounding_makes_jump_is_no_fraud(tmp_path: Path) -> None:
     levels = examples["levels/0"] = examples["levels/0"].clone()
     turned = int((split.bound.y < 2).nonzero()[0])
     levels[turned] = 2**16 - levels[turned]
-    audited = pp.certification.recount.RiskAudit(
+    assert certificate.record["kind"] == "risk"
+    audited = RiskAudit(
         pp.Certificate(certificate.record, {"examples.safetensors": examples}),
-        certificate.record,  # type: ignore[arg-type]
+        certificate.record,
         split,
         model,
         None,
-        pp.certification.risks.find(wrong)[1],
+        risks.find(wrong)[1],
     )
     assert audited.recount_failure() is None
 
@@ -352,4 +355,4 @@ def test_a_certified_gain_is_watched_as_a_drop_below_zero() -> None:
     certificate = pp.certify_held_out(dense, split, risk="drop", reference=worse, declare=WORDS)
     monitor = pp.Monitor(certificate)
     assert certificate.bound < 0 < monitor.watch.limit < 0.5
-    assert f"a drop of {pp.bounds.numeric.rounded_up(certificate.bound)}" in monitor.statement
+    assert f"a drop of {rounded_up(certificate.bound)}" in monitor.statement
