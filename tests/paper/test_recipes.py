@@ -3,7 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from pacprune.cli import app
 from pacprune.data import trace
 from pacprune.methods.table import METHODS
-from pacprune.paper import frame, linear_model, painting, recipes, weight_noise, wide_masks
+from pacprune.paper import alignment_change, frame, linear_model, painting, recipes, weight_noise, wide_masks
 from pacprune.paper.frame import Figure, Job, Recipe, Setting
 from pacprune.paper.statistics import agreement, interval
 from pacprune.theory import linear
@@ -392,6 +392,46 @@ def test_the_best_mask_loses_nothing_and_no_mask_beats_it(job: Job) -> None:
     rows = linear_model.kept_rows(linear_model.SETTINGS["smoke"][0], job)
     assert all(row["risk_lost"] > -1e-9 for row in rows)
     assert all(row["risk_lost"] < 1e-9 for row in rows if row["agreement"] == 1)
+
+
+# --- The change of alignment
+
+
+def test_the_posterior_is_where_the_objective_is_least() -> None:
+    for neighbours in alignment_change.DESIGNS.values():
+        psi, y = alignment_change.moved(0, neighbours, 1.0)
+        p, rest = (linear.problem(x, targets) for x, targets in zip(psi, y, strict=True))
+        w, prior = linear.least_squares(p), torch.full((14,), 0.4).double()
+        lam = alignment_change.least(rest, w, prior)
+        terms = {"prior": prior, "kappa": alignment_change.KAPPA}
+        here = linear.catoni_objective(rest, w, lam, **terms)
+        for i, other in product(range(14), np.linspace(0, 1, 21)):
+            aside = lam.index_fill(0, torch.tensor(i), other)
+            assert linear.catoni_objective(rest, w, aside, **terms) >= here - 1e-12
+        if not neighbours:  # whitened: the closed form
+            torch.testing.assert_close(rest.covariance, torch.eye(14).double())
+            drift = rest.covariance.diagonal() * w**2 / 2 - w * rest.alignment
+            point = linear.fixed_point(prior, drift, kappa=alignment_change.KAPPA)
+            torch.testing.assert_close(lam, point.keep_prob, rtol=0, atol=1e-9)
+
+
+def test_the_change_of_alignment_is_measured_and_a_learned_prior_pays_for_what_is_lost() -> None:
+    rows = alignment_change.rows(list(range(6)))
+    same = [row for row in rows if row["move"] == "same data"]
+    assert all(row["change"] == row["lost"] == row["halved"] == 0 for row in same)
+    for row in rows:
+        assert row["change"] >= row["lost"]
+        assert row["kl"] >= row["kl_of_halved"] >= 0
+        assert row["risk_of_prior"] >= row["bound"] - 1e-12 >= row["risk"] - 2e-12
+    numbers = alignment_change.numbers(rows)
+    for design in alignment_change.DESIGNS:
+        means = {
+            (move, prior): numbers[f"mean KL, {move}, {design} features, {prior} prior"]
+            for move in ("same data", "shift 2")
+            for prior in alignment_change.PRIORS
+        }
+        assert means["shift 2", "learned"] > 10 * means["same data", "learned"]
+        assert means["shift 2", "isotropic"] < 3 * means["same data", "isotropic"]
 
 
 # --- Wide networks

@@ -261,6 +261,68 @@ def test_without_ridge_a_wide_network_fits_the_training_examples():
     torch.testing.assert_close(linearised.kernel_regression(model, x, y, x), y, rtol=1e-6, atol=1e-6)
 
 
+# --- Training for a finite time
+
+TIMES = [0.0, 0.3, 2.0, 40.0]
+
+
+@pytest.mark.parametrize("output", [None, 2])
+def test_gradient_flow_is_the_flow_of_the_linearised_weights(output: int | None):
+    model, x, y = example()
+    y = y if output is None else y[:, output]
+    inputs, psi = torch.randn(4, 6), linearised.features(model, x, output=output)
+    residuals = linearised.targets(model, x, y, output=output) - psi @ linearised.flat(pp.prunable(model)).double()
+    covariance, pull = psi.T @ psi / len(psi), psi.T @ residuals / len(psi)
+    path = linearised.gradient_flow(model, x, y, inputs, times=TIMES, output=output)
+    for t, outputs in zip(TIMES, path, strict=True):
+        # dw/dt = pull - covariance (w - w0), solved in the space of weights: one exponential of (w - w0, 1).
+        generator = torch.zeros(psi.shape[1] + 1, psi.shape[1] + 1).double()
+        generator[:-1, :-1], generator[:-1, -1] = -covariance, pull
+        step = torch.linalg.matrix_exp(t * generator)[:-1, -1]
+        values = linearised.unflat(linearised.flat(pp.prunable(model)).double() + step, pp.prunable(model))
+        expected = linearised.linearised(model, values, inputs)
+        torch.testing.assert_close(outputs, expected if output is None else expected[:, output], **TIGHT)
+
+
+def test_gradient_flow_goes_from_the_start_to_kernel_regression():
+    model, x, y = example()
+    inputs = torch.randn(4, 6)
+    path = linearised.gradient_flow(model, x, y, inputs, times=[0.0, 1e12, float("inf")])
+    torch.testing.assert_close(path[0], plainly(model, inputs).detach(), **TIGHT)
+    torch.testing.assert_close(path[2], linearised.kernel_regression(model, x, y, inputs), **TIGHT)
+    torch.testing.assert_close(path[1], path[2], rtol=1e-6, atol=1e-6)
+    assert linearised.gradient_flow(model, x, y, inputs, times=[]).shape == (0, 4, 3)
+
+
+def _descent(width: int, *, steps: int, every: int) -> tuple[Tensor, Tensor]:
+    """Outputs on new inputs of a trained network of this width, and what gradient_flow says, at several times."""
+    g = torch.Generator().manual_seed(0)
+    x, inputs = torch.randn(12, 4, generator=g).double(), torch.randn(20, 4, generator=g).double()
+    y = torch.sin(2 * x[:, :1])
+    model = pp.models.mlp(4, 1, hidden=(width,), seed=0).double()
+    gram = linearised.kernel(model, x)
+    lr = 0.02 * len(x) / float(torch.linalg.eigvalsh(gram)[-1])  # a small part of the largest stable step
+    times = [lr * step for step in range(every, steps + 1, every)]
+    foretold = linearised.gradient_flow(model, x, y, inputs, times=times)
+    trained, path = list(pp.prunable(model).values()), []
+    for step in range(1, steps + 1):
+        gradients = torch.autograd.grad((model(x) - y).square().mean() / 2, trained)
+        with torch.no_grad():
+            for weight, gradient in zip(trained, gradients, strict=True):
+                weight -= lr * gradient
+            if step % every == 0:
+                path.append(model(inputs))
+    return torch.stack(path), foretold
+
+
+def test_a_wide_network_under_gradient_descent_follows_gradient_flow_at_every_time():
+    (narrow, narrow_foretold), (wide, wide_foretold) = (_descent(width, steps=800, every=200) for width in (16, 2048))
+    assert bool(((wide_foretold[1:] - wide_foretold[:-1]).square().mean((1, 2)).sqrt() > 0.01).all())  # it moves on
+    off = (wide - wide_foretold).square().mean((1, 2)).sqrt()
+    assert bool((off < 0.002).all())  # most of it from steps that are not infinitely small
+    assert bool(((narrow - narrow_foretold).square().mean((1, 2)).sqrt() > 20 * off).all())
+
+
 # --- Refusals
 
 
@@ -287,6 +349,7 @@ M, X, Y = example()
         (lambda: linearised.linearised(M, {"w": torch.ones(2)}, X), r"w with shape \(2,\) is no weight"),
         (lambda: linearised.unflat(torch.ones(3), pp.prunable(M)), r"shape \(3,\), but there are 62"),
         (lambda: linearised.kernel_regression(M, X, Y, X, ridge=-1.0), "ridge is -1.0"),
+        (lambda: linearised.gradient_flow(M, X, Y, X, times=[1.0, -2.0]), "a time is -2.0"),
         (lambda: linearised.features(nn.ReLU(), X), "nothing to prune"),
         (lambda: linearised.features(M, X[:0]), r"x has shape \(0, 6\), so there are no examples"),
         (lambda: linearised.problem(M, X, Y / 0), "21 targets and 0 outputs are not finite"),

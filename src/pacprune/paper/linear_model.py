@@ -1,4 +1,4 @@
-"""`pacprune reproduce linear-model`: the theory of stochastic masks in linear regression, in five figures."""
+"""`pacprune reproduce linear-model`: the theory of stochastic masks in linear regression, in six figures."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pacprune.masking import masks
 from pacprune.methods.table import METHODS
-from pacprune.paper import wide_masks
+from pacprune.paper import alignment_change, wide_masks
 from pacprune.paper.frame import Figure, Job, Setting
 from pacprune.paper.painting import RED, SKY, Style, lines
 from pacprune.paper.statistics import agreement, groups, means
@@ -60,13 +60,14 @@ FITS = {
 
 
 def figures(setting: Setting[Sizes], job: Job) -> Iterator[Figure]:
-    """All five figures."""
+    """All six figures."""
     options = setting.options
     with one_thread():  # until the last of them is drawn
         yield Figure("kl_penalty", PENALTY, lambda: penalty_rows(options.points), paint_penalty)
         yield Figure("fixed_point", POINT, lambda: point_rows(options.points), paint_point)
         yield Figure("kept_weights", KEPT_WEIGHTS, lambda: kept_rows(setting, job), paint_kept, kept_numbers)
         yield Figure("regression", REGRESSION, lambda: fit_rows(setting, job), paint_fits, fit_numbers)
+        yield alignment_change.figure(job.seeds(setting.seeds))
         yield wide_masks.figure(options.networks, job)
 
 

@@ -14,6 +14,7 @@ changed.
     pp.linear.gibbs_risk(p, pp.wide.flat(pp.prunable(model)), keep_prob)
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
@@ -31,6 +32,7 @@ __all__ = [
     "BLOCK",
     "features",
     "flat",
+    "gradient_flow",
     "kernel",
     "kernel_regression",
     "linearised",
@@ -348,8 +350,8 @@ def kernel_regression(
 ) -> Tensor:
     """f(x'; w0) + K(x', x) (K(x, x) + ridge I)^-1 (y - f(x; w0)) for x' = `inputs`.
 
-    The linearised network at the minimiser of sum (output - y)^2 + ridge |w - w0|^2. With ridge = 0 the pseudo-inverse
-    gives the limit of training: of all minimisers the one nearest to w0.
+    The linearised network at the minimiser of sum (output - y)^2 + ridge |w - w0|^2. With ridge = 0 it is the limit of
+    training, `gradient_flow` at time infinity: of all minimisers the one nearest to w0.
 
     Args:
         model: A plain model, at w0.
@@ -375,18 +377,97 @@ def kernel_regression(
     """
     if not ridge >= 0:
         raise ValueError(f"ridge is {ridge}, but it multiplies a squared norm; give 0 or a positive number")
+    if not ridge:
+        forever = [math.inf]
+        return gradient_flow(model, x, y, inputs, times=forever, output=output, prunable=prunable, dtype=dtype)[0]
+    parts = _regression(model, x, y, inputs, output=output, prunable=prunable, dtype=dtype)
+    parts.gram.diagonal().add_(ridge)
+    change = parts.cross @ torch.linalg.solve(parts.gram, parts.residuals)
+    return parts.start_outputs + change.reshape(parts.start_outputs.shape)
+
+
+def gradient_flow(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    inputs: Tensor,
+    *,
+    times: Sequence[float],
+    output: int | None = None,
+    prunable: weights.Prunable = weights.prunable,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """f_t(x') = f(x'; w0) + K(x', x) K^-1 (I - e^(-K t / rows)) (y - f(x; w0)), K = K(x, x), for x' = `inputs`.
+
+    The outputs of the linearised network after gradient flow of the weights for time t, dw/dt = -dR/dw, on half the
+    mean squared error R over all rows. Exact for that flow, without ridge. Networks of growing width follow it at
+    every t, since their kernel hardly moves (Jacot et al. 2018; Lee et al. 2019, theorem 2.1). t steps of gradient
+    descent with a small learning rate lr are time t * lr. Directions in which K is 0 never move.
+
+    Args:
+        model: A plain model, at w0.
+        x: Training inputs, one per row.
+        y: Numbers of shape (n,) with an `output`, (n, C) without; classes one-hot.
+        inputs: Where to predict, x'.
+        times: The times t, each at least 0; infinity is the end of training.
+        output: The index of one output, or None for all.
+        prunable: Which weights have features, and are trained; by default all tensors of two or more dimensions.
+        dtype: The type of all arithmetic.
+
+    Returns:
+        Predictions at every time, of shape (T, n') with an `output`, (T, n', C) without.
+
+    Raises:
+        ValueError: If a time is negative, or y does not fit the outputs.
+
+    Example:
+        >>> labels = (y[:20] == 3).double()
+        >>> path = pp.wide.gradient_flow(model, x[:20], labels, x[:20], times=[0.0, 1.0, float("inf")], output=3)
+        >>> [round(float((outputs - labels).square().mean()), 3) for outputs in path]
+        [0.829, 0.095, 0.0]
+    """
+    for t in times:
+        if not t >= 0:
+            raise ValueError(f"a time is {t}, but training starts at 0; give times of at least 0")
+    parts = _regression(model, x, y, inputs, output=output, prunable=prunable, dtype=dtype)
+    values, vectors = torch.linalg.eigh(parts.gram)
+    rtol = linear.RANK if dtype == torch.float64 else len(values) * torch.finfo(dtype).eps
+    positive = values > rtol * values[-1]
+    values, vectors = values[positive], vectors[:, positive]
+    # In the basis of eigenvectors every coefficient goes its own way: (1 - e^(-value t / rows)) / value.
+    exponents = torch.tensor(times, dtype=dtype, device=values.device)[:, None] * values / len(parts.residuals)
+    coefficients = -torch.expm1(-exponents) / values * (vectors.mT @ parts.residuals)
+    change = coefficients @ (parts.cross @ vectors).mT
+    return parts.start_outputs + change.reshape(len(times), *parts.start_outputs.shape)
+
+
+class _Regression(NamedTuple):
+    """K(x, x), K(x', x), y - f(x; w0) by rows, and f(x'; w0)."""
+
+    gram: Tensor
+    cross: Tensor
+    residuals: Tensor
+    start_outputs: Tensor
+
+
+def _regression(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    inputs: Tensor,
+    *,
+    output: int | None,
+    prunable: weights.Prunable,
+    dtype: torch.dtype,
+) -> _Regression:
+    """What predictions at `inputs` from training on x and y are made of."""
     net = _network(model, prunable, dtype)
-    options = {"output": output, "prunable": prunable, "dtype": dtype}
-    gram = kernel(model, x, **options)
-    residuals = _residuals(net.apply(net.start, x), y, output).reshape(-1)
-    if ridge:
-        gram.diagonal().add_(ridge)
-        coefficients = torch.linalg.solve(gram, residuals)
-    else:
-        rtol = linear.RANK if dtype == torch.float64 else None
-        coefficients = torch.linalg.pinv(gram, rtol=rtol, hermitian=True) @ residuals
-    start_outputs = _column(net.apply(net.start, inputs), output)
-    return start_outputs + (kernel(model, inputs, x, **options) @ coefficients).reshape(start_outputs.shape)
+    return _Regression(
+        gram=kernel(model, x, output=output, prunable=prunable, dtype=dtype),
+        cross=kernel(model, inputs, x, output=output, prunable=prunable, dtype=dtype),
+        residuals=_residuals(net.apply(net.start, x), y, output).reshape(-1),
+        start_outputs=_column(net.apply(net.start, inputs), output),
+    )
 
 
 # --- Parts
