@@ -1,6 +1,5 @@
 """Sparse variational dropout: weights learn how much noise they stand, and the noisiest for their size are pruned."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +17,13 @@ from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.spikeslab import isotropic, log_alpha
 from pacprune.methods.pipeline import Pipeline, Pruned, fine_tune, pipeline, set_up, split_epochs
 from pacprune.training.config import Config
-from pacprune.training.optim import rule_name
 from pacprune.types import Data, Forward, Loss, Progress
 
-STD = math.exp(-5.0)
-"""The width of every weight's noise at the start: the authors' log sigma^2 of -10."""
 WARM_UP = 0.1
 """The share of the steps in which the price of the KL rises: the authors' 20 of 200 epochs."""
 
-PACE = 0.003
-"""How far the KL alone moves log s by a step of SGD, unless a std_lr is given."""
+REACH = 2.0
+"""How far log s can go in the mask stage at a constant learning rate, unless a std_lr is given."""
 
 
 @pipeline
@@ -65,8 +61,8 @@ def svd(
     Args:
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
-        config: The whole budget after dense training, on one learning-rate schedule. Its std_lr is that of log s.
-            Unless it is given, SGD takes one by which the KL alone moves log s by some 0.003 a step; others take lr.
+        config: The whole budget after dense training, on one learning-rate schedule. Its std_lr is that of log s,
+            which Adam moves whatever moves the weights: 2 / steps of the mask stage unless it is given.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
             {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         mask_share: Share of the epochs that trains the weights with noise; the rest fine-tunes.
@@ -100,26 +96,19 @@ def svd(
     stage, plan = set_up(locals())
     refuse_sharded(plan.prunable(model).values(), "std")
     history = (yield stage("dense", dense)) if dense else []
-    start = isotropic(model, sparsity=0.0, std=STD, prunable=plan.prunable)
-    attach(model, start, estimator=kernels.NOISELESS, train_std=True, seed=seed)
     steps = per_epoch(data, config.batch_size, config.steps_per_epoch)
     examples = steps * config.batch_size if is_stream(data) else size(data)
-    warm_up = max(1.0, WARM_UP * steps * mask_config.epochs)
-    budget = plan.budget(control="variational", strength=1 / examples, patience=warm_up)
-    mask_config = replace(mask_config, gate_lr=None, std_lr=_std_lr(config, examples))  # the gates stay open
-    history += yield stage("masks", mask_config, budget)
+    # By this width the KL has curvature 1 at m = 0, so that SGD is stable also with few examples.
+    start = isotropic(model, sparsity=0.0, std=examples**-0.5, prunable=plan.prunable)
+    attach(model, start, estimator=kernels.NOISELESS, train_std=True, seed=seed)
+    steps = max(1, steps * mask_config.epochs)
+    budget = plan.budget(control="variational", strength=1 / examples, patience=max(1.0, WARM_UP * steps))
+    std_lr = REACH / steps if config.std_lr is None else config.std_lr
+    # The gates stay open: what is pruned shows in the noise.
+    history += yield stage("masks", replace(mask_config, gate_lr=None, std_lr=std_lr), budget)
     slab = read(model)
     scores = {name: -log_alpha(mean, torch.log(slab.std[name])) for name, mean in slab.mean.items()}
     mask = masks.top_k(scores, sparsity=plan.goal, min_per_layer=min_per_layer, total=slab.total)
     trace.note(mask, slab.origin.without(trace.UNTRAINED))
     harden(model, mask)
     return Pruned(model, mask, history + (yield from fine_tune(tune_config, stage)))
-
-
-def _std_lr(config: Config, examples: int) -> float:
-    """The learning rate of log s, whose gradient in the KL has the size 1 / n: SGD needs one that makes up for it."""
-    if config.std_lr is not None:
-        return config.std_lr
-    if rule_name(config.optimizer) != "sgd":
-        return config.lr
-    return PACE * examples * (1 - config.momentum)

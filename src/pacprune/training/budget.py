@@ -282,10 +282,12 @@ class GateControl:
     Args:
         hold: What brings it to the density before every step; None where nothing does.
         penalty: What is added to the loss; None where nothing is.
+        std_optimizer: A row of OPTIMIZERS that moves log std whatever moves the weights; None: what moves these.
     """
 
     hold: Hold | None = None
     penalty: Penalty | None = None
+    std_optimizer: str | None = None
 
 
 def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
@@ -336,6 +338,12 @@ def _check_layers(model: nn.Module, budgets: Sequence[Budget]) -> None:
                 f"the layers of the budget have sparsity {together:.4f} together, but its sparsity is "
                 f"{budget.sparsity:.4f}; give the former"
             )
+
+
+def std_optimizer(budgets: Sequence[Budget] | None) -> str | None:
+    """What moves log std under these budgets; None: what moves the weights."""
+    control = GATE_CONTROLS.get(budgets[0].control) if budgets else None
+    return None if control is None else control.std_optimizer
 
 
 def together(budget: Budget) -> tuple[Any, ...]:
@@ -507,7 +515,9 @@ GATE_CONTROLS = {
     "shift": GateControl(hold=_shift_),
     "projection": GateControl(hold=_project_),
     "lagrangian": GateControl(penalty=penalty),
-    "variational": GateControl(penalty=variational_penalty),
+    # One draw of all weights says little of one std, and its price is small: steps in proportion to the gradients were
+    # too small for that, or ran away.
+    "variational": GateControl(penalty=variational_penalty, std_optimizer="adam"),
 }
 """Of stochastic masks."""
 
