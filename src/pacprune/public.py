@@ -30,6 +30,7 @@ from pacprune.methods.probmask import probmask
 from pacprune.methods.pruner import Pruner
 from pacprune.methods.rigl import rigl
 from pacprune.methods.str_ import str_
+from pacprune.methods.svd import svd
 from pacprune.theory import linear
 from pacprune.theory import linearised as wide
 from pacprune.training.budget import Budget
@@ -97,6 +98,7 @@ __all__ = [
     "slim",
     "sparsity",
     "str_",
+    "svd",
     "together",
     "top_k",
     "verify",

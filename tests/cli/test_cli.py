@@ -26,7 +26,7 @@ from pacprune.runs import options as opt
 COMMANDS = (
     *("demo", "osp", "pft", "pbp", "bound", "certify", "verify", "selftest", "data", "report", "bench", "reproduce"),
     *("gmp", "dpf", "feather", "acdc", "rigl", "str", "imp", "l0", "probmask", "export", "profile", "track", "sweep"),
-    *("monitor", "compress"),
+    *("monitor", "compress", "svd"),
 )
 SHORT = ("--dense-epochs", "2", "--epochs", "2")
 
@@ -160,7 +160,7 @@ def test_only_commands_that_use_a_criterion_have_the_flag() -> None:
 
 
 def test_help_names_all_methods_whose_runs_are_accepted() -> None:
-    plain = "osp, pft, gmp, dpf, feather, acdc, rigl, str, imp, l0, probmask"
+    plain = "osp, pft, gmp, dpf, feather, acdc, rigl, str, imp, l0, probmask, svd"
     for command, methods in {"certify": plain, "export": f"{plain}, pbp", "profile": f"{plain}, pbp"}.items():
         assert methods in " ".join(help_of(command).split())
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pacprune import kernels
@@ -294,6 +295,20 @@ def top_mask(
     )
     trace.note(mask, slab.origin.without(trace.UNTRAINED))
     return mask
+
+
+def log_alpha(mean: Tensor, log_std: Tensor) -> Tensor:
+    """log(std^2 / mean^2), how much noise a weight has for its size: the dropout rate of variational dropout."""
+    return 2 * log_std - torch.log(mean.square() + 1e-16)
+
+
+def dropout_kl(log_alpha: Tensor) -> Tensor:
+    """KL(N(m, alpha m^2) || the log-uniform prior) of every weight, up to a constant: 0 where alpha is infinite.
+
+    0.5 log(1 + 1 / alpha) + k1 (1 - sigmoid(k2 + k3 log alpha)), which Molchanov et al. (2017, section 4.2) fitted.
+    """
+    k1, k2, k3 = 0.63576, 1.87320, 1.48695
+    return 0.5 * F.softplus(-log_alpha) + k1 * torch.sigmoid(-k2 - k3 * log_alpha)
 
 
 def kl_per_layer(

@@ -261,6 +261,17 @@ METHODS: dict[str, Method] = {
         "falling budget, the likeliest weights, sparse fine-tuning.",
         flags=("mask_share", "min_per_layer", *_WHICH),
     ),
+    "svd": Method(
+        "pacprune.methods.svd:svd",
+        "Sparse variational dropout",
+        "weights learn how much noise they stand",
+        "SVD, variational dropout",
+        "#888888",
+        "8",
+        steps="Dense training, weights and the width of their noise trained together at a price for little noise, the "
+        "least noisy weights for their sizes, sparse fine-tuning.",
+        flags=("mask_share", "min_per_layer", *_WHICH),
+    ),
     "pbp": Method(
         "pacprune.methods.pbp:pbp",
         "PAC-Bayes pruning",

@@ -7,7 +7,7 @@ of GATE_CONTROLS. Those of plain networks are in controls.py.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from pacprune.data import trace
 from pacprune.distributed import Across, refuse_sharded
 from pacprune.masking import attachment, masks, patterns, weights
 from pacprune.masking.attachment import AttachedWeight
-from pacprune.masking.spikeslab import ETA
+from pacprune.masking.spikeslab import ETA, dropout_kl, log_alpha
 from pacprune.training.controls import CONTROLS
 from pacprune.training.population import per_member
 from pacprune.types import check_name
@@ -48,8 +48,10 @@ class Budget:
     Args:
         sparsity: Fraction to prune at the end, such as 0.9.
         control: Of stochastic masks: "none" (the paper: nothing holds it), "shift" (one offset tau of all logits, so
-            that the mean is exact), "projection" (Euclidean projection of keep_prob onto the capped simplex) or
-            "lagrangian" (a multiplier learned by dual ascent). Of a network without gates, whose mask `apply_mask`
+            that the mean is exact), "projection" (Euclidean projection of keep_prob onto the capped simplex),
+            "lagrangian" (a multiplier learned by dual ascent) or "variational" (sparse variational dropout, Molchanov
+            et al. 2017: a price on weights with little noise, where std is trained; see `pp.svd`). Of a network
+            without gates, whose mask `apply_mask`
             noted: "magnitude" (gradual magnitude pruning, Zhu & Gupta 2017: every so many steps the mask becomes the
             largest weights, and the others are zero for good), "feedback" (DPF, Lin et al. 2020: the others are zero in
             the network alone, its gradient trains them on, and they can come back), "threshold" (Feather, Glentis
@@ -70,8 +72,9 @@ class Budget:
         limit: Of the control "threshold": the gradient of an output's weights below the threshold has at most this
             share of the norm of all its weights. Else a channel that has lost its weights before a BatchNorm, which
             makes gradients huge there, takes all others' places at once. None sets no limit.
-        strength: Of the Lagrangian's quadratic term.
-        patience: In so many steps the Lagrangian's multiplier learns what the quadratic term does at once.
+        strength: Of the Lagrangian's quadratic term; of the control "variational", what a nat of its KL costs.
+        patience: In so many steps the Lagrangian's multiplier learns what the quadratic term does at once. Of the
+            control "variational": in so many steps the price of the KL rises from 0.
         every: Steps from one mask of a plain network to the next; by default 16, with feedback 1, with growth 100.
         min_per_layer: How many weights of every tensor of a plain network are kept at least.
         pattern: "2:4" or "1:4", for a plain network: the N largest of every group of M weights are the last to go.
@@ -256,17 +259,35 @@ class Hold(Protocol):
         ...
 
 
+class Penalty(Protocol):
+    """What a control adds to the loss, one number per member of a population."""
+
+    def __call__(
+        self,
+        sites: Sequence[AttachedWeight],
+        budget: Budget | Sequence[Budget],
+        density: Tensor,
+        *,
+        between: Across | None = None,
+        ratios: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """density as `densities` gives it, on the device, and ratios as `layer_ratios` does."""
+        ...
+
+
 @dataclass(frozen=True)
 class GateControl:
     """Holds the mean keep_prob of stochastic masks.
 
     Args:
         hold: What brings it to the density before every step; None where nothing does.
-        penalised: Whether `penalty` is added to the loss.
+        penalty: What is added to the loss; None where nothing is.
+        std_optimizer: A row of OPTIMIZERS that moves log std whatever moves the weights; None: what moves these.
     """
 
     hold: Hold | None = None
-    penalised: bool = False
+    penalty: Penalty | None = None
+    std_optimizer: str | None = None
 
 
 def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
@@ -279,6 +300,8 @@ def check_budgets(model: nn.Module, budgets: Sequence[Budget]) -> None:
         raise ValueError(
             "a budget holds the keep probabilities of stochastic masks; call pp.attach(model, spikeslab) first"
         )
+    if control == "variational" and any(site.log_std is None for site in attachment.sites(model)):
+        raise ValueError("control 'variational' prices a std that is not trained here; attach with train_std=True")
     if control in GATE_CONTROLS:
         return
     if not CONTROLS[control].takes_shards:
@@ -315,6 +338,12 @@ def _check_layers(model: nn.Module, budgets: Sequence[Budget]) -> None:
                 f"the layers of the budget have sparsity {together:.4f} together, but its sparsity is "
                 f"{budget.sparsity:.4f}; give the former"
             )
+
+
+def std_optimizer(budgets: Sequence[Budget] | None) -> str | None:
+    """What moves log std under these budgets; None: what moves the weights."""
+    control = GATE_CONTROLS.get(budgets[0].control) if budgets else None
+    return None if control is None else control.std_optimizer
 
 
 def together(budget: Budget) -> tuple[Any, ...]:
@@ -424,15 +453,6 @@ def _project_(
             site.local_gate.add_(raw - site.raw())
 
 
-GATE_CONTROLS = {
-    "none": GateControl(),
-    "shift": GateControl(hold=_shift_),
-    "projection": GateControl(hold=_project_),
-    "lagrangian": GateControl(penalised=True),
-}
-"""Of stochastic masks."""
-
-
 def penalty(
     sites: Sequence[AttachedWeight],
     budget: Budget | Sequence[Budget],
@@ -459,16 +479,52 @@ def penalty(
     axes = tuple(range(multiplier.ndim, 2))  # of [K, n] the last, of [1, n] both
     sums = torch.stack([torch.sigmoid(site.logit()).reshape(multiplier.numel(), -1).sum(axes) for site in sites]).sum(0)
     excess = (sums if between is None else between.sum(sums)) / size - density
-    # Filled on the device, since a tensor of Python numbers would be copied there, for which the host waits.
-    numbers = [[b.strength for b in budgets], [b.strength / b.patience for b in budgets]]
-    strength, ascent = (
-        torch.stack([torch.full((), n, device=excess.device) for n in values]).reshape(multiplier.shape)
-        for values in numbers
-    )
+    strength = _filled([b.strength for b in budgets], multiplier)
+    ascent = _filled([b.strength / b.patience for b in budgets], multiplier)
     value = multiplier.clone() * excess + 0.5 * strength * excess**2
     for site in sites:
         site.sampler.multiplier.add_(ascent * excess.detach())
     return value
+
+
+def variational_penalty(
+    sites: Sequence[AttachedWeight],
+    budget: Budget | Sequence[Budget],
+    density: Tensor,
+    *,
+    between: Across | None = None,
+    ratios: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """strength m sum KL, with the `dropout_kl` of every weight; then m, which begins at 0, rises by 1 / patience to 1.
+
+    One number per member of a population. It does not depend on the density.
+    """
+    budgets, multiplier = _budgets(sites, budget), sites[0].sampler.multiplier
+    axes = tuple(range(multiplier.ndim, 2))  # of [K, n] the last, of [1, n] both
+    kls = [dropout_kl(log_alpha(site.mean, cast(Tensor, site.log_std))) for site in sites]
+    total = torch.stack([kl.reshape(multiplier.numel(), -1).sum(axes) for kl in kls]).sum(0)
+    value = _filled([b.strength for b in budgets], multiplier) * multiplier.clone() * total
+    rise = _filled([1 / b.patience for b in budgets], multiplier)
+    for site in sites:
+        site.sampler.multiplier.add_(rise).clamp_(max=1)
+    return value
+
+
+GATE_CONTROLS = {
+    "none": GateControl(),
+    "shift": GateControl(hold=_shift_),
+    "projection": GateControl(hold=_project_),
+    "lagrangian": GateControl(penalty=penalty),
+    # One draw of all weights says little of one std, and its price is small: steps in proportion to the gradients were
+    # too small for that, or ran away.
+    "variational": GateControl(penalty=variational_penalty, std_optimizer="adam"),
+}
+"""Of stochastic masks."""
+
+
+def _filled(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """One number per member, filled on the device: a tensor of Python numbers would be copied, and waited for."""
+    return torch.stack([torch.full((), number, device=like.device) for number in numbers]).reshape(like.shape)
 
 
 def _over(value: Tensor, like: Tensor) -> Tensor:

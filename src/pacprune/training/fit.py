@@ -24,7 +24,7 @@ from pacprune.data.batches import (
 from pacprune.distributed import across_model, ranks, refuse_sharded
 from pacprune.files import digest
 from pacprune.masking import weights
-from pacprune.training.budget import Budget, check_budgets
+from pacprune.training.budget import Budget, check_budgets, std_optimizer
 from pacprune.training.checks import (
     check_config,
     check_labels,
@@ -132,7 +132,8 @@ def fit(
     definition = Stage(
         name=stage,
         objective=cohort.objective(objective, check_each=check_each),
-        groups=groups(cohort.trained, cohort.configs, rest=True) + stepper.groups(cohort.configs),
+        groups=groups(cohort.trained, cohort.configs, rest=True, std_optimizer=std_optimizer(budgets))
+        + stepper.groups(cohort.configs),
         set_modes=cohort.trained.train,
         budgets=budgets,
         stepper=stepper,

@@ -271,7 +271,7 @@ def _add_sparsity(rows: History, model: nn.Module, stage: Stage) -> None:
             row[key] = total / weights.noted_total(model)
 
 
-def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[Group]:
+def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool, std_optimizer: str | None = None) -> list[Group]:
     """Parameter groups: weights (and the rest, when it is trained), gates, log std; empty ones are left out."""
     sites = attachment.sites(model)
     if sites:
@@ -288,6 +288,6 @@ def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool) -> list[G
         if isinstance(factory, str) or not plain
         else weights_group([p for p in plain if p.requires_grad], factory),
         Group(gates, [float(config.gate_lr or 0.0) for config in configs], momentum, no_decay, False),
-        Group(log_stds, std_rates, momentum, no_decay, True),
+        Group(log_stds, std_rates, momentum, no_decay, True, optimizer=std_optimizer),
     ]
     return [group for group in candidates if group.params]

@@ -288,9 +288,10 @@ class Step:
             value = self._gradients(batch, along)
         if self.exchange is not None:
             self.exchange.sum_()
-        if self.holds and budget.GATE_CONTROLS[self.control].penalised:
+        penalty = budget.GATE_CONTROLS[self.control].penalty if self.holds else None
+        if penalty is not None:
             options = {"between": self.between, "ratios": self.ratios}
-            budget.penalty(self.sites, stage.budget_per_member(), self.clock[-2], **options).sum().backward()
+            penalty(self.sites, stage.budget_per_member(), self.clock[-2], **options).sum().backward()
         self.stepper.hide()
         if config.clip is not None:
             self._clip(config.clip)
