@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pacprune as pp
 from pacprune.bounds.numeric import rounded_up
 from pacprune.masking import criteria, weights
+from pacprune.methods import pipeline
 from pacprune.methods.table import METHODS
 from pacprune.training import config as config_module
 
@@ -148,20 +149,78 @@ def test_pft_prunes_at_initialisation_even_a_net_without_a_width() -> None:
     assert pp.error(result.model, (X, Y)) < 0.4
 
 
-@pytest.mark.parametrize("recipe", ["coupled", "paper"])
 @pytest.mark.parametrize("loader", [False, True])
 def test_a_long_mask_stage_has_a_smaller_gate_lr_unless_one_is_given(
-    recipe: str, loader: bool, monkeypatch: pytest.MonkeyPatch
+    loader: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_module, "GATE_STEPS", 4)  # the mask stage has 2 epochs of 4 steps: twice as many
     data = DataLoader(TensorDataset(X, Y), batch_size=32) if loader else (X, Y)
 
     def weight(config: pp.Config) -> Tensor:
-        return pp.pft(net(), data, config, sparsity=0.5, recipe=recipe).model[0].weight  # type: ignore[index]
+        return pp.pft(net(), data, config, sparsity=0.5, recipe="coupled").model[0].weight  # type: ignore[index]
 
     default, whole, half = (weight(c) for c in (CONFIG, *(dataclasses.replace(CONFIG, gate_lr=r) for r in (10.0, 5.0))))
-    assert torch.equal(default, half if recipe == "coupled" else whole)
+    assert torch.equal(default, half)
     assert not torch.equal(whole, half)
+
+
+def paper_stages(monkeypatch: pytest.MonkeyPatch, config: pp.Config, **options: Any) -> tuple[list[Any], list[Any]]:
+    """The configs of both stages of the recipe "paper", and the gates that the first begins with."""
+    configs, starts, fit = [], [], pipeline.fit
+
+    def noting(model: nn.Module, data: Any, config: pp.Config, **rest: Any) -> Any:
+        configs.append(config)
+        starts.extend([pp.read(model).keep_prob] if rest["stage"] == "masks" else [])
+        return fit(model, data, config, **rest)
+
+    monkeypatch.setattr(pipeline, "fit", noting)
+    pp.pft(net(), (X, Y), config, sparsity=0.5, recipe="paper", **options)
+    return configs, starts
+
+
+def test_each_stage_of_the_paper_has_the_whole_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = pp.Config(epochs=6, lr=0.1, schedule="step", warmup=0.1)
+    (mask, tune), _ = paper_stages(monkeypatch, config, mask_share=1 / 3)
+    assert (mask.epochs, tune.epochs) == (2, 4)
+    for stage in (mask, tune):
+        assert [stage.factor(share) for share in (0.3, 0.6, 0.8)] == [1.0, 0.1, 0.01]
+        assert stage.factor(0.05) == pytest.approx(0.5)
+    assert (mask.gate_lr, mask.gates_scheduled) == (0.1, True)
+
+
+@pytest.mark.parametrize("gate_lr", [0.1, 7.0, None])
+def test_a_gate_lr_that_is_given_is_that_of_the_paper_recipe(
+    gate_lr: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (mask, _), _ = paper_stages(monkeypatch, pp.Config(epochs=2, lr=0.1, gate_lr=gate_lr))
+    assert mask.gate_lr == gate_lr
+
+
+@pytest.mark.parametrize("mapping", ["clamp", "sigmoid"])
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_the_paper_starts_isotropic_for_random_pruning_alone(
+    mapping: str, scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(criterion: Any) -> Tensor:
+        options = {"criterion": criterion, "mapping": mapping, "scope": scope}
+        _, (keep_prob,) = paper_stages(monkeypatch, pp.Config(epochs=2), **options)
+        return torch.cat([p.flatten() for p in keep_prob.values()])
+
+    for criterion in ("random", pp.scores.random):
+        torch.testing.assert_close(start(criterion), torch.full((180,), 0.5))
+    for criterion in ("magnitude", "snip"):
+        assert start(criterion).unique().tolist() == pytest.approx([1e-4, 1 - 1e-4], rel=1e-3)
+
+
+def test_the_mappings_of_the_paper_train_other_masks_and_no_third_is_known() -> None:
+    config = pp.Config(epochs=4, lr=0.1, gate_lr=1.0, batch_size=32)
+    results = [
+        pp.pft(net(), (X, Y), config, sparsity=0.5, criterion="random", recipe="paper", mapping=mapping)
+        for mapping in ("clamp", "sigmoid")
+    ]
+    assert not torch.equal(results[0].mask["0.weight"], results[1].mask["0.weight"])
+    with pytest.raises(ValueError, match="mapping 'softmax' is unknown; use one of clamp, sigmoid"):
+        pp.pft(net(), (X, Y), config, sparsity=0.5, recipe="paper", mapping="softmax")
 
 
 @pytest.mark.parametrize("recipe", ["coupled", "paper"])
@@ -472,6 +531,7 @@ def test_a_sparsity_that_is_a_string_is_refused() -> None:
         ("thresholded", {"eps": 0.1}, r"eps is 0\.1, but the recipe 'thresholded' does not read it; .* recipe='paper'"),
         ("coupled", {"eps": 0.1}, "eps is 0.1, but the recipe 'coupled' does not read it; leave it at 0.0001"),
         ("coupled", {"limit": None}, "limit is None, but the recipe 'coupled' does not read it; leave it at 0.1"),
+        ("coupled", {"mapping": "sigmoid"}, r"mapping is sigmoid, .* leave it at clamp, or use recipe='paper'"),
         ("paper", {"theta": 1.0}, "theta is 1.0, but the recipe 'paper' does not read it"),
     ],
 )

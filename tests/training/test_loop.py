@@ -55,6 +55,8 @@ def test_gates_have_a_separate_group_without_weight_decay() -> None:
         ([3.0], [0.0], False),
         ([0.01], [0.0], True),
     ]
+    following = pp.Config(lr=0.1, gate_lr=3.0, gates_scheduled=True)
+    assert all(g.scheduled for g in loop.groups(attached(), [following], rest=True))
     assert [len(g.params) for g in groups] == [4, 2, 2]  # two means and two biases, gates, log stds
     assert len(loop.groups(attached(), [config], rest=False)[0].params) == 2
     assert len(loop.groups(net(), [config], rest=True)) == 1

@@ -139,13 +139,18 @@ def rest_of(model: nn.Module, chosen: set[str]) -> dict[str, Tensor]:
 
 
 def isotropic(
-    model: nn.Module, *, sparsity: float, std: float = 0.0, prunable: weights.Prunable = weights.prunable
+    model: nn.Module,
+    *,
+    sparsity: float | Mapping[str, float],
+    std: float = 0.0,
+    prunable: weights.Prunable = weights.prunable,
 ) -> SpikeSlab:
     """keep_prob = 1 - sparsity everywhere: every weight is equally likely to go.
 
     Args:
         model: The network, whose present weights are the means.
-        sparsity: The expected fraction pruned, of all D weights, such as 0.9.
+        sparsity: The expected fraction pruned, of all D weights, such as 0.9. A mapping from patterns of names to
+            fractions, as `pp.top_k` takes it, gives every tensor its own; weights that none fits stay as they are.
         std: Standard deviation of every kept weight, such as 2e-3; 0 is a stochastic mask.
         prunable: Which weights may be pruned: model -> {name: weight}.
 
@@ -157,10 +162,14 @@ def isotropic(
         >>> float(slab.keep_prob["1.weight"][0, 0])
         0.25
     """
-    masks.check_sparsity(sparsity)
+    masks.asked_sparsity(sparsity, None)
     plain = prunable(model)
-    keep = masks.density(sparsity, size=sum(w.numel() for w in plain.values()), total=weights.total(model))
-    return _around(model, {n: torch.full_like(w, keep, dtype=torch.float32) for n, w in plain.items()}, std)
+    if isinstance(sparsity, Mapping):
+        keep = {name: 1 - pruned for name, pruned in masks.layer_sparsities(plain, sparsity).items()}
+    else:
+        size = sum(w.numel() for w in plain.values())
+        keep = dict.fromkeys(plain, masks.density(sparsity, size=size, total=weights.total(model)))
+    return _around(model, {n: torch.full_like(plain[n], p, dtype=torch.float32) for n, p in keep.items()}, std)
 
 
 def block_isotropic(model: nn.Module, mask: Mapping[str, Tensor], *, eps: float, std: float = 0.0) -> SpikeSlab:

@@ -14,8 +14,8 @@ from pacprune import kernels
 from pacprune.data.batches import per_epoch
 from pacprune.masking import masks, weights
 from pacprune.masking.attachment import attach, final_mask, harden, set_logits_
-from pacprune.masking.criteria import Criterion, magnitude
-from pacprune.masking.spikeslab import block_isotropic, log_scores, score_monotone
+from pacprune.masking.criteria import Criterion, magnitude, random
+from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, log_scores, score_monotone
 from pacprune.methods.feather import RAMP, threshold_budget
 from pacprune.methods.pipeline import (
     Pipeline,
@@ -63,6 +63,7 @@ class _Task:
     scores: dict[str, Tensor]
     mask_share: float | None
     eps: float
+    mapping: str
     noise: float | None
     theta: float
     limit: float | None
@@ -156,13 +157,22 @@ def _coupled(task: _Task) -> Pipeline[Pruned]:
 
 
 def _paper(task: _Task) -> Pipeline[Pruned]:
-    """The paper's: block-isotropic around the criterion's mask, clamped probabilities, no budget."""
-    mask_config, tune_config = split_epochs(task.config, 0.5 if task.mask_share is None else task.mask_share)
-    mask = masks.top_k(task.scores, sparsity=task.plan.goal, total=weights.total(task.model))
-    slab = block_isotropic(task.model, mask, eps=task.eps)
-    attach(task.model, slab, mapping="clamp", estimator=task.estimator, seed=task.stage.seed)
-    history = yield task.stage("masks", mask_config)
+    """The paper's: two stages with the whole schedule each, gates with the weights' learning rate, no budget."""
+    config = task.config
+    stages = split_epochs(config, 0.5 if task.mask_share is None else task.mask_share)
+    mask_config, tune_config = (replace(stage, span=config.span, warmup=config.warmup) for stage in stages)
+    gate_lr = config.gate_lr if "gate_lr" in config.changes() else config.lr
+    attach(task.model, _start(task), mapping=task.mapping, estimator=task.estimator, seed=task.stage.seed)
+    history = yield task.stage("masks", replace(mask_config, gate_lr=gate_lr, gates_scheduled=True))
     return (yield from _harden_and_tune(task, tune_config, history))
+
+
+def _start(task: _Task) -> SpikeSlab:
+    """The same keep_prob everywhere for random pruning, and two of them around the mask of any other criterion."""
+    if task.criterion in ("random", random):
+        return isotropic(task.model, sparsity=task.plan.goal, prunable=task.plan.prunable)
+    mask = masks.top_k(task.scores, sparsity=task.plan.goal, total=weights.total(task.model))
+    return block_isotropic(task.model, mask, eps=task.eps)
 
 
 def _harden_and_tune(task: _Task, config: Config, history: History) -> Pipeline[Pruned]:
@@ -192,12 +202,15 @@ class Recipe:
     uses: tuple[str, ...] = ()
 
 
+_MAPPINGS = ("clamp", "sigmoid")
+"""What the paper maps trained numbers to keep probabilities by."""
+
 RECIPES = {
     "thresholded": Recipe(
         _thresholded, takes_pattern=True, takes_samples=False, follows_lr=False, uses=("theta", "limit")
     ),
     "coupled": Recipe(_coupled, takes_pattern=True),
-    "paper": Recipe(_paper, uses=("eps",)),
+    "paper": Recipe(_paper, uses=("eps", "mapping")),
 }
 """What `pft` takes as its `recipe`."""
 
@@ -214,6 +227,7 @@ def pft(
     recipe: str = "thresholded",
     mask_share: float | None = None,
     eps: float = 1e-4,
+    mapping: str = "clamp",
     noise: float | None = None,
     theta: float = 0.5,
     limit: float | None = LIMIT,
@@ -245,7 +259,11 @@ def pft(
     hardens the gates meanwhile. With a `pattern`, every group of 4 weights has one gate: a choice of so many out of 4,
     relaxed by Gumbel-softmax. The pattern then holds from the start, in place of the budget.
 
-    The recipe "paper" is the paper's: block-isotropic start with `eps`, clamped probabilities, no budget.
+    The recipe "paper" has the steps of "coupled", as the paper writes them. It starts from keep_prob = 1 - sparsity
+    everywhere for random pruning, and block-isotropic with `eps` around the mask of any other criterion. Nothing holds
+    the budget. Each of the two stages has the whole learning-rate schedule of `config`. The gates have the weights'
+    learning rate unless a gate_lr is given, and follow the schedule either way. For
+    CIFAR-10 the paper has 60 + 120 epochs: Config(epochs=180, lr=0.1, schedule="step") and mask_share = 1/3.
 
     An untrained model gives PFT at initialisation. lr = 0 gives strong lottery tickets; "coupled" and "paper" need
     mask_share = 1 and a gate_lr as well, 20 and 0.5.
@@ -253,8 +271,9 @@ def pft(
     Args:
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
-        config: The whole budget after dense training, on one learning-rate schedule; osp with the same config is the
-            fair comparison. A gate_lr that is not given is smaller where the mask is learned in many steps.
+        config: The whole budget after dense training, on one learning-rate schedule, or one for each stage of the
+            recipe "paper"; osp with the same config is the fair comparison. A gate_lr that is not given is smaller
+            where the mask is learned in many steps, and lr for the recipe "paper".
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
             {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
@@ -264,6 +283,8 @@ def pft(
         mask_share: Share of the epochs in which the mask is learned; the rest fine-tunes. 1 unless given, and 0.5 for
             the recipes "coupled" and "paper".
         eps: Keep probability, at the start, of the weights that `criterion` would prune; `recipe` "paper" only.
+            Random pruning has none.
+        mapping: How a trained number becomes a keep probability, clamp or sigmoid; `recipe` "paper" only.
         noise: Size of the masks' noise. None is 0 for the recipe "thresholded", where it is the size of logistic noise
             on 4 r, which is gone after 80 % of the mask stage. The others have 1, random masks, or 0: each weight is
             scaled by sigmoid(logit / beta), a smooth function of its keep probability.
@@ -299,7 +320,8 @@ def pft(
         ['masks', 'masks']
     """
     _check_recipe(recipe, pattern, config, noise)
-    _check_used(recipe, {"eps": eps, "theta": theta, "limit": limit})
+    _check_used(recipe, {"eps": eps, "mapping": mapping, "theta": theta, "limit": limit})
+    check_name("mapping", mapping, _MAPPINGS)
     if RECIPES[recipe].follows_lr or "gate_lr" in config.changes():
         check_rates(config)
     stage, plan = set_up(locals())
@@ -311,6 +333,7 @@ def pft(
         scores=_scores(criterion, plan, stage),
         mask_share=mask_share,
         eps=eps,
+        mapping=mapping,
         noise=noise,
         theta=theta,
         limit=limit,
@@ -353,7 +376,7 @@ def _check_recipe(recipe: str, pattern: str | None, config: Config, noise: float
         )
 
 
-def _check_used(recipe: str, values: Mapping[str, float | None]) -> None:
+def _check_used(recipe: str, values: Mapping[str, float | str | None]) -> None:
     """Refuses an argument that only another recipe reads, unless it has its default."""
     for other, row in RECIPES.items():
         for name in row.uses if other != recipe else ():

@@ -107,6 +107,7 @@ METHODS: dict[str, Method] = {
             "recipe",
             "mask_share",
             "eps",
+            "mapping",
             "noise",
             "theta",
             "min_per_layer",
@@ -131,7 +132,7 @@ METHODS: dict[str, Method] = {
     "pft-paper": Method(
         "pacprune.methods.pft:pft",
         "Probabilistic fine-tuning, the paper's recipe",
-        "start from the criterion's mask, without a budget",
+        "keep probabilities from a criterion, without a budget",
         "PFT, the paper's recipe",
         "#E69F00",
         "D",

@@ -60,6 +60,8 @@ class Contest:
         gated: (lr, gate_lr / lr) that methods with tuned gates try, as many as there are rates.
         tuned_at: The sparsity at which learning rates are chosen.
         contenders: What runs under the name of a method, where that is not its row of METHODS alone.
+        grids: The points that a contender tries, by its name, where those are not `rates` or `gated`: as many, or one.
+            Their gate_lr is always given, whatever the ratio.
     """
 
     criteria: tuple[str, ...] = in_entries(("magnitude",))
@@ -68,8 +70,15 @@ class Contest:
     gated: tuple[Point, ...] = in_entries(((0.1, GATE_RATIO),))
     tuned_at: float = in_entries(0.9)
     contenders: Mapping[str, Contender] = field(default_factory=dict)
+    grids: Mapping[str, tuple[Point, ...]] = field(default_factory=dict, metadata={"in_entries": True})
 
     def __post_init__(self) -> None:
+        for name, grid in self.grids.items():
+            if len(grid) not in (1, len(self.rates)):
+                raise ValueError(
+                    f"{name} would try {len(grid)} points of its grid and the others {len(self.rates)}; give as many, "
+                    "or one"
+                )
         if len(self.rates) != len(self.gated):
             raise ValueError(
                 f"pft would try {len(self.gated)} points of its grid and the others {len(self.rates)}; give as many"
@@ -89,9 +98,12 @@ class Contest:
         """What runs under the name of a method."""
         return self.contenders.get(name, Contender(name))
 
-    def points(self, method: str) -> tuple[Point, ...]:
+    def points(self, name: str) -> tuple[Point, ...]:
         """The grid of a method; gates that are not tuned have the default ratio."""
-        return self.gated if METHODS[method].tunes_gates else tuple((lr, GATE_RATIO) for lr in self.rates)
+        if name in self.grids:
+            return self.grids[name]
+        method = METHODS.get(name) or METHODS[self.contender(name).method]
+        return self.gated if method.tunes_gates else tuple((lr, GATE_RATIO) for lr in self.rates)
 
 
 def same_grid(*rates: float) -> dict[str, Any]:
@@ -185,19 +197,22 @@ def tune(setting: Setting[Contest], make_task: Callable[[], Task], job: Job) -> 
     A grid of one point needs no trial.
     """
     options = setting.options
-    if len(options.rates) == 1:
-        return {(method, criterion): options.points(method)[0] for method, criterion in options.pairs()}
+    grids = {(method, criterion): options.points(method) for method, criterion in options.pairs()}
+    settled = {pair: grid[0] for pair, grid in grids.items() if len(grid) == 1}
+    if settled.keys() == grids.keys():
+        return settled
     task, (seed,) = make_task(), job.seeds(1)
     entries = [
-        Entry(method, criterion, options.tuned_at, seed, *point)
-        for method, criterion in options.pairs()
-        for point in options.points(method)
+        Entry(*pair, options.tuned_at, seed, *point)
+        for pair, grid in grids.items()
+        if pair not in settled
+        for point in grid
     ]
     best: dict[tuple[str, str], tuple[float, float, float]] = {}
     for row in entry_rows(setting, entries, _dense(setting, [seed], task, job), task, job):
         key, trial = (row["method"], row["criterion"]), (row[task.column], row["lr"], row["ratio"])
         best[key] = min(best.get(key, trial), trial)
-    return {key: (lr, ratio) for key, (_, lr, ratio) in best.items()}
+    return settled | {key: (lr, ratio) for key, (_, lr, ratio) in best.items()}
 
 
 def contest(setting: Setting[Contest], points: Mapping[tuple[str, str], Point], task: Task, job: Job) -> Table:
@@ -272,7 +287,7 @@ def prune(
         method.verb,
         [copy.deepcopy(dense[entry.seed]) for entry in entries],
         train,
-        [replace(_config(setting.pruning, entry), **dict(contender.config)) for entry in entries],
+        [replace(_config(setting, entry), **dict(contender.config)) for entry in entries],
         sparsity=[entry.sparsity for entry in entries],
         seed=[entry.seed for entry in entries],
         progress=job.progress,
@@ -285,9 +300,10 @@ def in_fours(model: nn.Module) -> dict[str, Tensor]:
     return {name: w for name, w in weights.prunable(model).items() if w[0].numel() % 4 == 0}
 
 
-def _config(pruning: Config, entry: Entry) -> Config:
-    config = replace(pruning, lr=entry.lr)
-    return config if entry.ratio == GATE_RATIO else replace(config, gate_lr=entry.lr * entry.ratio)
+def _config(setting: Setting[Contest], entry: Entry) -> Config:
+    config = replace(setting.pruning, lr=entry.lr)
+    by_default = entry.ratio == GATE_RATIO and entry.method not in setting.options.grids
+    return config if by_default else replace(config, gate_lr=entry.lr * entry.ratio)
 
 
 def despite_divergence(entries: list[_T], attempt: Callable[[list[_T]], list[_R]], lost: _R) -> list[_R]:

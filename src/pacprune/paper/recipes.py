@@ -21,6 +21,7 @@ from pacprune.paper import (
     mask_stability,
     monitor_delay,
     new_ground,
+    paper_pft,
     pft_at_init,
     pft_vs_osp,
     posteriors,
@@ -36,6 +37,7 @@ from pacprune.types import Progress, check_name
 RECIPES: dict[str, Recipe] = {
     "linear-model": Recipe(linear_model.SETTINGS, linear_model.figures),
     "pft-vs-osp": Recipe(pft_vs_osp.SETTINGS, pft_vs_osp.figures, several=True),
+    "paper-pft": Recipe(paper_pft.SETTINGS, paper_pft.figures, several=True),
     "new-ground": Recipe(new_ground.SETTINGS, new_ground.figures, several=True),
     "weak-magnitude": Recipe(weak_magnitude.SETTINGS, weak_magnitude.figures, several=True),
     "pft-at-init": Recipe(pft_at_init.SETTINGS, pft_at_init.figures, several=True),

@@ -29,7 +29,7 @@ from pacprune.training.posterior import OBJECTIVES
 PARTS = ("train", "prior")
 NAME_PATTERNS = ("include", "exclude")
 """Flags that hold patterns of names, separated by commas."""
-SHARED = ("recipe", "noise", "mask_share", "rounds", *NAME_PATTERNS)
+SHARED = ("recipe", "mapping", "noise", "mask_share", "rounds", *NAME_PATTERNS)
 """Flags of methods that decide which stages and masks there are, and so must be shared by a population."""
 
 
@@ -192,7 +192,7 @@ def _gate_lr(method: Method) -> Any:
             None, f"Learning rate of the prior's keep probabilities; {posterior}.", unset=unset, per_member=True
         )
     if method.takes("recipe"):  # one of which takes smaller steps where there are many
-        unset += f", and less if the coupled recipe takes more than {GATE_STEPS} steps with them"
+        unset += f", less if the coupled recipe takes more than {GATE_STEPS} steps with them, --lr in the paper recipe"
     return _option(None, "Learning rate of the keep probabilities.", unset=unset, per_member=True)
 
 

@@ -29,6 +29,7 @@ SHARED = (
     "patience",
     "execution",
     "masks",
+    "gates_scheduled",
 )
 """Fields of Config that all members of a population have in common, since they take their steps together."""
 

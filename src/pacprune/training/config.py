@@ -83,6 +83,7 @@ class Config:
         lr: Learning rate of the weights, such as 0.01; 0 freezes all but the gates.
         gate_lr: Learning rate of the gates, which no schedule changes; of thresholded ones, it follows lr's schedule.
             "auto" is 100 * lr; None freezes them.
+        gates_scheduled: Whether gate_lr follows lr's schedule and warm-up also where it would stay.
         std_lr: Learning rate of the logarithms of a trained std; None is lr.
         momentum: What SGD keeps of the last step; beta1 of Adam and AdamW.
         weight_decay: L2 penalty of the weights (of AdamW: decoupled), such as 5e-4.
@@ -141,6 +142,7 @@ class Config:
     execution: str = "eager"
     masks: str = "shared"
     steps_per_epoch: int | None = None
+    gates_scheduled: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
@@ -232,6 +234,8 @@ class Config:
         content = asdict(replace(self, execution="eager"))
         if self.steps_per_epoch is None:
             del content["steps_per_epoch"]
+        if not self.gates_scheduled:
+            del content["gates_scheduled"]
         if self.gate_lr == GATE_RATIO * self.lr and not isinstance(self.gate_lr, _Auto):
             content["gate_lr"] = [self.gate_lr, "given"]  # any other number tells itself from one that follows lr
         if callable(self.optimizer):  # what it makes tells more than a name

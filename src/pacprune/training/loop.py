@@ -283,11 +283,12 @@ def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool, std_optim
     momentum, no_decay = [config.momentum for config in configs], [0.0] * len(configs)
     std_rates = [config.lr if config.std_lr is None else config.std_lr for config in configs]
     decay, factory = [config.weight_decay for config in configs], configs[0].optimizer
+    gate_rates, scheduled = [float(config.gate_lr or 0.0) for config in configs], configs[0].gates_scheduled
     candidates = [
         Group(plain, [config.lr for config in configs], momentum, decay, True)
         if isinstance(factory, str) or not plain
         else weights_group([p for p in plain if p.requires_grad], factory),
-        Group(gates, [float(config.gate_lr or 0.0) for config in configs], momentum, no_decay, False),
+        Group(gates, gate_rates, momentum, no_decay, scheduled),
         Group(log_stds, std_rates, momentum, no_decay, True, optimizer=std_optimizer),
     ]
     return [group for group in candidates if group.params]
