@@ -73,6 +73,9 @@ def test_a_schedule_may_be_a_function():
 @pytest.mark.parametrize("control", GATE_CONTROLS)
 def test_every_control_of_gates_trains(control):
     model, x = attached(), torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+    if GATE_CONTROLS[control].std_optimizer is not None:  # it trains a std
+        plain = pp.harden(model)
+        model = pp.attach(plain, pp.isotropic(plain, sparsity=0.5, std=0.1), train_std=True)
     data = x, (x[:, 0] > 0).long()
     history = pp.fit(model, data, pp.Config(epochs=2, batch_size=10), budget=Budget(0.7, control=control))
     if GATE_CONTROLS[control].hold is not None:
