@@ -17,7 +17,12 @@ import pacprune
 import pacprune as pp
 
 PARAMETER = r"^\s+\*{{0,2}}{name}: \S"
-KERNELS_OF_A_GPU = ("triton_sampler", "grouped", "gate_sums")  # they import triton, which needs a GPU
+KERNELS_OF_A_GPU = (
+    "triton_sampler",
+    "triton_threshold",
+    "grouped",
+    "gate_sums",
+)  # they import triton, which needs a GPU
 EXAMPLES_ALIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
