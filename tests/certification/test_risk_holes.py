@@ -179,7 +179,7 @@ class Scaled(nn.Module):
 def test_outputs_that_are_no_numbers_are_not_right(risk: str) -> None:
     split, dense, _ = made()
     model = Scaled(dense, lambda out: out * float("nan"))
-    reference = None if risk == "top3" else model
+    reference = None if risk == "top3" else dense
     with pytest.raises(ValueError, match="7190 outputs of the network are NaN"):
         pp.certify_held_out(model, split, risk=risk, reference=reference, declare=WORDS)
 
@@ -356,3 +356,14 @@ def test_a_certified_gain_is_watched_as_a_drop_below_zero() -> None:
     monitor = pp.Monitor(certificate)
     assert certificate.bound < 0 < monitor.watch.limit < 0.5
     assert f"a drop of {rounded_up(certificate.bound)}" in monitor.statement
+
+
+def test_a_drop_is_watched_by_differences_so_that_plain_errors_cannot_pass_for_them() -> None:
+    split, dense, _ = made()
+    worse = Scaled(dense, lambda out: out.flip(-1))
+    certificate = pp.certify_held_out(dense, split, risk="drop", reference=worse, declare=WORDS)
+    monitor = pp.Monitor(certificate)
+    quiet = monitor.update([-1.0] * 500, first=1)
+    assert quiet.alarm_at is None
+    assert quiet.point.mean == 0.0
+    assert monitor.update([0.0, 1.0] * 500, first=501).alarm_at is not None

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
@@ -65,8 +66,9 @@ class Monitor:
         """Counts new examples, and writes the state before it returns.
 
         Args:
-            values: The losses in [0, 1], in the order of arrival: 1 for an error and 0 for none, a bounded loss, 1
-                where two networks disagree, or (1 + D)/2 for a difference D in [-1, 1].
+            values: The losses in [0, 1], in the order of arrival: 1 for an error and 0 for none, a bounded loss, or 1
+                where two networks disagree. For a certified drop, the differences in [-1, 1]: 1 where the network alone
+                is wrong, -1 where the reference alone is, else 0.
             first: Number of the first of these examples, counted from 1 since the monitor began. It is what tells new
                 examples from those that were counted before.
 
@@ -78,7 +80,8 @@ class Monitor:
         """
         self._read()
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
-        x, first = sequential.check_values(array), check_count("first", first)
+        x = sequential.check_values((1.0 + np.asarray(array, dtype=np.float64)) / 2.0 if self._is_drop else array)
+        first = check_count("first", first)
         counted, last = self.watch.examples, first + x.size - 1
         if first <= counted:
             raise ValueError(

@@ -45,6 +45,11 @@ class Tries:
         count = f"certificate number {self.number} on these examples {where}; {self.declared} declared and paid for"
         if self.number <= self.declared:
             return count
+        if self.undeclared_bound == 1.0:
+            return (
+                f"{count}: if this is chosen among them, it proves nothing, at delta / ({self.number} x "
+                f"{self.number + 1})"
+            )
         return (
             f"{count}: if this is chosen among them, take {self.undeclared_bound:.4f} instead, the bound at "
             f"delta / ({self.number} x {self.number + 1})"
