@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from pacprune.bench import coverage
 from pacprune.bench.synthetic import STUDIES
-from pacprune.certification import decode
+from pacprune.certification import decode, tries
 from pacprune.cli import app
 from pacprune.runs import store
 
@@ -285,7 +285,9 @@ def test_certify_takes_a_risk_a_reference_and_groups(
     assert "the drop in accuracy on new data of this network" in compared["statement"]
     assert call("verify", run_folder, "--recount").stdout.splitlines()[-1].startswith("VALID (level 2")
     assert compared["statement"] in (run_folder / "report.html").read_text()
-    assert "kind is risk there and held-out here" in refusal("certify", run_folder)
+    count = len((tries.folder() / tries.FILE).read_text().splitlines())
+    assert "risk is drop there and error here" in refusal("certify", run_folder)
+    assert len((tries.folder() / tries.FILE).read_text().splitlines()) == count  # what is refused is no try
     assert "compares with a reference network" in refusal("certify", osp, "--risk", "drop", "--out", tmp_path / "x")
     by_class = call("certify", osp, "--groups", "class", "--out", tmp_path / "classes")
     assert 'in each of the 10 groups; the largest bound is that of "class ' in by_class.stdout

@@ -16,6 +16,7 @@ from torch import nn
 
 from pacprune import __version__, data, imports, models
 from pacprune.bounds import Ledger
+from pacprune.certification import risks
 from pacprune.certification.certificate import RECORD, Certificate
 from pacprune.certification.commitment import Commitment, check_source
 from pacprune.certification.decode import load
@@ -275,10 +276,14 @@ def certify(
     code = {"model": model, "data": data}
     options, split, net = _trained(folder, device, **code)
     dense = None if reference is None else _trained(reference, device, **code)[2]
+    place, loss = folder / store.CERTIFICATE if out is None else out, loss_of(risk)
+    if (place / RECORD).is_file():  # before anything is counted
+        names = {"risk": risks.find(loss)[0], "delta": delta, "certified": certified, "groups": groups is not None}
+        _refuse_other(place, load(place), names)
     certificate = certify_held_out(
         net,
         split,
-        risk=loss_of(risk),
+        risk=loss,
         reference=dense,
         groups=groups,
         delta=delta,
@@ -286,7 +291,6 @@ def certify(
         name=options.model,
         declare=declare,
     )
-    place = folder / store.CERTIFICATE if out is None else out
     if (place / RECORD).is_file():
         certificate = _issued(place, certificate)
     else:
@@ -294,6 +298,23 @@ def certify(
     if out is None:
         report.write(folder, store.result(folder))
     return certificate
+
+
+def _refuse_other(place: Path, issued: Certificate, names: dict[str, Any]) -> None:
+    """Refuses to issue another certificate than the one that lies there: a published certificate must not change."""
+    issued_risk: Any = issued.record.get("risk") or {"name": "error"}
+    there = {
+        "risk": issued_risk["name"],
+        "delta": issued.ledger.delta,
+        "certified": issued.ledger.certified,
+        "groups": any(test["group"] for test in issued.tests),
+    }
+    for name, value in names.items():
+        if there[name] != value:
+            raise ValueError(
+                f"{place} holds a certificate already: {name} is {there[name]} there and {value} here; choose another "
+                "--out"
+            )
 
 
 def loss_of(risk: str) -> Any:
@@ -327,12 +348,9 @@ def _issued(place: Path, certificate: Certificate) -> Certificate:
     issued = load(place)
     for name, issued_value, value in (
         ("kind", issued.record["kind"], certificate.record["kind"]),
-        ("risk", issued.record.get("risk"), certificate.record.get("risk")),
         ("groups", [test["group"] for test in issued.tests], [test["group"] for test in certificate.tests]),
         ("reference", issued.record["hashes"].get("reference"), certificate.record["hashes"].get("reference")),
         ("network", issued.record["hashes"].get("model"), certificate.record["hashes"]["model"]),
-        ("delta", issued.ledger.delta, certificate.ledger.delta),
-        ("certified", issued.ledger.certified, certificate.ledger.certified),
     ):
         if issued_value != value:
             raise ValueError(
