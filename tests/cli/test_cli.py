@@ -149,7 +149,7 @@ def test_epochs_and_gates_are_explained_where_they_matter() -> None:
     assert "Epochs of training the prior" in texts["pbp"]
     assert [command for command, text in texts.items() if "--gate-lr" in text] == ["pft", "pbp"]
     assert "the posterior is always 100 times --posterior-lr. [default: 100 times --lr]" in texts["pbp"]
-    assert "[default: 100 times --lr, and less if" in texts["pft"]
+    assert "[default: 10; recipe coupled: 100 times --lr, both less in more than 3200 steps" in texts["pft"]
     assert not any(word in texts["pft"] for word in ("lower block", "gates", "logit", "beta")), "defined nowhere in it"
 
 

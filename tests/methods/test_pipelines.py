@@ -505,14 +505,13 @@ def test_pbp_certifies_below_15_percent_on_every_seed() -> None:
         assert pp.gibbs_error(result.model, split.test) < result.certificate.bound
 
 
-@pytest.mark.parametrize("call", ["pbp", "certify", "certify_held_out", "fit_posterior"])
+@pytest.mark.parametrize("call", ["pbp", "certify", "fit_posterior"])
 def test_a_certificate_needs_a_split(call: str) -> None:
     model, pair = pp.models.mlp(4, 2, hidden=(3,)), (torch.randn(6, 4), torch.zeros(6, dtype=torch.int64))
     prior = pp.read(pp.attach(copy.deepcopy(model), pp.isotropic(model, sparsity=0.5, std=0.1)))
     calls = {
         "pbp": lambda: pp.pbp(model, pair, pp.Config(epochs=1), sparsity=0.5),
         "certify": lambda: pp.certify(model, prior, pair),
-        "certify_held_out": lambda: pp.certify_held_out(model, pair),
         "fit_posterior": lambda: pp.fit_posterior(model, prior, pair, pp.Config(epochs=1)),
     }
     with pytest.raises(ValueError, match=r"the data is a tuple, but a certificate needs a Split; make one by pp\.data"):

@@ -227,7 +227,10 @@ def test_every_network_has_decay_three_rates_and_three_sparsities() -> None:
         "lstm": "adam",
         "mlp": "adam",
         "lenet5": "sgd",
+        "vgg": "sgd",
+        "mixer": "adamw",
     }
+    assert [setting.model for setting in settings if setting.label == "untouched"] == ["vgg", "mixer"]
     for setting in settings:
         assert setting.dense.weight_decay > 0
         assert replace(setting.dense, epochs=1) == replace(setting.pruning, epochs=1)
@@ -241,7 +244,7 @@ def test_on_a_gpu_steps_are_graphs_and_convolutions_are_compiled(job: Job) -> No
     job = replace(job, device=torch.device("cuda"))
     for setting in new_ground.SETTINGS["reduced"]:
         setting = new_ground.prepared(setting, job)
-        expected = "compiled" if setting.model in ("convnext", "resnet20", "wide-resnet") else "graph"
+        expected = "compiled" if setting.model in ("convnext", "resnet20", "vgg", "wide-resnet") else "graph"
         assert {setting.dense.execution, setting.pruning.execution} == {expected}
         assert setting.dense.amp
         assert new_ground.prepared(frame.on_device(setting, job.device), job) == setting  # as `reproduce` has it

@@ -22,6 +22,7 @@ from pacprune.certification.commitment import SOURCE
 from pacprune.data.own import FORMS
 from pacprune.masking import criteria, patterns
 from pacprune.methods.compress import SPARSITIES
+from pacprune.methods.pft import OFFSET_LR
 from pacprune.methods.table import METHODS, Method, pruning_methods
 from pacprune.training.config import GATE_RATIO, GATE_STEPS, SCHEDULES
 from pacprune.training.posterior import OBJECTIVES
@@ -191,9 +192,10 @@ def _gate_lr(method: Method) -> Any:
         return _option(
             None, f"Learning rate of the prior's keep probabilities; {posterior}.", unset=unset, per_member=True
         )
-    if method.takes("recipe"):  # one of which takes smaller steps where there are many
-        unset += f", less if the coupled recipe takes more than {GATE_STEPS} steps with them, --lr in the paper recipe"
-    return _option(None, "Learning rate of the keep probabilities.", unset=unset, per_member=True)
+    if not method.takes("recipe"):
+        return _option(None, "Learning rate of the keep probabilities.", unset=unset, per_member=True)
+    unset = f"{OFFSET_LR:g}; recipe coupled: {unset}, both less in more than {GATE_STEPS} steps; recipe paper: --lr"
+    return _option(None, "Learning rate of what decides which weights are kept.", unset=unset, per_member=True)
 
 
 def flag_help(method: Method, flag: str) -> str:
