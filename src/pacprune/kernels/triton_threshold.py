@@ -19,12 +19,12 @@ from triton.language.extra import libdevice
 
 from pacprune.kernels.law import LOGIT_MAX, Law
 
-_SIZE = 2048
+_SIZE = 1024
 """Weights of one program that goes through tensors from end to end."""
 _BLOCKS = (256, 1024, 2048, 4096)
 """Weights of an output that a program holds at a time; longer outputs go through the third in turns."""
-_PER_THREAD = 8
-"""Weights of an output that a thread holds: with twice as many, registers are short, and it takes thrice as long."""
+_PER_THREAD = 4
+"""Weights of an output that a thread holds: with 8, registers are short, and it takes half as long again."""
 _WINDOW_SHARE, _LEAST_WINDOW = 32, 4096
 """Of every so many scores one has room in the window, and so many have at least."""
 _COLUMNS, _PLACES = tl.constexpr(20), tl.constexpr(5)

@@ -155,6 +155,8 @@ class Pruner:
         """The optimisers that have forgotten the pruned weights of the final mask."""
         self._peak = 0.0
         """The largest learning rate of the weights so far."""
+        self._moved_by: float | None = None
+        """What the rate of the offsets was multiplied with in the last step, as the device has it."""
         self._rest: int | None = None
         """What the model's other parameters are to be in a run that goes on, until its first step has looked."""
         self._may_end = False
@@ -410,7 +412,7 @@ class Pruner:
         numbers = torch.tensor([row[0] for row in rows], dtype=torch.float32, pin_memory=device.type == "cuda")
         if not fading:
             numbers[1] = 0
-        stepper.show(numbers.to(device, non_blocking=True))
+        stepper.show(numbers)
         stepper.note()  # copies of the model have the mask of this moment
 
     def _skip(self) -> None:
@@ -435,8 +437,10 @@ class Pruner:
 
     def _move_offsets(self, optimizer: Optimizer) -> None:
         factor = self._factor(optimizer)
-        for group in self._offsets.groups:
-            group.rate.fill_(group.base[0] * factor)
+        if factor != self._moved_by:  # a launch less for most loops
+            for group in self._offsets.groups:
+                group.rate.fill_(group.base[0] * factor)
+            self._moved_by = factor
         self._offsets.step()
 
     def _factor(self, optimizer: Optimizer) -> float:

@@ -518,7 +518,7 @@ class Threshold:
 
     def _take(self, numbers: Tensor) -> None:
         """The numbers of a new step."""
-        self.numbers.copy_(numbers)
+        self.numbers.copy_(numbers, non_blocking=True)
         for offset, start in zip(self.offsets, self.start, strict=False):
             local(offset.detach()).addcmul_(local(start), self.subject.over(self.faded, start), value=-1)
 
