@@ -74,6 +74,7 @@ class Declaration:
         expected_risk: The risk that Catoni's constant is made for, known from the first 40 % like the rest.
         tolerance: How far Monte Carlo may be from the risk before no more networks are drawn.
         motion: How images are moved in training.
+        recipe: That of pft.
     """
 
     split_seed: int
@@ -82,6 +83,7 @@ class Declaration:
     expected_risk: float
     tolerance: float
     motion: Motion = Motion()
+    recipe: str = "coupled"
 
 
 class Cell(NamedTuple):
@@ -311,7 +313,7 @@ def _centres(
             on_device(setting, job.device).pruning,
             sparsity=_sparsities(setting, cells),
             seed=[cell.seed for cell in cells],
-            recipe="coupled",
+            recipe=setting.options.recipe,
             progress=job.progress,
         )
         for path, result in zip(paths, pruned, strict=True):
