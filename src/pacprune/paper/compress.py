@@ -356,8 +356,8 @@ def figures(setting: Setting[Chain], job: Job) -> Iterator[Figure]:
     yield Figure(
         f"compress-{setting.name}",
         f"{setting.data}, {setting.model}: the sparsest network of a chain of {len(setting.options.grid)} that is "
-        f"proved to keep a limit, at delta = {setting.options.delta:g}; mean and 95 % interval over {setting.seeds} "
-        "seeds (split, weights and data order are random). Every row of the CSV is a promise of its own, at the full "
+        f"proved to keep a limit, at delta = {setting.options.delta:g}; {setting.seeds} seeds "
+        "(split, weights and data order are random). Every row of the CSV is a promise of its own, at the full "
         f"delta; for all {COUNT} limits at once, the column sparsity_all has each at delta/{COUNT}. Sparsity 0 is the "
         "dense network, where no candidate could be proved to keep the limit.",
         lambda: rows(setting, job),
@@ -375,22 +375,28 @@ def numbers(setting: Setting[Chain], rows: Table) -> dict[str, float]:
 
 
 def paint(canvas: Any, rows: Table) -> None:
-    """A panel per risk: how many of the weights are left, against the limit."""
+    """A panel per risk: how many of the weights are left under every limit, arms side by side, a mark per seed."""
     canvas.set_size_inches(9, 4)
-    styles = {arm: way.style for arm, way in ARMS.items()}
-    for axes, ((risk,), part) in zip(canvas.subplots(1, len(LIMITS)), groups(rows, "risk").items(), strict=True):
-        left = [row | {"left": 1 - row["sparsity"]} for row in part]
-        painting.lines(axes, left, x="limit", y="left", by="arm", styles=styles)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+    panels = groups(rows, "risk")
+    widths = [len(groups(part, "arm")) for part in panels.values()]
+    all_axes = canvas.subplots(1, len(panels), sharey=True, width_ratios=widths)
+    for axes, ((risk,), part) in zip(all_axes, panels.items(), strict=True):
+        arms = [arm for arm, way in ARMS.items() if risk in way.risks]
         limits = sorted({row["limit"] for row in part})
-        axes.set_xticks(limits, [f"{limit:g}" for limit in limits], minor=False)
-        axes.set_xticks([], minor=True)
-        axes.set_xlabel(f"limit of the {risk}")
-    canvas.axes[0].set_ylabel("share of the weights that is left")
-    canvas.axes[0].legend(fontsize=8)
-    plots.title(
+        for number, arm in enumerate(arms):
+            style, side = ARMS[arm].style, 0.2 * (number - (len(arms) - 1) / 2)
+            for place, limit in enumerate(limits):
+                promised = [row for row in part if (row["arm"], row["limit"]) == (arm, limit)]
+                left = [100 * (1 - row["sparsity"]) for row in promised]
+                painting.seed_marks(axes, place + side, left, style, label=None if place else style.label)
+        axes.axhline(100, color=plots.GREY, lw=0.8, ls=":", zorder=0)
+        axes.set_xticks(range(len(limits)), [f"{100 * limit:g} %" for limit in limits])
+        axes.set_xlabel(f"promised: {risk} at most")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    canvas.axes[0].set_ylabel("weights left, in % (100: nothing is promised)")
+    canvas.axes[0].legend(fontsize=8, loc="lower left")
+    painting.canvas_heading(
         canvas,
-        painting.subject(rows),
-        f"split, weights, order; 95 % intervals over {painting.seed_count(rows)} seeds",
+        f"{painting.subject(rows)}: a mark per seed ({painting.seed_count(rows)}) and their mean; lower is better",
     )

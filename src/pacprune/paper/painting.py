@@ -1,7 +1,7 @@
 """What painters share: styles of methods and criteria, lines with intervals, one sparsity axis, titles."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -59,6 +59,13 @@ def lines(axes: Any, rows: Table, *, x: str, y: str, by: str, styles: Mapping[st
         if not any(math.isnan(span.low) for span in spans):
             ends = [span.low for span in spans], [span.high for span in spans]
             axes.fill_between(along, *ends, color=style.colour, alpha=0.2, lw=0)
+
+
+def seed_marks(axes: Any, at: float, values: Sequence[float], style: Style, *, label: str | None = None) -> None:
+    """A mark per repetition at one place, and a short line at their mean."""
+    look = {"color": style.colour, "marker": style.marker, "label": label, "s": 18, "zorder": 3}
+    axes.scatter([at] * len(values), values, **look)
+    axes.hlines(sum(values) / len(values), at - 0.1, at + 0.1, color=style.colour)
 
 
 def sparsity_lines(axes: Any, rows: Table, *, y: str, by: str, styles: Mapping[str, Style]) -> None:

@@ -93,9 +93,7 @@ def paint(canvas: Any, rows: Table) -> None:
             for place, name in enumerate(NUMBERS):
                 values = [100 * row[name] for row in part]
                 label = style.label if place == 0 else None
-                look = {"color": style.colour, "marker": style.marker, "label": label, "s": 18, "zorder": 3}
-                axes.scatter([place + side] * len(values), values, **look)
-                axes.hlines(sum(values) / len(values), place + side - 0.1, place + side + 0.1, color=style.colour)
+                painting.seed_marks(axes, place + side, values, style, label=label)
         axes.set_xticks(range(len(NUMBERS)), list(NUMBERS.values()), fontsize=7)
         axes.set_title(", ".join(subject), loc="left", fontsize=9)
     canvas.axes[0].set_ylabel("%")
