@@ -1550,12 +1550,14 @@ def test_copies_in_the_bound_set_are_counted_printed_and_declared(tmp_path: Path
     cert = pp.certify_held_out(model, split, declare="new data repeat as often as these")
     assert cert.record["split"]["repeats"] == 4950
     assert "4950 of the 5,000 bound examples are copies of others" in str(cert)
-    assert cert.statement.endswith(' The issuer states: "new data repeat as often as these".')
+    words = "4950 of the 5000 bound examples are copies of others."
+    assert cert.statement.endswith(f' {words} The issuer states: "new data repeat as often as these".')
     report = pp.verify(cert.save(tmp_path), split=split, model=network)
     assert report.valid, report.failure
 
     def silent(record: Record, tensors: Tensors) -> None:
         record["split"]["repeats"] = 0
+        record["statement"] = record["statement"].replace(f" {words}", "")
 
     folder = forged(tmp_path / "silent", silent, cert)
     assert pp.verify(folder).valid  # as far as arithmetic goes

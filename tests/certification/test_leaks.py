@@ -271,6 +271,7 @@ UNSTEADY = {
     "dropout": (lambda x: F.dropout(x, 0.5), "differ when they are asked for again"),
     "noise": (lambda x: x + torch.randn_like(x), "differ when they are asked for again"),
     "batch": (lambda x: x - x.mean(0), "depend on what else is in the batch"),
+    "wide batch": (lambda x: 5 * x - 2 * x.mean(0), "depend on what else is in the batch"),
 }
 
 

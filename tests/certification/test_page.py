@@ -15,8 +15,10 @@ from typing import Any
 import mutations
 import numpy as np
 import pytest
+import torch
 from mutations import RECORD, Case, Files, Odd, arithmetic, record_of, stored
 
+import pacprune as pp
 from pacprune.certification import page
 from pacprune.certification.bounds_table import BOUNDS
 
@@ -174,6 +176,20 @@ def test_true_certificates_are_valid_by_the_same_rules_and_numbers(
         for name, entry in record["bounds"].items():
             assert numbers["bounds"][name]["recomputed"] == pytest.approx(entry["bound"], rel=1e-9)
     assert browser.complaints == []
+
+
+@in_a_browser
+def test_copies_stand_in_the_sentence(browser: Browser, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(10, 4, generator=generator), torch.randint(3, (10,), generator=generator)
+    net, told = torch.nn.Linear(4, 3), "it was trained on other examples, and new data repeat as often"
+    browser.open(page.PAGE)
+    for sort, options in {"error": {}, "brier": {"risk": "brier"}}.items():
+        cert = pp.certify_held_out(net, (x.repeat(5, 1), y.repeat(5)), declare=told, **options)
+        assert "40 of the 50 bound examples are copies of others." in cert.statement
+        folder = cert.save(tmp_path / sort)
+        (result,) = by_page(browser, [ordinary(mutations.read(folder))])
+        assert (kind(result), by_script(folder)[0]) == ("valid", "valid")
 
 
 @in_a_browser

@@ -19,6 +19,7 @@ from pacprune.certification import verify
 from pacprune.certification.bounds_table import BOUNDS
 from pacprune.certification.record import PacBayesRecord, Record, RiskRecord, RiskTest
 from pacprune.certification.tries import Tries
+from pacprune.data.splits import Split
 from pacprune.files import mask_gaps, write_atomically
 
 RECORD, PACKED = "certificate.json", "packed.safetensors"
@@ -305,6 +306,13 @@ def _pieces(tensor: Tensor, *, gaps: bool) -> tuple[Tensor | None, ...]:
     if gaps and len(coded := mask_gaps(mask)) < len(bits):
         return values, None, torch.frombuffer(bytearray(coded), dtype=torch.uint8)
     return values, bits
+
+
+def beside_the_claim(split: Split, declaration: str | None) -> str:
+    """What the sentence says after the claim: copies that are more than 1 % of the examples, and the issuer's word."""
+    repeats, n = split.repeats, len(split.bound)
+    copies = f" {repeats} of the {n} bound examples are copies of others." if repeats * 100 > n else ""
+    return copies if declaration is None else f'{copies} The issuer states: "{declaration}".'
 
 
 def percent(delta: float) -> str:

@@ -17,7 +17,7 @@ from pacprune.bounds import Ledger
 from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import bounds_table, drawn_networks, rules, tries
 from pacprune.certification.bounds_table import BOUNDS, RISK_BOUNDS
-from pacprune.certification.certificate import Certificate, percent, rounded_down
+from pacprune.certification.certificate import Certificate, beside_the_claim, percent, rounded_down
 from pacprune.certification.commitment import Commitment, choices, plan_of, split_hashes
 from pacprune.certification.drawn_networks import Counts
 from pacprune.certification.record import (
@@ -177,7 +177,7 @@ def certify_error(
         "total": weights.total(model),
         "reference": {"errors": errors},
         "examples_seen": weights.seen(model).count,
-        **_conclusion(entries, "held_out", delta, f"the {n:,} bound examples", network, declaration, None),
+        **_conclusion(entries, "held_out", delta, f"the {n:,} bound examples", network, declaration, None, split),
         **provenance(split, {"model": tensor_hash(state)}),
     }
     record["assumptions"] = assumptions(record)  # type: ignore[arg-type]
@@ -440,7 +440,7 @@ def _record(
     commitment = candidate.commitment
     record: PacBayesRecord = {
         **evidence,
-        **_conclusion(entries, plan["family"], delta, chance, network, declaration, commitment),
+        **_conclusion(entries, plan["family"], delta, chance, network, declaration, commitment, candidate.split),
         **provenance(candidate.split, candidate.hashes),
     }
     record["assumptions"] = assumptions(record)  # type: ignore[arg-type]
@@ -473,6 +473,7 @@ def _conclusion(
     network: str,
     declaration: str | None,
     commitment: CommitmentRecord | None,
+    split: Split,
 ) -> Conclusion:
     """The bounds, the declared one among them, and the sentence about it."""
     bound = entries[family]["bound"]
@@ -482,8 +483,7 @@ def _conclusion(
     )
     if commitment is not None:
         statement += f" The draws follow from the commitment {commitment['digest'][:12]} and a later beacon."
-    if declaration is not None:
-        statement += f' The issuer states: "{declaration}".'
+    statement += beside_the_claim(split, declaration)
     return {
         "bounds": entries,
         "claim": {"family": family, "bound": bound},

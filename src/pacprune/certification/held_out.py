@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import certify, risks, rules, tries
 from pacprune.certification.bounds_table import BOUNDS
-from pacprune.certification.certificate import Certificate, percent, rounded_down
+from pacprune.certification.certificate import Certificate, beside_the_claim, percent, rounded_down
 from pacprune.certification.commitment import split_hashes
 from pacprune.certification.record import FORMAT, VERSION, BoundEntry, RiskRecord, RiskTest
 from pacprune.certification.risks import Loss, Risk, Sample, Tally
@@ -372,7 +372,7 @@ class _Trial:
             claim = f"{phrase} {network}{against} is at most {value}"
         chance = f"over the draw of the {len(self.split.bound):,} bound examples"
         words = f"With probability at least {percent(self.delta)} % {chance}, {claim}."
-        return words if self.declaration is None else f'{words} The issuer states: "{self.declaration}".'
+        return words + beside_the_claim(self.split, self.declaration)
 
     def failure(self, tests: list[RiskTest], limit: float, name: str | None, tally: Tally) -> Certificate:
         """What is known when not even the first candidate passed: no more than that one's own bound."""

@@ -235,9 +235,14 @@ def _other_answers(batch: Tensor, others: Tensor) -> int:
     if batch.shape != others.shape:
         return len(batch)
     rounding = _ROUNDING * torch.finfo(batch.dtype).eps * torch.stack([batch, others]).abs().amax()
-    # By how much the answer of one is not that of the other.
-    margins = others.amax(-1, keepdim=True) - others.gather(-1, batch.argmax(-1, keepdim=True))
-    return int((margins > rounding).sum())
+    margins = torch.stack([_margins(batch, others), _margins(others, batch)])
+    # A tie in one of them alone is none of rounding: logits less their mean over the batch are all 0 one by one.
+    return int((margins > rounding).any(0).sum())
+
+
+def _margins(outputs: Tensor, others: Tensor) -> Tensor:
+    """By how much the answer of the others is not that of the outputs."""
+    return (outputs.amax(-1, keepdim=True) - outputs.gather(-1, others.argmax(-1, keepdim=True))).squeeze(-1)
 
 
 def _other_values(batch: Tensor, others: Tensor) -> int:

@@ -521,10 +521,16 @@ def _risk_claim(record: dict[str, Any], ledger: dict[str, Any], bound: float, pl
         f"With probability at least {sure} % over the draw of the {record['n']:,} bound examples, the {phrase} on "
     )
     statement += f"new data of {claim}."
-    if record["declaration"] is not None:
-        statement += f' The issuer states: "{record["declaration"]}".'
+    statement += _beside_the_claim(record)
     claimed = {"family": "held_out", "bound": stated}
     yield f"the claim, at most {upper}, and its sentence", {"claim": claimed, "statement": statement}, 0.0
+
+
+def _beside_the_claim(record: dict[str, Any]) -> str:
+    """What the sentence says after the claim: copies that are more than 1 % of the examples, and the issuer's word."""
+    repeats, n, declaration = record["split"]["repeats"], record["n"], record["declaration"]
+    copies = f" {repeats} of the {n} bound examples are copies of others." if repeats * 100 > n else ""
+    return copies if declaration is None else f'{copies} The issuer states: "{declaration}".'
 
 
 def _pac_bayes(record: dict[str, Any], n: int, tensors: Tensors, draws: Tensors, *nets: Tensors) -> Rules:
@@ -607,8 +613,7 @@ def _claim(record: Any, ledgers: dict[str, Any], values: dict[str, float], famil
     statement = f"With probability at least {sure} % over the draw of {subject} is at most {upper:.4f}."
     if record["commitment"] is not None:
         statement += f" The draws follow from the commitment {record['commitment']['digest'][:12]} and a later beacon."
-    if record["declaration"] is not None:
-        statement += f' The issuer states: "{record["declaration"]}".'
+    statement += _beside_the_claim(record)
     yield f"the claim, at most {upper:.4f}, and its sentence", {"claim": {"bound": bound}, "statement": statement}, 0.0
 
 
