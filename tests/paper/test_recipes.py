@@ -164,6 +164,23 @@ def test_every_recipe_has_lines_that_can_be_run(name: str) -> None:
             assert (line.procedure, line.verdict) == ("", "")
 
 
+STAGE_1 = {"mnist": ("constant", 0.01, 30), "fashion-mnist": ("constant", 0.01, 70), "cifar10": ("step", 0.1, 120)}
+"""Schedule, learning rate and epochs of the paper's dense training, by data set."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_by_the_papers_procedure_are_of_a_recipe_with_the_papers_constants(name: str) -> None:
+    recipe = recipes.RECIPES[name]
+    only = {line.only for line in recipe.lines if line.procedure in ("paper", "reduced")}
+    settings = recipe.at("paper") if only and "paper" in recipe.scales else ()
+    for setting in settings:
+        if ("" in only or setting.name in only) and setting.dense.epochs:
+            dense = setting.dense
+            assert (dense.schedule, dense.lr, dense.epochs) == STAGE_1[setting.data]
+            assert (dense.momentum, dense.batch_size, dense.weight_decay, dense.warmup) == (0.9, 128, 0.0, 0.0)
+            assert dense.augment == (setting.data == "cifar10")
+
+
 def test_the_list_has_the_papers_figures_in_their_order_and_then_ours() -> None:
     rows = json.loads(call("--list", "--json").stdout)["figures"]
     assert rows == recipes.listing()
@@ -192,6 +209,7 @@ def test_the_list_fits_the_terminal_and_no_command_is_cut(columns: int, monkeypa
     assert "…" not in text
     assert all(word in text for row in recipes.listing() for word in row["command"].split())
     assert all(line in text for line in recipes.LEGEND.splitlines())
+
 
 @pytest.mark.parametrize("name", recipes.SEVERAL)
 def test_one_of_several_settings_has_a_folder_of_its_own(
