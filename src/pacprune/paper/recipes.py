@@ -350,16 +350,18 @@ def _command(name: str, line: Line) -> str:
 
 def render_listing(rows: list[dict[str, Any]]) -> Iterator[Any]:
     """The lines as a table, and what its columns mean."""
-    longest = max(len(word) for row in rows for word in row["command"].split())
     table = Table(
-        Column("Fig.", no_wrap=True),
-        "Shows",
-        Column(PROGRAM, min_width=longest),  # a command that is cut cannot be typed
-        *("Setting", "Numbers"),
+        "Fig.",
+        Column("Shows", ratio=4),  # columns with a ratio share what the others leave
+        Column(PROGRAM, ratio=6),
+        "Setting",
+        Column("Numbers", ratio=3),
         *(Column(device, justify="right") for device in ("H200", "CPU")),
         box=SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
+        pad_edge=False,
+        expand=True,
     )
     last = next((row for row in reversed(rows) if row["figure"]), None)
     for row in rows:
