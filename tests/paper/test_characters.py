@@ -207,10 +207,10 @@ def test_margins_are_differences_of_means(contest: tuple[Job, list[dict[str, Any
 
 
 def test_scales_differ_in_size_alone() -> None:
-    (paper,) = characters.SETTINGS["paper"]
-    assert (paper.dense.epochs, paper.pruning.epochs) == (3 * REDUCED.dense.epochs, 3 * REDUCED.pruning.epochs)
-    assert paper.options.rates == REDUCED.options.rates
-    for setting in (SMOKE, REDUCED, paper):
+    (full,) = characters.SETTINGS["full"]
+    assert (full.dense.epochs, full.pruning.epochs) == (3 * REDUCED.dense.epochs, 3 * REDUCED.pruning.epochs)
+    assert full.options.rates == REDUCED.options.rates
+    for setting in (SMOKE, REDUCED, full):
         assert setting.sparsities == (0.8, 0.9, 0.95)
         assert setting.options.tuned_at in setting.sparsities
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pacprune.methods.pipeline import Pruned
-from pacprune.paper import comparison, frame, paper_pft
+from pacprune.paper import comparison, paper_pft
 from pacprune.paper.comparison import Contest
 from pacprune.paper.frame import Job, Setting
 
@@ -37,7 +37,7 @@ def test_the_scale_paper_has_the_papers_constants() -> None:
         assert setting.options.criteria == ("magnitude", "snip", "random")
 
 
-@pytest.mark.parametrize("scale", frame.SCALES)
+@pytest.mark.parametrize("scale", paper_pft.SETTINGS)
 def test_tuning_has_as_many_points_for_all_and_the_papers_is_among_them(scale: str) -> None:
     for setting in paper_pft.SETTINGS[scale]:
         grids = {name: setting.options.points(name) for name in paper_pft.VARIANTS if name.endswith("-tuned")}

@@ -81,7 +81,7 @@ def test_a_run_that_was_broken_off_keeps_its_rows(result: dict[str, Any], monkey
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [("--scale smoke --seed 1", "seed is 0 there and 1 here"), ("--scale paper", "scale is 'smoke'")],
+    [("--scale smoke --seed 1", "seed is 0 there and 1 here"), ("--scale reduced", "scale is 'smoke'")],
 )
 def test_another_run_does_not_touch_the_folder(result: dict[str, Any], flags: str, message: str) -> None:
     process = call(result["recipe"], *flags.split(), "--out", result["folder"])
@@ -96,7 +96,11 @@ def test_another_run_does_not_touch_the_folder(result: dict[str, Any], flags: st
     ("words", "message"),
     [
         ("best-figure", "recipe 'best-figure' is unknown; use one of linear-model"),
-        ("linear-model --scale huge", "scale 'huge' is unknown; use one of smoke, reduced, paper"),
+        ("", "the name of a recipe is missing; give one, or --list"),
+        ("best-figure --list", "recipe 'best-figure' is unknown"),
+        ("linear-model --scale huge", "scale 'huge' is unknown; use one of smoke, reduced, full"),
+        ("paper-pft --scale full", "scale 'full' is unknown; use one of smoke, reduced, paper"),
+        ("new-ground --scale paper", "new-ground has no scale 'paper', since its largest one is not the paper's"),
         ("linear-model --seed -1", "seed is -1"),
         ("linear-model --device abacus", "the device 'abacus' cannot be used here"),
         ("linear-model --data-dir nowhere", "nowhere does not exist"),
@@ -120,6 +124,7 @@ def test_help_says_which_recipes_have_several_settings_and_where_figures_go() ->
     text = " ".join(call("--help").stdout.split()).replace("- ", "-")  # a line may break after a hyphen
     assert f"One setting of {', '.join(recipes.SEVERAL)}; an unknown name lists them" in text
     assert "[default: runs/NAME-SCALE[-ONLY]]" in text
+    assert "--list List all figures, or those of NAME" in text
 
 
 # --- What recipes share
@@ -128,7 +133,88 @@ def test_help_says_which_recipes_have_several_settings_and_where_figures_go() ->
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_says_whether_it_has_several_settings(name: str) -> None:
     recipe = recipes.RECIPES[name]
-    assert recipe.several == any(len(recipe.at(scale)) > 1 for scale in frame.SCALES)
+    assert recipe.several == any(len(recipe.at(scale)) > 1 for scale in recipe.scales)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_largest_scale_is_called_the_papers_or_full(name: str) -> None:
+    assert recipes.RECIPES[name].scales in (("smoke", "reduced", "paper"), ("smoke", "reduced", "full"))
+    drawn = [line for line in recipes.RECIPES[name].lines if line.figure]
+    if "paper" in recipes.RECIPES[name].scales:
+        assert drawn, "a setting of the paper is that of one of its figures"
+
+
+# --- The list of figures
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_has_lines_that_can_be_run(name: str) -> None:
+    recipe = recipes.RECIPES[name]
+    assert recipe.lines
+    for line in recipe.lines:
+        assert line.scale in recipe.scales
+        assert line.only in ("", *(setting.name for setting in recipe.at(line.scale)))
+        assert line.title
+        if line.figure:
+            assert line.procedure in frame.PROCEDURES
+            assert line.verdict in frame.VERDICTS
+            assert bool(line.see) == (line.verdict != frame.NOT_MEASURED), "a verdict follows from published numbers"
+            assert line.procedure != "paper" or line.scale == "paper" or "paper" not in recipe.scales
+        else:
+            assert (line.procedure, line.verdict) == ("", "")
+
+
+STAGE_1 = {"mnist": ("constant", 0.01, 30), "fashion-mnist": ("constant", 0.01, 70), "cifar10": ("step", 0.1, 120)}
+"""Schedule, learning rate and epochs of the paper's dense training, by data set."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_by_the_papers_procedure_are_of_a_recipe_with_the_papers_constants(name: str) -> None:
+    recipe = recipes.RECIPES[name]
+    only = {line.only for line in recipe.lines if line.procedure in ("paper", "reduced")}
+    settings = recipe.at("paper") if only and "paper" in recipe.scales else ()
+    for setting in settings:
+        if ("" in only or setting.name in only) and setting.dense.epochs:
+            dense = setting.dense
+            assert (dense.schedule, dense.lr, dense.epochs) == STAGE_1[setting.data]
+            assert (dense.momentum, dense.batch_size, dense.weight_decay, dense.warmup) == (0.9, 128, 0.0, 0.0)
+            assert dense.augment == (setting.data == "cifar10")
+
+
+def test_the_list_has_the_papers_figures_in_their_order_and_then_ours() -> None:
+    rows = json.loads(call("--list", "--json").stdout)["figures"]
+    assert rows == recipes.listing()
+    first = [frame.Line("", row["figure"]).numbers[:1] for row in rows]
+    drawn = [number for (number,) in filter(None, first)]
+    assert drawn == sorted(drawn)
+    assert [bool(number) for number in first] == [True] * len(drawn) + [False] * (len(rows) - len(drawn))
+    assert {row["recipe"] for row in rows} == set(NAMES)
+    assert [row["figure"] for row in recipes.listing("keep-probs")] == ["10", "11", "12-14"]
+    for row in rows:
+        words = row["command"].split()
+        assert words[:3] == ["pacprune", "reproduce", row["recipe"]]
+        assert ("--only" in words, "--scale" in words) == (bool(row["only"]), row["scale"] != "reduced")
+
+
+@pytest.mark.parametrize(("figure", "numbers"), [("", ()), ("4", (4,)), ("1, 6", (1, 6)), ("12-14", (12, 13, 14))])
+def test_a_line_knows_the_numbers_of_its_figures(figure: str, numbers: tuple[int, ...]) -> None:
+    assert frame.Line("", figure).numbers == numbers
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_list_fits_the_terminal_and_no_word_is_cut(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = recipes.RECIPES["linear-model"]
+    slow = tuple(line._replace(h200=123.0, cpu=1234.5) for line in linear.lines)
+    monkeypatch.setitem(recipes.RECIPES, "linear-model", linear._replace(lines=slow))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = call("--list").stdout
+    assert max(map(len, text.splitlines())) <= columns
+    words = set(text.split())
+    for row in recipes.listing():
+        shown = row["figure"], row["title"], row["command"], row["procedure"], row["verdict"]
+        assert words.issuperset(" ".join(shown).split())
+    assert words.issuperset(("Fig.", "Setting", "H200", "CPU", "123", "1234.5"))
+    assert recipes.LEGEND in text
 
 
 @pytest.mark.parametrize("name", recipes.SEVERAL)

@@ -28,7 +28,7 @@ from pacprune.data.own import FORMS
 from pacprune.deploy.export import FORMATS
 from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS, pruning_methods
-from pacprune.paper import frame, recipes
+from pacprune.paper import recipes
 from pacprune.runs import cluster, commands, events, report, store, sweep_table, watching
 from pacprune.runs import sweep as sweeps
 
@@ -284,8 +284,17 @@ def bench(
 
 
 def reproduce(
-    name: Annotated[str, typer.Argument(help=f"Which figures: {', '.join(recipes.RECIPES)}.")],
-    scale: Annotated[str, typer.Option(help=f"How much is computed: {', '.join(frame.SCALES)}.")] = "reduced",
+    name: Annotated[str | None, typer.Argument(help=f"Which figures: {', '.join(recipes.RECIPES)}.")] = None,
+    every: Annotated[
+        bool, typer.Option("--list", help="List all figures, or those of NAME: command, time, and what the paper says.")
+    ] = False,
+    scale: Annotated[
+        str,
+        typer.Option(
+            help="How much is computed: smoke, reduced, or as much as there is, which is called paper where it is the "
+            "paper's own setting, and full elsewhere."
+        ),
+    ] = "reduced",
     out: Annotated[
         Path | None, typer.Option(help="Folder of the figures and CSVs." + default_text("runs/NAME-SCALE[-ONLY]"))
     ] = None,
@@ -303,6 +312,12 @@ def reproduce(
 ) -> None:
     """Makes figures of the paper, each with its CSV."""
     with user_errors():
+        if every:
+            lines = recipes.listing(name)
+            show({"figures": lines}, json, *recipes.render_listing(lines))
+            return
+        if name is None:
+            raise ValueError("the name of a recipe is missing; give one, or --list, which shows all of them")
         with progress_bars() as progress:
             figures = recipes.run(
                 name, scale=scale, only=only, out=out, seed=seed, device=device, data_dir=data_dir, progress=progress

@@ -68,7 +68,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "reproduce": Command(
         "Makes figures of the paper, each with its CSV.",
-        ("pacprune reproduce linear-model", "pacprune reproduce linear-model --scale smoke --json"),
+        ("pacprune reproduce --list", "pacprune reproduce linear-model --scale smoke --json"),
         "pacprune.cli.actions:reproduce",
     ),
     "data": Command(

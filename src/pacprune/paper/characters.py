@@ -67,9 +67,9 @@ SETTINGS: dict[str, tuple[Setting[Text], ...]] = {
         ),
     ),
     "reduced": (_REDUCED,),
-    "paper": (_REDUCED.changed(dense=replace(_DENSE, epochs=9), pruning=replace(_REDUCED.pruning, epochs=6)),),
+    "full": (_REDUCED.changed(dense=replace(_DENSE, epochs=9), pruning=replace(_REDUCED.pruning, epochs=6)),),
 }
-"""`smoke` shows that it runs, on made-up words; `paper` is `reduced` with three times the steps."""
+"""`smoke` shows that it runs, on made-up words; `full` is `reduced` with three times the steps."""
 
 Windows = tuple[Tensor, Tensor]
 """Characters [n, context], and for each of them its successor."""

@@ -80,7 +80,7 @@ SETTINGS: dict[str, tuple[Setting[Cells], ...]] = {
         ).changed(seeds=1),
     ),
     "reduced": (_SMALL,),
-    "paper": (_LARGE,),
+    "full": (_LARGE,),
 }
 
 

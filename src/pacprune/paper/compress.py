@@ -97,7 +97,7 @@ SETTINGS: dict[str, tuple[Setting[Chain], ...]] = {
         ),
     ),
     "reduced": (_GREY, _GREY.changed(data="fashion-mnist"), _COLOUR),
-    "paper": (
+    "full": (
         _GREY.changed(dense=replace(_GREY.dense, epochs=30), pruning=replace(_GREY.pruning, epochs=30)),
         _GREY.changed(
             data="fashion-mnist",

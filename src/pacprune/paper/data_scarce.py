@@ -121,7 +121,7 @@ SETTINGS: dict[str, tuple[Setting[Sizes], ...]] = {
         ),
     ),
     "reduced": (_SMALL, _SMALL.changed(data="fashion-mnist"), _WEAK),
-    "paper": (_LARGE, _LARGE.changed(data="fashion-mnist")),
+    "full": (_LARGE, _LARGE.changed(data="fashion-mnist")),
 }
 
 

@@ -8,6 +8,7 @@ import csv
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -29,7 +30,8 @@ from pacprune.training.fit import fit
 from pacprune.training.population import AT_ONCE
 from pacprune.types import Data, Loss, Progress, Table
 
-SCALES = ("smoke", "reduced", "paper")
+SCALES = ("smoke", "reduced", "full", "paper")
+"""`smoke` shows that a recipe runs. What computes most is `paper` where it is the paper's own setting, else `full`."""
 TERMS = "terms.json"
 """The file that says on what terms each figure's CSV was made."""
 STRIDE = 1000
@@ -140,7 +142,7 @@ class Job:
     """One call of a recipe.
 
     Args:
-        scale: How much is computed, one of SCALES.
+        scale: How much is computed, a scale of the recipe.
         out: Folder of all files.
         seed: Seed of everything.
         device: Where to compute.
@@ -225,18 +227,64 @@ class Drawing(NamedTuple):
 Settings = Sequence[Setting[Any]]
 
 
+PROCEDURES = ("paper", "reduced", "other")
+"""How published numbers were made: as the paper says, so with fewer epochs or seeds, or in another way."""
+NOT_MEASURED = "not yet measured"
+VERDICTS = ("agrees", "agrees in direction", "does not agree", NOT_MEASURED)
+"""How published numbers compare with what the paper says of its figure."""
+
+
+class Line(NamedTuple):
+    """A line of `pacprune reproduce --list`: what a recipe shows, and what is known of it.
+
+    Args:
+        title: What is shown, in a few words.
+        figure: The figure of the paper, such as "4", "1, 6" or "12-14"; empty where the paper has none.
+        procedure: One of PROCEDURES, for a figure of the paper.
+        verdict: One of VERDICTS, for a figure of the paper.
+        see: Where the numbers are told, a page of docs/ and its section; empty before there are any.
+        scale: The scale of the command, which verdict and minutes are of.
+        only: The setting of the command; empty for all.
+        h200: Minutes that it took on an H200; None if nobody took the time.
+        cpu: Minutes that it took on two cores; None if nobody took the time.
+    """
+
+    title: str
+    figure: str = ""
+    procedure: str = ""
+    verdict: str = ""
+    see: str = ""
+    scale: str = "reduced"
+    only: str = ""
+    h200: float | None = None
+    cpu: float | None = None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of its figures."""
+        spans = [[int(number) for number in re.findall(r"\d+", part)] for part in self.figure.split(",") if part]
+        return tuple(number for span in spans for number in range(span[0], span[-1] + 1))
+
+
 class Recipe(NamedTuple):
     """A row of RECIPES.
 
     Args:
-        settings: The settings of every scale, or a function from a scale to them.
+        settings: The settings of every scale; or a function from smoke, reduced and full to them.
         figures: Yields the figures of one setting.
         several: Whether a scale has several settings, of which --only can name one.
+        lines: What `pacprune reproduce --list` says of it.
     """
 
     settings: Mapping[str, Settings] | Callable[[str], Settings]
     figures: Callable[[Any, Job], Iterator[Figure]]
     several: bool = False
+    lines: tuple[Line, ...] = ()
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """The scales that it has."""
+        return SCALES[:3] if callable(self.settings) else tuple(self.settings)
 
     def at(self, scale: str) -> Settings:
         """The settings of a scale."""

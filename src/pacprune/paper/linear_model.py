@@ -35,7 +35,7 @@ class Sizes:
 SETTINGS: dict[str, tuple[Setting[Sizes], ...]] = {
     "smoke": (Setting(seeds=2, options=Sizes(21, 50, Networks((8, 16), 2, 100, 2))),),
     "reduced": (Setting(seeds=50, options=Sizes(401, 2000, Networks((16, 64, 256, 1024), 5, 1000, 20))),),
-    "paper": (Setting(seeds=500, options=Sizes(1001, 5000, Networks((16, 64, 256, 1024, 4096), 10, 1400, 20))),),
+    "full": (Setting(seeds=500, options=Sizes(1001, 5000, Networks((16, 64, 256, 1024, 4096), 10, 1400, 20))),),
 }
 WEIGHTS, EXAMPLES = 14, 60
 """Of every regression problem; so many weights that all masks can be tried."""

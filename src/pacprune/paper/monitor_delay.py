@@ -47,7 +47,7 @@ class Sizes:
 SETTINGS: dict[str, tuple[Setting[Sizes], ...]] = {
     "smoke": (Setting(seeds=3, options=Sizes(2_000, 100)),),
     "reduced": (Setting(seeds=100, options=Sizes(50_000, 2_000)),),
-    "paper": (Setting(seeds=1_000, options=Sizes(100_000, 10_000)),),
+    "full": (Setting(seeds=1_000, options=Sizes(100_000, 10_000)),),
 }
 CAPTION = (
     "Median number of examples from the change to the alarm, over how far the risk lies above the limit of 0.10 after "

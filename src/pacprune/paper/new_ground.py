@@ -254,7 +254,7 @@ SETTINGS: dict[str, tuple[Setting[Any], ...]] = {
         _smoke(_BY_MODEL["mlp"], "digits", examples=384, network={"hidden": (32,)}),
     ),
     "reduced": _REDUCED,
-    "paper": tuple(
+    "full": tuple(
         setting.changed(
             dense=replace(setting.dense, epochs=5 * setting.dense.epochs),
             pruning=replace(setting.pruning, epochs=5 * setting.pruning.epochs),
@@ -264,7 +264,7 @@ SETTINGS: dict[str, tuple[Setting[Any], ...]] = {
         for setting in _REDUCED
     ),
 }
-"""`smoke` shows that it runs, `paper` has all data, five times the epochs and five seeds."""
+"""`smoke` shows that it runs, `full` has all data, five times the epochs and five seeds."""
 
 
 # --- What is computed.

@@ -61,7 +61,7 @@ SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
         _GREY.changed(data="fashion-mnist", model="lenet5"),
         _COLOUR,
     ),
-    "paper": (
+    "full": (
         _COLOUR.changed(
             sparsities=(0.9, 0.95, 0.98),
             criteria=("magnitude",),
@@ -74,7 +74,7 @@ SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
         ),
     ),
 }
-"""Data sets, networks and grids: `smoke` shows that it runs, `paper` has the paper's number of epochs."""
+"""Data sets, networks and grids: `smoke` shows that it runs, `full` has the paper's number of epochs."""
 
 
 def at_paper_length(setting: Setting[Contest], **changes: Any) -> Setting[Contest]:

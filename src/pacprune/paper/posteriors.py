@@ -108,7 +108,7 @@ SETTINGS: dict[str, tuple[Setting[Steps], ...]] = {
         ),
     ),
     "reduced": (_GREY, _GREY.changed(data="fashion-mnist")),
-    "paper": (_LONG, _LONG.changed(data="fashion-mnist")),
+    "full": (_LONG, _LONG.changed(data="fashion-mnist")),
 }
 
 

@@ -1,11 +1,13 @@
 """`pacprune reproduce`: the table from names to recipes, and what it leaves in a folder."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
 
 from pacprune import __version__
 from pacprune.files import write_atomically
@@ -31,38 +33,172 @@ from pacprune.paper import (
     weak_magnitude,
     weight_noise,
 )
-from pacprune.paper.frame import SCALES, STRIDE, Drawing, Job, Recipe, reproduce
+from pacprune.paper.frame import NOT_MEASURED, STRIDE, Drawing, Job, Line, Recipe, reproduce
 from pacprune.runs import commands, plots, store
 from pacprune.types import Progress, check_name
 
+_CONTEST = "results.md#learned-masks-against-one-shot-and-gradual-pruning-at-equal-budget"
+_CERTIFICATES = "results.md#certificates-of-sparse-networks"
+_REORDERED = "results.md#does-the-mask-depend-on-the-order-of-the-data"
+_GATES = "results.md#where-keep-probabilities-go"
+_LINEAR = "linear.md#5-the-figures"
+
 RECIPES: dict[str, Recipe] = {
-    "linear-model": Recipe(linear_model.SETTINGS, linear_model.figures),
-    "pft-vs-osp": Recipe(pft_vs_osp.SETTINGS, pft_vs_osp.figures, several=True),
-    "paper-pft": Recipe(paper_pft.SETTINGS, paper_pft.figures, several=True),
-    "new-ground": Recipe(new_ground.SETTINGS, new_ground.figures, several=True),
-    "weak-magnitude": Recipe(weak_magnitude.SETTINGS, weak_magnitude.figures, several=True),
-    "pft-at-init": Recipe(pft_at_init.SETTINGS, pft_at_init.figures, several=True),
-    "shared-weights": Recipe(shared_weights.SETTINGS, shared_weights.figures),
-    "weight-noise": Recipe(weight_noise.SETTINGS, weight_noise.figures, several=True),
-    "strong-tickets": Recipe(strong_tickets.SETTINGS, strong_tickets.figures),
-    "mask-stability": Recipe(mask_stability.SETTINGS, mask_stability.figures, several=True),
-    "characters": Recipe(characters.SETTINGS, characters.figures),
-    "error-vs-sparsity": Recipe(error_vs_sparsity.settings, error_vs_sparsity.figures, several=True),
-    "prior-pruners": Recipe(prior_pruners.settings, prior_pruners.figures, several=True),
-    "kl-weight": Recipe(kl_weight.SETTINGS, kl_weight.figures),
-    "keep-probs": Recipe(keep_probs.SETTINGS, keep_probs.figures),
-    "data-scarce": Recipe(data_scarce.SETTINGS, data_scarce.figures, several=True),
-    "posteriors": Recipe(posteriors.SETTINGS, posteriors.figures, several=True),
-    "compress": Recipe(compress.SETTINGS, compress.figures, several=True),
-    "choosing": Recipe(choosing.SETTINGS, choosing.figures),
-    "monitor-delay": Recipe(monitor_delay.SETTINGS, monitor_delay.figures),
+    "linear-model": Recipe(
+        linear_model.SETTINGS,
+        linear_model.figures,
+        lines=(
+            Line("penalty of the KL", "5", "paper", "agrees", _LINEAR, cpu=3.2),
+            Line("masks in linear models", see=_LINEAR, cpu=3.2),
+        ),
+    ),
+    "pft-vs-osp": Recipe(
+        pft_vs_osp.SETTINGS,
+        pft_vs_osp.figures,
+        several=True,
+        lines=(Line("PFT at equal epochs", "1, 6", "other", "agrees", _CONTEST),),
+    ),
+    "paper-pft": Recipe(
+        paper_pft.SETTINGS,
+        paper_pft.figures,
+        several=True,
+        lines=(
+            Line("PFT and one-shot", "1", "paper", NOT_MEASURED, scale="paper"),
+            Line("PFT on CIFAR-10", "6", "paper", NOT_MEASURED, scale="paper", only="cifar10-resnet20"),
+        ),
+    ),
+    "new-ground": Recipe(
+        new_ground.SETTINGS,
+        new_ground.figures,
+        several=True,
+        lines=(Line("eleven methods, untuned", see="results.md#methods-on-new-ground"),),
+    ),
+    "weak-magnitude": Recipe(
+        weak_magnitude.SETTINGS,
+        weak_magnitude.figures,
+        several=True,
+        lines=(Line("where size says little", see="results.md#methods-on-new-ground"),),
+    ),
+    "pft-at-init": Recipe(
+        pft_at_init.SETTINGS,
+        pft_at_init.figures,
+        several=True,
+        lines=(Line("PFT at initialisation", "7", "other", "agrees", "results.md#pft-at-initialisation"),),
+    ),
+    "shared-weights": Recipe(
+        shared_weights.SETTINGS,
+        shared_weights.figures,
+        lines=(
+            Line(
+                *("weights in common", "2", "other", "agrees in direction"),
+                see="results.md#how-much-of-a-one-shot-mask-pft-keeps",
+            ),
+        ),
+    ),
+    "weight-noise": Recipe(
+        weight_noise.SETTINGS,
+        weight_noise.figures,
+        several=True,
+        lines=(
+            Line(
+                *("noise on the weights", "2", "other", "agrees in direction"),
+                see="results.md#noise-on-the-weights",
+            ),
+        ),
+    ),
+    "strong-tickets": Recipe(
+        strong_tickets.SETTINGS,
+        strong_tickets.figures,
+        lines=(
+            Line("strong lottery tickets", "8", "other", "agrees in direction", "results.md#strong-lottery-tickets"),
+        ),
+    ),
+    "mask-stability": Recipe(
+        mask_stability.SETTINGS,
+        mask_stability.figures,
+        several=True,
+        lines=(
+            Line("masks by data order", "16", "other", "agrees", _REORDERED, only="mnist-mlp"),
+            Line("masks by data order", "17", "other", "agrees", _REORDERED, only="cifar10-resnet20"),
+            Line("masks, layers 9-15", "18", "other", NOT_MEASURED, only="cifar10-resnet20"),
+        ),
+    ),
+    "characters": Recipe(
+        characters.SETTINGS,
+        characters.figures,
+        lines=(Line("a character GPT", see="results.md#a-character-gpt"),),
+    ),
+    "error-vs-sparsity": Recipe(
+        error_vs_sparsity.settings,
+        error_vs_sparsity.figures,
+        several=True,
+        lines=(
+            Line("errors and certificates", "4", "other", "does not agree", _CERTIFICATES),
+            Line(
+                *("pairs of four numbers", "15", "other", "agrees in direction", _CERTIFICATES),
+                only="cifar10-resnet20",
+                h200=26,
+            ),
+        ),
+    ),
+    "prior-pruners": Recipe(
+        prior_pruners.settings,
+        prior_pruners.figures,
+        several=True,
+        lines=(Line("pruner of the prior"),),
+    ),
+    "kl-weight": Recipe(
+        kl_weight.SETTINGS,
+        kl_weight.figures,
+        lines=(Line("weight of the KL", "9", "other", "agrees", "results.md#the-kls-weight-in-training"),),
+    ),
+    "keep-probs": Recipe(
+        keep_probs.SETTINGS,
+        keep_probs.figures,
+        lines=(
+            Line("entropy and bound", "10", "other", "agrees in direction", _GATES),
+            Line("keep probabilities", "11", "other", "agrees in direction", _GATES),
+            Line("their maps", "12-14", "other", "agrees", _GATES),
+        ),
+    ),
+    "data-scarce": Recipe(
+        data_scarce.SETTINGS,
+        data_scarce.figures,
+        several=True,
+        lines=(Line("few examples", see="results.md#few-examples-a-posterior-against-a-held-out-certificate"),),
+    ),
+    "posteriors": Recipe(
+        posteriors.SETTINGS,
+        posteriors.figures,
+        several=True,
+        lines=(Line("what a posterior earns", see="results.md#what-a-posterior-earns"),),
+    ),
+    "compress": Recipe(compress.SETTINGS, compress.figures, several=True, lines=(Line("limits that are proved"),)),
+    "choosing": Recipe(
+        choosing.SETTINGS,
+        choosing.figures,
+        lines=(Line("which certificate", see="choosing.md#measured-over-bound-examples-and-over-what-is-tried"),),
+    ),
+    "monitor-delay": Recipe(
+        monitor_delay.SETTINGS,
+        monitor_delay.figures,
+        lines=(Line("delay of an alarm", see="monitor.md#how-soon-it-notices", scale="full", cpu=2.5),),
+    ),
 }
-"""A new figure is one file, with its settings, rows, painter and `figures`, and one row here."""
+"""A new figure is one file, with its settings, rows, painter and `figures`, and one row here with its lines."""
 
 SEVERAL = tuple(name for name, recipe in RECIPES.items() if recipe.several)
 """Recipes with several settings, of which --only names one."""
 RECIPE = "recipe.json"
 """The file that says which recipe a folder belongs to."""
+PROGRAM = "pacprune reproduce"
+LEGEND = """\
+Fig.: the figure's number in the paper. Setting: how the published numbers were
+made, as the paper says (paper), so with fewer epochs or seeds (reduced), or in
+another way (other). Numbers: whether they agree with what the paper says.
+H200, CPU: minutes that the command took on an H200 and on two cores, where
+somebody took the time. docs/paper.md goes through the paper item by item, and
+docs/results.md has the numbers."""
 
 
 def run(
@@ -80,7 +216,7 @@ def run(
 
     Args:
         name: Key of RECIPES.
-        scale: How much is computed, one of SCALES.
+        scale: How much is computed, one of those of the recipe.
         only: Of a recipe with several settings (a data set and a network each), the one to compute; None is all.
         out: The folder; None is runs/NAME-SCALE[-ONLY].
         seed: Seed of everything.
@@ -115,7 +251,7 @@ def run(
 def _check(name: str, scale: str, seed: int, device: str, data_dir: Path | None) -> Any:
     """Refuses what cannot be run; returns the device."""
     check_name("recipe", name, RECIPES)
-    check_name("scale", scale, SCALES)
+    _check_scale(name, scale)
     largest = 2**32 // STRIDE - 1
     if not 0 <= seed <= largest:
         raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {largest}")
@@ -123,6 +259,16 @@ def _check(name: str, scale: str, seed: int, device: str, data_dir: Path | None)
     if data_dir is not None:
         store.check_folder(data_dir, "the data files")
     return place
+
+
+def _check_scale(name: str, scale: str) -> None:
+    scales = RECIPES[name].scales
+    if scale == "paper" and scale not in scales:
+        raise ValueError(
+            f"{name} has no scale 'paper', since its largest one is not the paper's setting; use one of "
+            f"{', '.join(scales)}"
+        )
+    check_name("scale", scale, scales)
 
 
 def _check_only(name: str, scale: str, only: str) -> None:
@@ -172,3 +318,55 @@ def render(result: dict[str, Any]) -> Iterator[Any]:
         yield f"{Path(result['folder']) / (figure['png'] or figure['csv'])}: {figure['caption']}"
     if not all(figure["png"] for figure in result["figures"]):
         yield plots.HINT
+
+
+def listing(name: str | None = None) -> list[dict[str, Any]]:
+    """Every line of the recipes, or of one: figures of the paper in their order, and then our own.
+
+    Args:
+        name: Key of RECIPES; None is all.
+
+    Returns:
+        The fields of every line, with its recipe and its command.
+
+    Raises:
+        ValueError: If there is no such recipe.
+    """
+    if name is not None:
+        check_name("recipe", name, RECIPES)
+    chosen = RECIPES if name is None else {name: RECIPES[name]}
+    pairs = [(key, line) for key, recipe in chosen.items() for line in recipe.lines]
+    # The paper's own procedure comes before ours.
+    pairs.sort(key=lambda pair: (*(pair[1].numbers[:1] or (math.inf,)), pair[1].procedure == "other"))
+    return [{"recipe": key, "command": f"{PROGRAM} {_command(key, line)}", **line._asdict()} for key, line in pairs]
+
+
+def _command(name: str, line: Line) -> str:
+    """What follows `pacprune reproduce`."""
+    scale = "" if line.scale == "reduced" else f"--scale {line.scale}"
+    only = f"--only {line.only}" if line.only else ""
+    return " ".join(word for word in (name, scale, only) if word)
+
+
+def render_listing(rows: list[dict[str, Any]]) -> Iterator[Any]:
+    """The lines as a table, and what its columns mean."""
+    table = Table(
+        "Fig.",
+        Column("Shows", ratio=4),  # columns with a ratio share what the others leave
+        Column(PROGRAM, ratio=6),
+        "Setting",
+        Column("Numbers", ratio=3),
+        *(Column(device, justify="right") for device in ("H200", "CPU")),
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        expand=True,
+    )
+    last = next((row for row in reversed(rows) if row["figure"]), None)
+    for row in rows:
+        minutes = ("-" if row[key] is None else f"{row[key]:g}" for key in ("h200", "cpu"))
+        words = row["title"], row["command"].removeprefix(PROGRAM).strip(), row["procedure"], row["verdict"]
+        table.add_row(row["figure"] or "ours", *words, *minutes, end_section=row is last)
+    yield table
+    yield LEGEND

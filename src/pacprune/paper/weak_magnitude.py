@@ -54,7 +54,7 @@ CASES: dict[str, Callable[[Setting[Any]], Setting[Any]]] = {
     "1of4": functools.partial(_patterned, pattern="1:4"),
 }
 """What is changed in a setting."""
-_MODELS = {"smoke": ("mlp",), "reduced": ("resnet20", "lenet5"), "paper": ("resnet20", "lenet5")}
+_MODELS = {"smoke": ("mlp",), "reduced": ("resnet20", "lenet5"), "full": ("resnet20", "lenet5")}
 
 SETTINGS: dict[str, tuple[Setting[Any], ...]] = {
     scale: tuple(
