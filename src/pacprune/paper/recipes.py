@@ -173,7 +173,12 @@ RECIPES: dict[str, Recipe] = {
         several=True,
         lines=(Line("what a posterior earns", see="results.md#what-a-posterior-earns"),),
     ),
-    "compress": Recipe(compress.SETTINGS, compress.figures, several=True, lines=(Line("limits that are proved"),)),
+    "compress": Recipe(
+        compress.SETTINGS,
+        compress.figures,
+        several=True,
+        lines=(Line("limits that are proved", see="results.md#compress-with-a-guarantee", h200=6),),
+    ),
     "choosing": Recipe(
         choosing.SETTINGS,
         choosing.figures,
