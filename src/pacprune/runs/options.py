@@ -188,7 +188,8 @@ def _gate_lr(method: Method) -> Any:
     """The option --gate-lr: a field of the Config, which trains the masks, or with a certificate the prior."""
     unset = f"{GATE_RATIO:g} times --lr"
     if method.certifies:
-        posterior = f"that of the posterior is always {GATE_RATIO:g} times --posterior-lr"
+        unset += "; recipe paper: --lr"
+        posterior = "that of the posterior follows from --posterior-lr in the same way"
         return _option(
             None, f"Learning rate of the prior's keep probabilities; {posterior}.", unset=unset, per_member=True
         )
