@@ -284,7 +284,10 @@ def test_an_interrupt_says_how_to_resume(monkeypatch: pytest.MonkeyPatch) -> Non
         ("osp --min-per-layer 9999", "min_per_layer=9999"),
         ("osp --scope world", "scope 'world' is unknown"),
         ("pft --mask-share 0", "mask_share is 0.0"),
-        ("pbp --prior-fraction 0", "no data may shape the prior, but it would be trained for 20 dense and 20 other epochs"),
+        (
+            "pbp --prior-fraction 0",
+            "no data may shape the prior, but it would be trained for 20 dense and 20 other epochs",
+        ),
         ("pbp --recipe best", "recipe 'best' is unknown; use one of held, paper"),
         ("pbp --delta 2", "delta is 2.0"),
         ("pbp --draws 0", "draws is 0"),

@@ -203,7 +203,7 @@ def test_a_trained_network_is_no_prior_on_no_data(free: pp.data.Split, half: pp.
     by_pacprune, elsewhere = network(), network()
     pp.fit(by_pacprune, free.test, pp.Config(epochs=20, lr=0.1))
     elsewhere.load_state_dict(by_pacprune.state_dict())
-    with pytest.raises(ValueError, match="trained on 360 examples or labels that are not those of split.prior"):
+    with pytest.raises(ValueError, match="trained on 360 examples or labels that are not those of split"):
         blank(free, copy.deepcopy(by_pacprune))
     with pytest.raises(ValueError, match=r"the means of the prior err on 0\.\d+ of the bound examples, less than any"):
         blank(free, elsewhere, recipe="paper")
@@ -228,5 +228,5 @@ def test_an_untrained_prior_needs_a_declaration_where_there_are_prior_examples(h
 
 
 def test_constants_are_refused_where_no_prior_example_can_have_given_them(free: pp.data.Split) -> None:
-    with pytest.raises(ValueError, match="standardised, but split.prior is empty, so that the constants may have seen"):
+    with pytest.raises(ValueError, match="is empty, so that the constants may have seen the bound set"):
         rules.refuse_split(replace(free, mean=(0.3,), std=(0.4,)))

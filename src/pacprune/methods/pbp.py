@@ -131,8 +131,9 @@ def check_untrained(dense_epochs: int, epochs: int) -> None:
     """Refuses to train a prior that no data may shape."""
     if dense_epochs or epochs:
         raise ValueError(
-            f"prior_fraction is 0, so that no data may shape the prior, but it would be trained for {dense_epochs} dense "
-            f"and {epochs} other epochs; set both to 0, and give Q epochs of its own (posterior=, --posterior-epochs)"
+            f"prior_fraction is 0, so that no data may shape the prior, but it would be trained for {dense_epochs} "
+            f"dense and {epochs} other epochs; set both to 0, and give Q epochs of its own (posterior=, "
+            "--posterior-epochs)"
         )
 
 

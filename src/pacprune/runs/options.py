@@ -73,7 +73,7 @@ class Training:
     )
     augment: bool = _option(False, "Random crops and flips of the training images.")
     amp: bool = _option(False, "Train in bfloat16 where it is safe.")
-    prior_fraction: float = _option(0.5, "Share of the training data in S_P: all that pbp's prior sees.")
+    prior_fraction: float = _option(0.5, "Share of the training data in S_P: all that pbp's prior sees; 0: none.")
     device: str = _option("cpu", "Where to compute: cpu, cuda or cuda:N.", names_run=False)
     data_dir: str | None = _option(
         None, "Folder of the data files.", unset="$PACPRUNE_DATA, or a cache", names_run=False
