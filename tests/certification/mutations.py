@@ -99,11 +99,13 @@ def _pac_bayes(
     half: bool = False,
     look: bool = False,
     seal: bool = False,
+    prior_fraction: float = 0.5,
     **options: Any,
 ) -> pp.Certificate:
-    split = pp.data.digits(unlabelled=unlabelled)
+    split = pp.data.digits(unlabelled=unlabelled, prior_fraction=prior_fraction)
     model = Half(nn.Flatten(), nn.Linear(64, 3), nn.ReLU(), nn.Linear(3, 10)).bfloat16() if half else _network()
-    pp.fit(model, split.prior, pp.Config(epochs=4, lr=0.1))
+    if prior_fraction:
+        pp.fit(model, split.prior, pp.Config(epochs=4, lr=0.1))
     mask = pp.top_k(pp.scores.magnitude(model), sparsity=0.8)
     train_std = options.pop("train_std", False)
     prior = pp.read(pp.attach(model, pp.block_isotropic(model, mask, eps=0.01, std=std), train_std=train_std))
@@ -169,6 +171,7 @@ SORTS: dict[str, Callable[[], pp.Certificate]] = {
     "trained std": lambda: _pac_bayes(train_std=True),
     "looked at, packed": lambda: _pac_bayes(look=True),
     "bfloat16": lambda: _pac_bayes(half=True, std=0.1),
+    "a prior on no data": lambda: _pac_bayes(prior_fraction=0),
     "held-out": _held_out,
     "held-out, packed": lambda: _held_out(certified=2, delta=0.3),
     "held-out, declared": lambda: _held_out(declare="its first weights came from elsewhere"),

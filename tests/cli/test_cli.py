@@ -148,7 +148,7 @@ def test_epochs_and_gates_are_explained_where_they_matter() -> None:
     texts = {command: " ".join(help_of(command).split()) for command in ("osp", "pft", "pbp")}
     assert "Epochs of training the prior" in texts["pbp"]
     assert [command for command, text in texts.items() if "--gate-lr" in text] == ["pft", "pbp"]
-    assert "the posterior is always 100 times --posterior-lr. [default: 100 times --lr]" in texts["pbp"]
+    assert "from --posterior-lr in the same way. [default: 100 times --lr; recipe paper: --lr]" in texts["pbp"]
     assert "[default: 10; recipe coupled: 100 times --lr, both less in more than 3200 steps" in texts["pft"]
     assert not any(word in texts["pft"] for word in ("lower block", "gates", "logit", "beta")), "defined nowhere in it"
 
@@ -277,13 +277,18 @@ def test_an_interrupt_says_how_to_resume(monkeypatch: pytest.MonkeyPatch) -> Non
         ("osp --data imagenet", "data set 'imagenet' is unknown"),
         ("osp --data mnist", "pacprune data fetch mnist"),
         ("osp --data mnist --data-dir .", "run `pacprune data fetch mnist --data-dir .`"),
-        ("pbp --prior-fraction 1", "prior_fraction is 1.0; it must lie strictly between 0 and 1"),
+        ("pbp --prior-fraction 1", "prior_fraction is 1.0; it must lie in [0, 1)"),
         ("osp --seed -1", "seed is -1"),
         ("osp --device abacus", "the device 'abacus' cannot be used here"),
         ("osp --epochs -1", "epochs is -1"),
         ("osp --min-per-layer 9999", "min_per_layer=9999"),
         ("osp --scope world", "scope 'world' is unknown"),
         ("pft --mask-share 0", "mask_share is 0.0"),
+        (
+            "pbp --prior-fraction 0",
+            "no data may shape the prior, but it would be trained for 20 dense and 20 other epochs",
+        ),
+        ("pbp --recipe best", "recipe 'best' is unknown; use one of held, paper"),
         ("pbp --delta 2", "delta is 2.0"),
         ("pbp --draws 0", "draws is 0"),
         ("pbp --objective best", "objective 'best' is unknown"),

@@ -66,6 +66,22 @@ def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
     replace(certificate, record=record).save(folder)
 
 
+# --- pbp.
+
+
+def test_a_prior_on_no_data_is_pruned_certified_and_verified(tmp_path: Path) -> None:
+    run("pbp --prior-fraction 0 --dense-epochs 0 --epochs 0 --posterior-epochs 1 --draws 50", tmp_path / "free")
+    record = decode.load(tmp_path / "free" / "certificate").record
+    assert (record["split"]["sizes"]["prior"], record["examples_seen"]) == (0, 0)
+    assert "VALID (level 2" in call("verify", tmp_path / "free", "--recount").stdout
+
+
+def test_the_papers_recipe_is_a_flag(tmp_path: Path) -> None:
+    run(f"{PBP} --recipe paper", tmp_path / "paper")
+    assert decode.load(tmp_path / "paper" / "certificate").record["kind"] == "pac-bayes"
+    assert 'recipe = "paper"' in (tmp_path / "paper" / "config.toml").read_text()
+
+
 # --- verify.
 
 

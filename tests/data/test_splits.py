@@ -66,6 +66,18 @@ def test_the_split_is_blind_to_labels_and_prior_parts_are_nested():
     assert torch.equal(narrow.prior.index, wide.prior.index[:10])
 
 
+def test_without_a_prior_part_all_examples_are_bound_examples_and_none_is_standardised():
+    split = random_split(prior_fraction=0, seed=7, test=0.2, unlabelled=4)
+    order = philox.permutation(40, seed=7)
+    assert (len(split.prior), len(split.bound), len(split.unlabelled), len(split.test)) == (0, 28, 4, 8)
+    assert torch.equal(split.bound.index, order[:28])
+    assert torch.equal(split.train.index, order[:28])
+    assert (split.mean, split.std, split.prior_fraction, split.declared) == ((), (), 0, False)
+    assert torch.equal(split.bound.x, random_split(prior_fraction=0, seed=7, standardise=False).train.x[:28])
+    digits = data.digits(prior_fraction=0)
+    assert (float(digits.bound.x.min()), float(digits.bound.x.max())) == (0.0, 1.0)  # of 16 levels of grey
+
+
 def test_standardisation_comes_from_the_prior_part_alone():
     split = random_split(test=(torch.rand(5, 3), torch.zeros(5, dtype=torch.int64)))
     assert torch.allclose(split.prior.x.mean(0), torch.zeros(3), atol=1e-6)
@@ -187,9 +199,10 @@ def test_an_empty_test_part_has_a_shape_and_hashes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prior_fraction": 50}, "prior_fraction is 50; it must lie strictly between 0 and 1"),
+        ({"prior_fraction": 50}, r"prior_fraction is 50; it must lie in \[0, 1\), where 0 is for a prior that no data"),
         ({"prior_fraction": 1.0}, "prior_fraction is 1.0; it must lie"),
-        ({"prior_fraction": 0.0}, "prior_fraction is 0.0; it must lie"),
+        ({"prior_fraction": -0.1}, "prior_fraction is -0.1; it must lie"),
+        ({"prior_fraction": 0.0, "unlabelled": 40}, "of 40 examples less 40 unlabelled"),
         ({"prior_fraction": float("nan")}, "prior_fraction is nan; it must lie"),
         ({"prior_fraction": 0.001}, "prior part of 0 and a bound part of 40"),
         ({"prior_fraction": 0.99}, "prior part of 40 and a bound part of 0"),

@@ -143,6 +143,7 @@ def certify(
     _refuse_broken_rules(model, prior, posterior, split, declaration)
     sealed = _sealed(commitment, beacon, plan, prior, posterior, split)
     candidate = _candidate(model, prior, posterior, split, sealed)
+    rules.refuse_trained_start(candidate.plain, prior, split, declaration)
     evidence, tensors, q_counts = _evidence(candidate, plan, _is_fresh(model, split), name, progress)
     certificate = Certificate(_record(evidence, q_counts, candidate, plan, declaration), tensors)
     return replace(certificate, tries=_tries(certificate, split, plan, q_counts))
@@ -194,7 +195,7 @@ def _refuse_broken_rules(
     """A ValueError with the first rule that is broken."""
     rules.refuse_split(split)
     rules.refuse_repeats(split, declaration)
-    rules.refuse_untraced(prior.origin, split, "the prior", declaration)
+    rules.refuse_untraced_prior(prior, split, declaration)
     rules.refuse_seen_unlabelled(posterior, split)
     rules.refuse_without_receipt(model, prior, split)
     rules.refuse_moved_rest(prior, posterior)

@@ -145,7 +145,7 @@ def choose(
     declaration = rules.checked_declaration(declare)
     rules.refuse_split(split)
     rules.refuse_repeats(split, declaration)
-    rules.refuse_untraced(prior.origin, split, "the prior", declaration)
+    rules.refuse_untraced_prior(prior, split, declaration)
     trial = _Trial(prior, split, plan, choosing_draws, progress)
     best: tuple[str, nn.Module] | None = None
     table: Table = []

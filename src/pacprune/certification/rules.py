@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pacprune import philox
+from pacprune.certification import drawn_networks
 from pacprune.certification.bounds_table import FAMILIES, RISK_BOUNDS
 from pacprune.certification.record import Group, Shares
 from pacprune.certification.risks import logits_of
@@ -18,6 +19,7 @@ from pacprune.data.splits import Split, check_split
 from pacprune.data.trace import Trace
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab
+from pacprune.training.checks import errs_as_trained
 from pacprune.training.evaluate import evaluating
 from pacprune.training.posterior import refuse_if_touched, touched
 
@@ -131,6 +133,11 @@ def refuse_standardisation(split: Split) -> None:
     """The inputs are standardised by the prior part: constants from elsewhere may have seen the bound set."""
     if not split.mean:
         return
+    if not len(split.prior):
+        raise ValueError(
+            "the inputs are standardised, but split.prior is empty, so that the constants may have seen the bound set; "
+            "leave the inputs as they are"
+        )
     x, axes = split.prior.x, [axis for axis in range(split.prior.x.ndim) if axis != 1]
     mean, std = (t.reshape(-1) for t in (x.mean(axes, dtype=torch.float64), x.std(axes, correction=0)))
     # float32 leaves this much of a mean that is large beside its standard deviation; a constant channel has std 0.
@@ -156,6 +163,17 @@ def refuse_repeats(split: Split, declaration: str | None) -> None:
 # --- What training used.
 
 
+def is_data_free(split: Split) -> bool:
+    """Whether a prior of this split must have seen no data: its prior part is empty, as prior_fraction=0 leaves it."""
+    return not len(split.prior) and not split.declared
+
+
+def refuse_untraced_prior(prior: SpikeSlab, split: Split, declaration: str | None) -> None:
+    """`refuse_untraced` of a prior, which has the first weights of a network where the split has no prior examples."""
+    seen = prior.origin.without(trace.UNTRAINED) if is_data_free(split) else prior.origin
+    refuse_untraced(seen, split, "the prior", declaration)
+
+
 def refuse_untraced(seen: Trace, split: Split, who: str, declaration: str | None) -> None:
     """What shaped a network is known to be split.prior, or the issuer says what it was."""
     refuse_if_touched(seen, split, who)
@@ -171,8 +189,9 @@ def refuse_untraced(seen: Trace, split: Split, who: str, declaration: str | None
             f"{remedy}"
         )
     marks = torch.tensor([trace.FOREIGN, trace.UNKNOWN_MASK])
-    # Where all examples are bound examples, training is traced by having used none of them.
-    known = split.prior.known.labelled if len(split.prior) else seen.labelled[~torch.isin(seen.labelled, marks)]
+    # A pair (x, y) is all bound examples: training is traced by having used none of them.
+    is_pair = not len(split.prior) and split.declared
+    known = seen.labelled[~torch.isin(seen.labelled, marks)] if is_pair else split.prior.known.labelled
     unknown = seen.labelled[~torch.isin(seen.labelled, known)]
     if trace.FOREIGN in unknown:
         raise ValueError(f"weights of {who} were made or changed by something other than pacprune; {remedy}")
@@ -182,6 +201,19 @@ def refuse_untraced(seen: Trace, split: Split, who: str, declaration: str | None
         raise ValueError(
             f"{who} was trained on {len(unknown)} examples or labels that are not those of split.prior, so that nobody "
             f"knows whether they tell of the bound set; {remedy}"
+        )
+
+
+def refuse_trained_start(plain: nn.Module, prior: SpikeSlab, split: Split, declaration: str | None) -> None:
+    """Refuses a prior without data whose means answer so well that something has trained them."""
+    if declaration is not None or not is_data_free(split) or trace.UNTRAINED not in prior.origin.labelled:
+        return
+    wrong = drawn_networks.errors(plain, dict(prior.mean), split.bound).cpu()
+    if errs_as_trained(wrong, split.bound.y):
+        raise ValueError(
+            f"the means of the prior err on {float(wrong.double().mean()):.4f} of the bound examples, less than any "
+            "first weights do, so that something has trained them; build the network anew, or say what shaped it: "
+            'declare="it was trained on ..."'
         )
 
 

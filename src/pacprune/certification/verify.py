@@ -270,9 +270,15 @@ def _rules(contents: Folder, seals: tuple[str, ...]) -> Rules:
         repeats * 100 <= n or record["declaration"] is not None,
         f"{repeats} of the {n} bound examples repeat others, which needs a declaration of the issuer",
     )
+    # A prior on no data has seen none: its first weights are on trust, like those of a network that was trained on.
+    unseen = record["kind"] == "pac-bayes" and record["split"]["sizes"]["prior"] == 0
     _require(
-        record["examples_seen"] > 0 or record["declaration"] is not None,
+        record["declaration"] is not None or unseen or record["examples_seen"] > 0,
         "pacprune has not seen what shaped the network, which needs a declaration of the issuer",
+    )
+    _require(
+        record["declaration"] is not None or not unseen or record["examples_seen"] == 0,
+        "the prior has seen examples, but the split has none for it, which needs a declaration of the issuer",
     )
     yield f"n = {n:,} is the size of the bound set; evaluation", {"evaluation": EVALUATION}, 0.0
     _require("held_out" in record["bounds"], "bounds are given without held_out, whose ledger the others follow")

@@ -87,12 +87,12 @@ def digits(*, prior_fraction: float = 0.5, seed: int = 0, unlabelled: int = 0) -
     """The 8x8 digits that come with the package: 1,437 images to train, and 360 to test, the same at every seed.
 
     Args:
-        prior_fraction: Share of the training images in the prior part, such as 0.5.
+        prior_fraction: Share of the training images in the prior part, such as 0.5; 0 leaves that part empty.
         seed: Chooses the random order; one seed gives one split.
         unlabelled: How many training images to set apart as `unlabelled`, such as 0.
 
     Returns:
-        A Split of 1,797 images of shape (1, 8, 8) in 10 classes, standardised by the prior part.
+        A Split of 1,797 images of shape (1, 8, 8) in 10 classes, standardised by the prior part unless that is empty.
 
     Example:
         >>> pp.data.digits(prior_fraction=0.5, seed=0)
@@ -121,13 +121,13 @@ def mnist(*, prior_fraction: float = 0.5, seed: int = 0, unlabelled: int = 0, da
     """MNIST from its official idx files: 60,000 images of shape (1, 28, 28) to train, 10,000 to test.
 
     Args:
-        prior_fraction: Share of the training images in the prior part, such as 0.5.
+        prior_fraction: Share of the training images in the prior part, such as 0.5; 0 leaves that part empty.
         seed: Chooses the random order; one seed gives one split.
         unlabelled: How many training images to set apart as `unlabelled`, such as 0.
         data_dir: Folder of the files; None means that of `data_folder`.
 
     Returns:
-        A Split in 10 classes, standardised by the prior part; `test` are the official 10,000.
+        A Split in 10 classes, standardised by the prior part unless that is empty; `test` are the official 10,000.
 
     Raises:
         ValueError: If a file is missing or damaged; `fetch` downloads it.
@@ -142,13 +142,13 @@ def fashion_mnist(*, prior_fraction: float = 0.5, seed: int = 0, unlabelled: int
     """Fashion-MNIST from its official idx files: 60,000 images of shape (1, 28, 28) to train, 10,000 to test.
 
     Args:
-        prior_fraction: Share of the training images in the prior part, such as 0.5.
+        prior_fraction: Share of the training images in the prior part, such as 0.5; 0 leaves that part empty.
         seed: Chooses the random order; one seed gives one split.
         unlabelled: How many training images to set apart as `unlabelled`, such as 0.
         data_dir: Folder of the files; None means that of `data_folder`.
 
     Returns:
-        A Split in 10 classes, standardised by the prior part; `test` are the official 10,000.
+        A Split in 10 classes, standardised by the prior part unless that is empty; `test` are the official 10,000.
 
     Raises:
         ValueError: If a file is missing or damaged; `fetch` downloads it.
@@ -163,13 +163,13 @@ def cifar10(*, prior_fraction: float = 0.5, seed: int = 0, unlabelled: int = 0, 
     """CIFAR-10 from its official binary files: 50,000 images of shape (3, 32, 32) to train, 10,000 to test.
 
     Args:
-        prior_fraction: Share of the training images in the prior part, such as 0.5.
+        prior_fraction: Share of the training images in the prior part, such as 0.5; 0 leaves that part empty.
         seed: Chooses the random order; one seed gives one split.
         unlabelled: How many training images to set apart as `unlabelled`, such as 0.
         data_dir: Folder of the files; None means that of `data_folder`.
 
     Returns:
-        A Split in 10 classes, standardised by the prior part; `test` are the official 10,000.
+        A Split in 10 classes, standardised by the prior part unless that is empty; `test` are the official 10,000.
 
     Raises:
         ValueError: If a file is missing or damaged; `fetch` downloads it.
@@ -271,7 +271,7 @@ def load(
             of them; it gets those of the keywords below that it has as parameters.
             Where there is no test part, a fifth of the examples becomes one: by the seed, or of a folder by the hashes
             of the file names.
-        prior_fraction: Share of the training examples in the prior part, such as 0.5.
+        prior_fraction: Share of the training examples in the prior part, such as 0.5; 0 leaves that part empty.
         seed: Chooses the random order; one seed gives one split.
         unlabelled: How many training examples to set apart as `unlabelled`, such as 0.
         data_dir: Folder of the official files; None means that of `data_folder`.

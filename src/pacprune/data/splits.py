@@ -175,7 +175,8 @@ class Split:
         dataset: The name of the data set, such as digits.
         seed: The seed of the random order.
         prior_fraction: Share of `train` that is in `prior`.
-        mean: What standardisation subtracts, per channel or feature, from `prior` alone; empty when there was none.
+        mean: What standardisation subtracts, per channel or feature, from `prior` alone; empty when there was none, as
+            where `prior` is empty.
         std: What standardisation divides by, likewise.
         files: SHA-256 of the (decompressed) content of each source file or tensor.
         classes: Number of classes; 0 for regression.
@@ -279,10 +280,13 @@ def split(
     deviation of the prior part, one pair for each entry of dimension 1 (channels or features). Integer x (token ids)
     stays as it is.
 
+    With prior_fraction=0 every training example is a bound example, for a prior that no data shape. Nothing is
+    standardised then: all constants would come from bound examples.
+
     Args:
         x: The inputs, one example per row.
         y: One label or target per example. Integers are class labels; floating y means regression.
-        prior_fraction: Share of the training examples in the prior part, such as 0.5.
+        prior_fraction: Share of the training examples in the prior part, such as 0.5; 0 leaves that part empty.
         seed: Chooses the random order; one seed gives one split.
         test: Test examples: a pair (x, y) is taken as it is, a fraction such as 0.2 is cut off as
             round(fraction * n) examples, None leaves `test` empty.
@@ -424,12 +428,15 @@ def cut(
     `declared_prior` is the size of the prior part if the user gave the order.
     """
     _check_shapes(examples, test_examples)
-    if declared_prior is None and not 0 < prior_fraction < 1:
-        raise ValueError(f"prior_fraction is {prior_fraction}; it must lie strictly between 0 and 1")
+    if declared_prior is None and not 0 <= prior_fraction < 1:
+        raise ValueError(
+            f"prior_fraction is {prior_fraction}; it must lie in [0, 1), where 0 is for a prior that no data shape"
+        )
     n = len(order) - unlabelled
     k = round(prior_fraction * n) if unlabelled >= 0 else 0
     k, prior_fraction = (k, prior_fraction) if declared_prior is None else (declared_prior, declared_prior / n)
-    if not 0 < k < n:
+    is_data_free = declared_prior is None and prior_fraction == 0 and unlabelled >= 0
+    if not (0 < k < n or (is_data_free and n > 0)):
         raise ValueError(
             f"prior_fraction {prior_fraction} of {len(order)} examples less {unlabelled} unlabelled ones leaves a "
             f"prior part of {k} and a bound part of {max(n - k, 0)}; each needs at least one example"
@@ -438,7 +445,7 @@ def cut(
     (x, y), (test_x, test_y) = _take(examples, order), _take(test_examples, test_order)
     hashes = torch.stack([example_hashes(examples.x[order]), example_hashes(x)], dim=1)
     test_hashes = torch.stack([example_hashes(test_examples.x[test_order]), example_hashes(test_x)], dim=1)
-    mean, std = _standardise_(x, test_x, k) if standardise and x.is_floating_point() else ((), ())
+    mean, std = _standardise_(x, test_x, k) if standardise and k and x.is_floating_point() else ((), ())
     source, test_source = (_name_source(part) for part in (examples, test_examples))
     return Split(
         prior=Part("prior", x[:k], y[:k], order[:k], source, hashes[:k]),

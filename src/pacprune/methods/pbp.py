@@ -1,26 +1,145 @@
 """PAC-Bayes pruning: a random sparse network whose error on new data is bounded by a proof."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pacprune.certification import commitment as seals
 from pacprune.certification.certify import certify
 from pacprune.certification.rules import check_declared, checked_declaration, refuse_untraced
 from pacprune.data.batches import use_of
-from pacprune.data.splits import Split, check_split
+from pacprune.data.splits import Part, Split, check_split
 from pacprune.distributed import refuse_sharded
 from pacprune.masking import weights
 from pacprune.masking.attachment import attach, read
 from pacprune.masking.criteria import Criterion, score
-from pacprune.masking.spikeslab import block_isotropic
-from pacprune.methods.pipeline import Certified, Pipeline, Plan, Stage, Stages, check_request, make_plan, pipeline
+from pacprune.masking.spikeslab import SpikeSlab, block_isotropic
+from pacprune.methods.pipeline import (
+    Certified,
+    Pipeline,
+    Plan,
+    Stage,
+    Stages,
+    check_request,
+    gates_like_weights,
+    make_plan,
+    pipeline,
+)
 from pacprune.training.budget import Budget, keep_means_
 from pacprune.training.checks import check_rates
 from pacprune.training.config import Config
 from pacprune.training.evaluate import reestimate_batchnorm
-from pacprune.types import Data, Progress
+from pacprune.types import Data, History, Progress, check_name
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How P and Q are trained.
+
+    Args:
+        config: The Config of their stages, from the one that is given.
+        holds: Whether the expected sparsity is held while gates are trained, and where they are not, the weights
+            outside the mask have mean 0.
+        objective: The bound that trains Q, unless one is given.
+    """
+
+    config: Callable[[Config], Config]
+    holds: bool
+    objective: str
+
+    def budget(self, config: Config, plan: Plan) -> Budget | None:
+        """What holds the mean keep_prob; frozen gates need nothing."""
+        return plan.budget() if self.holds and config.gate_lr is not None else None
+
+
+RECIPES = {
+    "held": Recipe(lambda config: config, holds=True, objective="seeger"),
+    "paper": Recipe(gates_like_weights, holds=False, objective="paper"),
+}
+"""What `pbp` takes as its `recipe`."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedPrior:
+    """P, as stages 1 and 2 leave it.
+
+    Args:
+        slab: The distribution.
+        plan: What was to be pruned.
+        cleared: A mask of the weights whose mean is not 0, where the others stay at 0 with frozen gates; else empty.
+        history: One row per epoch, over both stages.
+    """
+
+    slab: SpikeSlab
+    plan: Plan
+    cleared: Mapping[str, Tensor]
+    history: History
+
+
+def _prior_steps(
+    model: nn.Module,
+    split: Split,
+    config: Config,
+    *,
+    sparsity: float | Mapping[str, float],
+    recipe: str = "held",
+    criterion: str | Criterion = "magnitude",
+    scope: str = "global",
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
+    dense: Config | None = None,
+    data: Data | None = None,
+    eps: float = 1e-4,
+    std: float = 2e-3,
+    train_std: bool = False,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Pipeline[TrainedPrior]:
+    """Stages 1 and 2 of `pbp`, in place: the model is left as a sampler of P, which has not read split.bound."""
+    check_name("recipe", recipe, RECIPES)
+    chosen, prior_data = RECIPES[recipe], split.prior if data is None else data
+    config, is_blank = chosen.config(config), isinstance(prior_data, Part) and not len(prior_data)
+    check_rates(config)
+    if is_blank:
+        check_untrained(0 if dense is None else dense.epochs, config.epochs)
+    trial = _blank(split) if is_blank else prior_data
+    stage = Stages(model, trial, seed=seed, folder=folder, progress=progress)
+    plan = make_plan(model, sparsity, include=include, exclude=exclude, scope=scope)
+    history = (yield stage("dense", dense)) if dense and not is_blank else []
+    scored = split.prior if len(split.prior) else prior_data
+    mask = plan.mask(score(criterion, model, scored, seed=seed, prunable=plan.prunable))
+    attach(model, block_isotropic(model, mask, eps=eps, std=std), train_std=train_std, seed=seed)
+    if not is_blank:
+        history += yield stage("prior", config, chosen.budget(config, plan))
+    cleared = mask if chosen.holds and config.gate_lr is None else {}
+    keep_means_(model, cleared)
+    if len(split.prior):
+        reestimate_batchnorm(model, split.prior)
+    return TrainedPrior(read(model), plan, cleared, history)
+
+
+train_prior = pipeline(_prior_steps)
+"""Stages 1 and 2 of `pbp` alone, for whoever trains several posteriors of one prior."""
+
+
+def check_untrained(dense_epochs: int, epochs: int) -> None:
+    """Refuses to train a prior that no data may shape."""
+    if dense_epochs or epochs:
+        raise ValueError(
+            f"prior_fraction is 0, so that no data may shape the prior, but it would be trained for {dense_epochs} "
+            f"dense and {epochs} other epochs; set both to 0, and give Q epochs of its own (posterior=, "
+            "--posterior-epochs)"
+        )
+
+
+def _blank(split: Split) -> tuple[Tensor, Tensor]:
+    """Zeros in place of two examples, for a network to show that it takes inputs of this shape."""
+    return split.bound.x.new_zeros(2, *split.bound.x.shape[1:]), torch.zeros(2, dtype=torch.int64)
 
 
 @pipeline
@@ -30,6 +149,7 @@ def pbp(
     config: Config,
     *,
     sparsity: float | Mapping[str, float],
+    recipe: str = "held",
     criterion: str | Criterion = "magnitude",
     posterior: Config | None = None,
     scope: str = "global",
@@ -41,7 +161,7 @@ def pbp(
     std: float = 2e-3,
     train_std: bool = False,
     delta: float = 0.05,
-    objective: str = "seeger",
+    objective: str | None = None,
     family: str = "seeger",
     expected_risk: float | None = None,
     grid: int = 1,
@@ -61,9 +181,21 @@ def pbp(
 ) -> Pipeline[Certified]:
     """PAC-Bayes pruning, in place: [dense] and `config` train the prior on S_P, `posterior` trains Q on the bound.
 
-    P is the block-isotropic spike and slab around the criterion's mask. It is trained with its mean keep_prob held at
-    1 - sparsity, and written down before split.bound is read. Where gate_lr is None the gates stay as they are, and the
-    weights outside the mask have mean 0. P is then a small cloud around a network that pft has pruned on split.prior.
+    P is the block-isotropic spike and slab around the criterion's mask, trained with random masks and noise on the
+    weights, and written down before split.bound is read.
+
+    The recipe "held" holds the mean keep_prob of P and Q at 1 - sparsity. Where gate_lr is None the gates stay as they
+    are, and the weights outside the mask have mean 0. P is then a small cloud around a network that pft has pruned on
+    split.prior.
+
+    The recipe "paper" is PBP as the paper writes it. Nothing holds the sparsity, which the paper states and does not
+    enforce. Gates have the weights' learning rate unless a gate_lr is given, and follow its schedule. Q is trained on
+    the paper's bound. The means of all weights stay. In the paper's figures the gates of Q are frozen: give `posterior`
+    gate_lr=None. The same with the sparsity enforced is "held" with objective="paper", and with gate_lr and
+    gates_scheduled in the Configs.
+
+    A split with prior_fraction=0 has no data for P: it is made around the first weights, and neither `dense` nor
+    `config` trains anything.
 
     Args:
         model: The network; it becomes a sampler of Q in place.
@@ -71,6 +203,7 @@ def pbp(
         config: How the prior is trained, after dense training.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
             {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
+        recipe: held (the expected sparsity is) or paper.
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
         posterior: How Q is trained on the bound; as `config` unless given.
         scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
@@ -85,7 +218,8 @@ def pbp(
         std: Standard deviation of a kept weight.
         train_std: Whether the standard deviations of Q are trained.
         delta: Probability with which the certificate may fail.
-        objective: Bound that trains the posterior. "seeger" or "paper".
+        objective: Bound that trains the posterior. "seeger" or "paper"; None is the recipe's, which is "paper" for the
+            recipe "paper" and "seeger" otherwise.
         family: Bound that the certificate claims. "seeger", "catoni" or "excess".
         expected_risk: Risk that Catoni's constant is made for: a guess without the bound set.
         grid: Priors, fixed in advance, of which this is one: each pays delta / grid.
@@ -127,9 +261,9 @@ def pbp(
     refuse_sharded(model.parameters(), "certificate")
     check_declared(family, method, expected_risk)
     check_split(split)
-    posterior = config if posterior is None else posterior
-    for stage_config in (config, posterior):
-        check_rates(stage_config)
+    check_name("recipe", recipe, RECIPES)
+    posterior = RECIPES[recipe].config(config if posterior is None else posterior)
+    check_rates(posterior)
     declaration = checked_declaration(declare)
     if declaration is None and data is not None:
         refuse_untraced(use_of(data), split, "the data", None)
@@ -137,17 +271,11 @@ def pbp(
     place = None if folder is None else Path(folder)
     if commit and place is None:
         raise ValueError("commit keeps its seals in a folder; give folder=")
-    prior_data = split.prior if data is None else data
-    stage = Stages(model, prior_data, seed=seed, folder=folder, progress=progress)
-    goal = make_plan(model, sparsity, include=include, exclude=exclude, scope=scope)
-    history = (yield stage("dense", dense)) if dense else []
-    mask = goal.mask(score(criterion, model, split.prior, seed=seed, prunable=goal.prunable))
-    attach(model, block_isotropic(model, mask, eps=eps, std=std), train_std=train_std, seed=seed)
-    history += yield stage("prior", config, _budget(config, goal))
-    fixed = mask if config.gate_lr is None else {}
-    keep_means_(model, fixed)
-    reestimate_batchnorm(model, split.prior)
-    prior = read(model)
+    common: dict[str, Any] = {"seed": seed, "folder": folder, "progress": progress}
+    which = {"scope": scope, "include": include, "exclude": exclude, "criterion": criterion}
+    shape = {"sparsity": sparsity, "recipe": recipe, "eps": eps, "std": std, "train_std": train_std}
+    start = yield from _prior_steps(model, split, config, dense=dense, data=data, **which, **shape, **common)
+    prior, history = start.slab, start.history
     sampling = {"method": method, "draws": draws, "tolerance": tolerance}
     plan = {"delta": delta, "family": family, "expected_risk": expected_risk, "grid": grid, **sampling}
     plan |= {"shares": shares, "group": group}
@@ -155,17 +283,14 @@ def pbp(
         first = seals.commit(prior, split, source=source, **plan)
         first.save(place)
         return Certified(model, prior, prior, first, history)
+    objective = RECIPES[recipe].objective if objective is None else objective
     options = {"stage": "posterior", "delta": delta, "objective": objective, "progress": progress}
-    history += yield Stage(model, split, posterior, seed, _budget(posterior, goal), prior, place, options)
-    keep_means_(model, fixed if posterior.gate_lr is None else {})
+    budget = RECIPES[recipe].budget(posterior, start.plan)
+    history += yield Stage(model, split, posterior, seed, budget, prior, place, options)
+    keep_means_(model, start.cleared if posterior.gate_lr is None else {})
     sealed = None if place is None or not commit else seals.with_posterior(place, model)
     if sealed is not None and beacon is None:
         return Certified(model, prior, read(model), sealed, history)
     words = {"name": name, "declare": declare, "progress": progress}
     certificate = certify(model, prior, split, **plan, **words, commitment=sealed, beacon=beacon)
     return Certified(model, prior, read(model), certificate, history)
-
-
-def _budget(config: Config, plan: Plan) -> Budget | None:
-    """What holds the mean keep_prob; frozen gates need nothing."""
-    return None if config.gate_lr is None else plan.budget()

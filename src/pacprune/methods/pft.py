@@ -27,6 +27,7 @@ from pacprune.methods.pipeline import (
     begin_dense,
     check_share,
     fine_tune,
+    gates_like_weights,
     pipeline,
     pruned,
     set_up,
@@ -161,9 +162,8 @@ def _paper(task: _Task) -> Pipeline[Pruned]:
     config = task.config
     stages = split_epochs(config, 0.5 if task.mask_share is None else task.mask_share)
     mask_config, tune_config = (replace(stage, span=config.span, warmup=config.warmup) for stage in stages)
-    gate_lr = config.gate_lr if "gate_lr" in config.changes() else config.lr
     attach(task.model, _start(task), mapping=task.mapping, estimator=task.estimator, seed=task.stage.seed)
-    history = yield task.stage("masks", replace(mask_config, gate_lr=gate_lr, gates_scheduled=True))
+    history = yield task.stage("masks", gates_like_weights(mask_config))
     return (yield from _harden_and_tune(task, tune_config, history))
 
 

@@ -550,6 +550,12 @@ def split_epochs(config: Config, mask_share: float) -> tuple[Config, Config]:
     return mask_stage, replace(config, epochs=config.epochs - epochs, span=(cut, config.span[1]), warmup=0.0)
 
 
+def gates_like_weights(config: Config) -> Config:
+    """The paper's "same learning rates": gates have that of the weights unless one is given, on the same schedule."""
+    gate_lr = config.gate_lr if "gate_lr" in config.changes() else config.lr
+    return replace(config, gate_lr=gate_lr, gates_scheduled=True)
+
+
 def fine_tune(config: Config, stage: Stages) -> Pipeline[History]:
     """Sparse fine-tuning; without epochs, BatchNorm at least learns the statistics of the pruned network."""
     if config.epochs:

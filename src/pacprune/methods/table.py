@@ -283,7 +283,7 @@ METHODS: dict[str, Method] = {
         steps="A prior over sparse networks is trained on a part S_P of the training data; a posterior, on a bound "
         "that the rest of the training data gives; the certificate holds for networks drawn from the posterior.",
         flags=(
-            *("criterion", "gate_lr", "eps", "std", "delta", "objective", "family", "expected_risk", "grid"),
+            *("criterion", "gate_lr", "recipe", "eps", "std", "delta", "objective", "family", "expected_risk", "grid"),
             *("draws", "tolerance", *_WHICH),
         ),
         defaults={"draws": 4000, "tolerance": 0.005},

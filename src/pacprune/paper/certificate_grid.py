@@ -333,20 +333,35 @@ def _dense(setting: Setting[Declaration], split: Split, part: Part, name: str, j
 def _row(
     grid: Grid, setting: Setting[Declaration], cell: Cell, result: Certified, split: Split, job: Job
 ) -> dict[str, Any]:
-    certificate, record = result.certificate, result.certificate.pac_bayes
-    plain = attachment.harden(copy.deepcopy(result.model))
-    single = {name: certificate.tensors["single_draw.safetensors"][name] for name in result.prior.mean}
-    thresholded = drawn_networks.thresholded(result.prior)
+    certificate = result.certificate
+    return measures(result.model, result.prior, certificate, split) | {
+        "q_equals_p_certificate": _unmoved(certificate),
+        "rows_declared": grid.size,
+        "digest": _save(certificate, setting, cell, job),
+    }
+
+
+def measures(model: nn.Module, prior: SpikeSlab, certificate: Certificate, split: Split) -> dict[str, Any]:
+    """What a certificate says, and test errors of Q, of P and of the two single networks.
+
+    Args:
+        model: The network that draws from Q.
+        prior: P.
+        certificate: The certificate of Q.
+        split: The split that it is about.
+    """
+    record, plain = certificate.pac_bayes, attachment.harden(copy.deepcopy(model))
+    single = {name: certificate.tensors["single_draw.safetensors"][name] for name in prior.mean}
+    thresholded = drawn_networks.thresholded(prior)
     return {
         "gibbs_risk": certificate.risk,
         "kl": certificate.kl,
         "n": certificate.n,
         "gibbs_certificate": certificate.bound,
-        "q_equals_p_certificate": _unmoved(certificate),
         "single_draw_certificate": certificate.bounds["single_draw"],
         "held_out_certificate": certificate.bounds["held_out"],
-        "test_error": _gibbs(plain, result.posterior, split.test),
-        "prior_test_error": _gibbs(plain, result.prior, split.test),
+        "test_error": _gibbs(plain, attachment.read(model), split.test),
+        "prior_test_error": _gibbs(plain, prior, split.test),
         "single_test_error": _share(drawn_networks.errors(plain, single, split.test)),
         "pruned_test_error": _share(drawn_networks.errors(plain, thresholded, split.test)),
         "seeger_certificate": certificate.bounds["seeger"],
@@ -356,8 +371,6 @@ def _row(
         "draws": certificate.draws,
         "expected_sparsity": certificate.sparsity,
         "single_sparsity": record["single_draw"]["sparsity"],
-        "rows_declared": grid.size,
-        "digest": _save(certificate, setting, cell, job),
     }
 
 

@@ -5,9 +5,10 @@ of the scale `reduced` is the one that is declared in results/grid.toml; `paper`
 number of seeds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pacprune.methods.table import METHODS
@@ -52,7 +53,7 @@ lr = 0.1
 """
 PAPER_EPOCHS = {"mnist": (30, 30), "fashion-mnist": (70, 30), "cifar10": (120, 60)}
 """Epochs of stage 1, and of stages 2 and 3."""
-_STYLES = {
+STYLES = {
     "gibbs_certificate": Style("certificate of Q", plots.BLUE, "o"),
     "test_error": Style("test error of Q", plots.ORANGE, "s"),
     "prior_test_error": Style("test error of P", plots.GREEN, "^"),
@@ -122,13 +123,15 @@ def figures(setting: Setting[Declaration], job: Job) -> Iterator[Figure]:
     certificate_grid.write_tables([row for name in finished for row in certificate_grid.run(grid, name, job)], job.out)
 
 
-def rows(setting: Setting[Declaration], certificates: Table, snip: Table) -> Table:
+def rows(
+    setting: Setting[Any], certificates: Table, snip: Table, styles: Mapping[str, Style] = MappingProxyType(STYLES)
+) -> Table:
     """One line per number of the figure; SNIP, which is trained on all of S, has alpha 1."""
     common = {"dataset": setting.data, "model": setting.model}
     table = [
         {**common, **{key: row[key] for key in ("alpha", "sparsity", "seed")}, "what": what, "value": row[what]}
         for row in certificates
-        for what in _STYLES
+        for what in styles
         if what in row
     ]
     return table + [
@@ -138,29 +141,32 @@ def rows(setting: Setting[Declaration], certificates: Table, snip: Table) -> Tab
     ]
 
 
-def paint(canvas: Any, rows: Table) -> None:
-    """One panel per alpha: certificate and errors against sparsity."""
+def paint(
+    canvas: Any, rows: Table, styles: Mapping[str, Style] = MappingProxyType(STYLES), *, one_scale: bool = True
+) -> None:
+    """One panel per alpha: certificate and errors against sparsity, all on one scale or each on its own."""
     alphas = sorted({row["alpha"] for row in rows if row["what"] != "snip"})
     snip = [(row["sparsity"], row["value"]) for row in rows if row["what"] == "snip"]
     canvas.set_size_inches(max(9.0, 3.6 * len(alphas)), 4)  # the title needs so much
-    for axes, alpha in zip(canvas.subplots(1, len(alphas), sharey=True, squeeze=False)[0], alphas, strict=True):
+    for axes, alpha in zip(canvas.subplots(1, len(alphas), sharey=one_scale, squeeze=False)[0], alphas, strict=True):
         panel = [row for row in rows if row["alpha"] == alpha]
-        painting.lines(axes, panel, x="sparsity", y="value", by="what", styles=_STYLES)
+        painting.lines(axes, panel, x="sparsity", y="value", by="what", styles=styles)
         # One mark per seed: where SNIP falls apart and the others do not, its interval would fill the panel.
         style = {"color": METHODS["osp"].colour, "label": "test error of one-shot SNIP, each seed"}
         axes.scatter(*zip(*snip, strict=True), s=14, marker="D", zorder=3, **style)
         axes.set_title(f"alpha = {alpha:g}", loc="left", fontsize=10)
         axes.set_xlabel("sparsity")
         axes.set_xticks(sorted({row["sparsity"] for row in rows}))
+        scale = [row for row in rows if row["what"] != "snip"] if one_scale else panel
+        axes.set_ylim(0, min(1.05, 1.5 * max(row["value"] for row in scale)))
     axes = canvas.axes[0]
-    axes.set_ylim(0, 1.5 * max(row["value"] for row in rows if row["what"] != "snip"))
     axes.set_ylabel("error rate")
     axes.legend(fontsize=7)
     what = f"{painting.subject(rows)}: {painting.over_seeds(rows)}"
     plots.title(canvas, what, "weights, data order, masks, draws")
 
 
-def numbers(setting: Setting[Declaration], rows: Table) -> dict[str, float]:
+def numbers(setting: Setting[Any], rows: Table) -> dict[str, float]:
     """The mean over seeds of every line of the figure."""
     return {
         f"{setting.name}, {what} at {sparsity:g}, alpha {alpha:g}": mean

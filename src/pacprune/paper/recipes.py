@@ -23,6 +23,7 @@ from pacprune.paper import (
     mask_stability,
     monitor_delay,
     new_ground,
+    paper_pbp,
     paper_pft,
     pft_at_init,
     pft_vs_osp,
@@ -139,6 +140,15 @@ RECIPES: dict[str, Recipe] = {
                 only="cifar10-resnet20",
                 h200=26,
             ),
+        ),
+    ),
+    "paper-pbp": Recipe(
+        paper_pbp.SETTINGS,
+        paper_pbp.figures,
+        several=True,
+        lines=(
+            Line("the paper's own prior", "4", "paper", NOT_MEASURED, scale="paper"),
+            Line("pairs at one std", "15", "paper", NOT_MEASURED, scale="paper", only="cifar10-resnet20"),
         ),
     ),
     "prior-pruners": Recipe(

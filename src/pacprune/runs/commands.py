@@ -28,6 +28,7 @@ from pacprune.distributed import ranks
 from pacprune.masking import criteria, weights
 from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.spikeslab import block_isotropic
+from pacprune.methods.pbp import RECIPES, check_untrained
 from pacprune.methods.pipeline import make_plan
 from pacprune.methods.table import METHODS
 from pacprune.runs import locks, report, store
@@ -37,7 +38,7 @@ from pacprune.training.config import Config
 from pacprune.training.evaluate import error, gibbs_error
 from pacprune.training.fit import fit
 from pacprune.training.posterior import fit_posterior
-from pacprune.types import History, Progress
+from pacprune.types import History, Progress, check_name
 
 FEW = 64
 """Examples that a rehearsal looks at."""
@@ -414,15 +415,19 @@ def _rehearse_certificate(options: Any, model: nn.Module, split: Split) -> None:
         raise ValueError(
             f"tolerance is {options.tolerance}; it must be more than 0: a tiny --tolerance makes all --draws"
         )
-    few = torch.arange(min(FEW, len(split.prior), len(split.bound)))
-    split = replace(split, prior=split.prior.subset(few), bound=split.bound.subset(few))
+    if not len(split.prior):
+        check_untrained(options.dense_epochs, options.epochs)
+    few = {part.name: part.subset(torch.arange(min(FEW, len(part)))) for part in (split.prior, split.bound)}
+    split = replace(split, **few)
     which = {name: _argument(options, name) for name in ("scope", *opt.NAME_PATTERNS)}
     plan = make_plan(model, options.sparsity, **which)
     mask = plan.mask(criteria.score(options.criterion, model, split.prior, seed=options.seed, prunable=plan.prunable))
     attach(model, block_isotropic(model, mask, eps=options.eps, std=options.std))
     config = replace(posterior(options), epochs=0)
+    check_name("recipe", options.recipe, RECIPES)
+    objective = options.objective or RECIPES[options.recipe].objective
     with tempfile.TemporaryDirectory() as out:
-        fit_posterior(model, read(model), split, config, delta=options.delta, objective=options.objective, out=out)
+        fit_posterior(model, read(model), split, config, delta=options.delta, objective=objective, out=out)
 
 
 def stage(options: Training) -> Config:

@@ -73,7 +73,7 @@ class Training:
     )
     augment: bool = _option(False, "Random crops and flips of the training images.")
     amp: bool = _option(False, "Train in bfloat16 where it is safe.")
-    prior_fraction: float = _option(0.5, "Share of the training data in S_P: all that pbp's prior sees.")
+    prior_fraction: float = _option(0.5, "Share of the training data in S_P: all that pbp's prior sees; 0: none.")
     device: str = _option("cpu", "Where to compute: cpu, cuda or cuda:N.", names_run=False)
     data_dir: str | None = _option(
         None, "Folder of the data files.", unset="$PACPRUNE_DATA, or a cache", names_run=False
@@ -188,7 +188,8 @@ def _gate_lr(method: Method) -> Any:
     """The option --gate-lr: a field of the Config, which trains the masks, or with a certificate the prior."""
     unset = f"{GATE_RATIO:g} times --lr"
     if method.certifies:
-        posterior = f"that of the posterior is always {GATE_RATIO:g} times --posterior-lr"
+        unset += "; recipe paper: --lr"
+        posterior = "that of the posterior follows from --posterior-lr in the same way"
         return _option(
             None, f"Learning rate of the prior's keep probabilities; {posterior}.", unset=unset, per_member=True
         )

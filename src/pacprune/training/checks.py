@@ -88,10 +88,15 @@ def _note_arrival(model: nn.Module, data: Data, objective: Objective) -> None:
             return
         wrong.append((out.argmax(-1) != y).reshape(-1))
         labels.append(y.reshape(-1))
-    counts = torch.cat(labels).unique(return_counts=True)[1]
-    constant = 1 - int(counts.max()) / int(counts.sum())
-    if int(counts.sum()) >= _ARRIVAL // 2 and float(torch.cat(wrong).double().mean()) <= constant / 3:
+    if errs_as_trained(torch.cat(wrong), torch.cat(labels)):
         weights.mark_seen(model, trace.foreign())
+
+
+def errs_as_trained(wrong: Tensor, labels: Tensor) -> bool:
+    """Whether a network errs at most a third as often as the best constant answer, on enough examples to tell."""
+    counts = labels.unique(return_counts=True)[1]
+    constant = 1 - int(counts.max()) / int(counts.sum())
+    return int(counts.sum()) >= _ARRIVAL // 2 and float(wrong.double().mean()) <= constant / 3
 
 
 def loss_identity(objective: Objective, value: str) -> list[str]:
