@@ -50,6 +50,11 @@ def criterion_colours() -> dict[str, str]:
     return {name: _CRITERION_COLOURS.get(name) or next(free) for name in CRITERIA}
 
 
+def criterion_label(name: str) -> str:
+    """How a criterion is written."""
+    return {"snip": "SNIP", "grasp": "GraSP", "synflow": "SynFlow"}.get(name, name)
+
+
 def lines(
     axes: Any, rows: Table, *, x: str, y: str, by: str, styles: Mapping[str, Style], side_by_side: bool = False
 ) -> None:

@@ -21,8 +21,8 @@ from pacprune.types import Table
 
 FAST = "pft-paper-fast"
 """The paper's PFT with GATE_RATIO times the learning rate for its gates."""
-_CRITERIA = {"magnitude": ("magnitude", "o"), "snip": ("SNIP", "s"), "random": ("random", "^")}
-"""Their labels and markers."""
+_CRITERIA = {"magnitude": "o", "snip": "s", "random": "^"}
+"""Their markers."""
 
 
 def _masks_alone(setting: Setting[Contest], **changes: Any) -> Setting[Contest]:
@@ -118,9 +118,10 @@ def styles(methods: Sequence[str]) -> dict[str, Style]:
     words = {WRITTEN: "", FAST: f", gates {GATE_RATIO:g} times as fast", OURS: ', recipe "coupled"'}
     looks = {}
     for method in methods:
-        for criterion, (label, marker) in _CRITERIA.items():
+        for criterion, marker in _CRITERIA.items():
             colour, mark = (colours[criterion], marker) if method == methods[0] else _ASIDE[method]
-            looks[f"{method} {criterion}"] = Style(f"PFT from {label}{words[method]}", colour, mark)
+            label = f"PFT from {painting.criterion_label(criterion)}{words[method]}"
+            looks[f"{method} {criterion}"] = Style(label, colour, mark)
     return looks
 
 

@@ -51,10 +51,10 @@ UNITS: dict[str, Unit] = {
     "dense": Unit("v times the rms weight of the dense layer", SHARES, like="dense"),
     "own": Unit("v times the rms kept weight of the layer", SHARES, like="own"),
 }
-"""The paper's v, on the weights that a network has, or to the letter on all of them. And ours, since BatchNorm makes the
+"""The paper's v, on the weights that a network has, or to the letter on all of them. And ours, since BatchNorm makes
 sizes of layers arbitrary: the same noise for every network, or as much for its size."""
 BINS = 15
-DRAWS = {"smoke": 2, "reduced": 10, "paper": 20}
+DRAWS = {"smoke": 2, "reduced": 3, "paper": 10}
 """Noisy copies of every network and width, by scale."""
 STILL = "pft-still"
 METHODS = (ONE_SHOT, WRITTEN, OURS, STILL)
