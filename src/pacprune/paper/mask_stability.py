@@ -83,8 +83,8 @@ def figures(setting: Setting[Layers], job: Job) -> Iterator[Figure]:
             f"mask-stability-{setting.name}" + (f"-layers-{first}-{last}" if place else ""),
             f"{setting.data}, {setting.model}, layers {first} to {last}, {setting.seeds} runs from one initialisation "
             f"that differ in the order of the data{' and its crops and flips' if setting.dense.augment else ''} alone; "
-            f"weights that magnitude pruning to {setting.sparsities[0]:.0%} keeps in some runs only, at most {POINTS} "
-            "per layer.",
+            f"weights that magnitude pruning to {100 * setting.sparsities[0]:g} % keeps in some runs only, at most "
+            f"{POINTS} per layer.",
             functools.partial(shown, table, first, last),
             paint,
             lambda rows: numbers(setting, rows),
