@@ -52,7 +52,7 @@ RECIPES: dict[str, Recipe] = {
     "prior-pruners": Recipe(prior_pruners.settings, prior_pruners.figures, several=True),
     "kl-weight": Recipe(kl_weight.SETTINGS, kl_weight.figures),
     "mask-entropy": Recipe(mask_entropy.SETTINGS, mask_entropy.figures),
-    "keep-probs": Recipe(keep_probs.SETTINGS, keep_probs.figures),
+    "keep-probs": Recipe(keep_probs.SETTINGS, keep_probs.figures, several=True),
     "data-scarce": Recipe(data_scarce.SETTINGS, data_scarce.figures, several=True),
     "posteriors": Recipe(posteriors.SETTINGS, posteriors.figures, several=True),
     "compress": Recipe(compress.SETTINGS, compress.figures, several=True),
