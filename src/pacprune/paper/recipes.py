@@ -15,6 +15,7 @@ from pacprune.paper import (
     compress,
     data_scarce,
     error_vs_sparsity,
+    flow_chart,
     keep_probs,
     kl_weight,
     linear_model,
@@ -22,6 +23,7 @@ from pacprune.paper import (
     mask_stability,
     monitor_delay,
     new_ground,
+    pair_plot,
     paper_pft,
     pft_at_init,
     pft_vs_osp,
@@ -38,6 +40,7 @@ from pacprune.types import Progress, check_name
 
 RECIPES: dict[str, Recipe] = {
     "linear-model": Recipe(linear_model.SETTINGS, linear_model.figures),
+    "flow-chart": Recipe(flow_chart.SETTINGS, flow_chart.figures),
     "pft-vs-osp": Recipe(pft_vs_osp.SETTINGS, pft_vs_osp.figures, several=True),
     "paper-pft": Recipe(paper_pft.SETTINGS, paper_pft.figures, several=True),
     "new-ground": Recipe(new_ground.SETTINGS, new_ground.figures, several=True),
@@ -50,6 +53,7 @@ RECIPES: dict[str, Recipe] = {
     "characters": Recipe(characters.SETTINGS, characters.figures),
     "error-vs-sparsity": Recipe(error_vs_sparsity.settings, error_vs_sparsity.figures, several=True),
     "prior-pruners": Recipe(prior_pruners.settings, prior_pruners.figures, several=True),
+    "pair-plot": Recipe(pair_plot.SETTINGS, pair_plot.figures),
     "kl-weight": Recipe(kl_weight.SETTINGS, kl_weight.figures),
     "mask-entropy": Recipe(mask_entropy.SETTINGS, mask_entropy.figures),
     "keep-probs": Recipe(keep_probs.SETTINGS, keep_probs.figures, several=True),
