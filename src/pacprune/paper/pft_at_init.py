@@ -81,14 +81,16 @@ def margins(setting: Setting[Contest], rows: Table) -> dict[str, float]:
 
 def paint(canvas: Any, rows: Table) -> None:
     """A panel per criterion: test error against sparsity."""
-    sparse = [row for row in rows if row["criterion"] and row["kept"]]  # others are dense, or diverged
-    # The first published rows have the recipe of that time under the name of pft.
-    styles = STYLES | {"pft": STYLES[OURS]}
+    # The first published rows have the recipe "coupled" under the name of pft, and one-shot pruning with as many epochs.
+    old = any(row["method"] == "pft" for row in rows)
+    names = {"pft": OURS, ONE_SHOT: EQUAL_EPOCHS} if old else {}
+    table = [row | {"method": names.get(row["method"], row["method"])} for row in rows]
+    sparse = [row for row in table if row["criterion"] and row["kept"]]  # others are dense, or diverged
     panels = groups(sparse, "criterion")
     canvas.set_size_inches(1 + 3.6 * len(panels), 4.4)
     grid = canvas.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, ((criterion,), part) in zip(grid, panels.items(), strict=True):
-        painting.sparsity_lines(axes, part, y="test_error", by="method", styles=styles)
+        painting.sparsity_lines(axes, part, y="test_error", by="method", styles=STYLES)
         painting.error_axis(axes, means(sparse, "test_error", "method", "criterion", "sparsity").values())
         painting.heading(axes, f"from {painting.criterion_label(criterion)}")
     for axes in grid[1:]:
