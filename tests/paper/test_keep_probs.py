@@ -1,6 +1,7 @@
 """Keep probabilities: histograms that add up, maps that show the weights where they are."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,7 +78,12 @@ def test_the_numbers_follow_from_the_rows(networks: list[KeepProbs]) -> None:
 def test_rescaled_weights_have_the_dense_ones_for_their_means(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[SpikeSlab] = []
     train = pbp_stages.train_priors
-    monkeypatch.setattr(pbp_stages, "train_priors", lambda s, nets, *a: starts.append(read(nets[0])) or train(s, nets, *a))
+
+    def noting(setting: Any, nets: Any, *rest: Any) -> list[SpikeSlab]:
+        starts.append(read(nets[0]))
+        return train(setting, nets, *rest)
+
+    monkeypatch.setattr(pbp_stages, "train_priors", noting)
     for rescaled in (False, True):
         keep_probs.keep_probs(TINY.changed(rescaled=rescaled), [0], job)
     plain, large = (slab.mean["layers.0.weight"] for slab in starts)

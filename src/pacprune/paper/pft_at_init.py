@@ -81,9 +81,8 @@ def margins(setting: Setting[Contest], rows: Table) -> dict[str, float]:
 
 def paint(canvas: Any, rows: Table) -> None:
     """A panel per criterion: test error against sparsity."""
-    # The first published rows have the recipe "coupled" under the name of pft, and one-shot pruning with as many epochs.
-    old = any(row["method"] == "pft" for row in rows)
-    names = {"pft": OURS, ONE_SHOT: EQUAL_EPOCHS} if old else {}
+    # The first published rows are without the paper's recipe, and one-shot pruning has as many epochs as PFT there.
+    names = {} if any(row["method"] == WRITTEN for row in rows) else {ONE_SHOT: EQUAL_EPOCHS}
     table = [row | {"method": names.get(row["method"], row["method"])} for row in rows]
     sparse = [row for row in table if row["criterion"] and row["kept"]]  # others are dense, or diverged
     panels = groups(sparse, "criterion")

@@ -61,7 +61,7 @@ def _frozen(setting: Setting[Contest], epochs: int, **changes: Any) -> Setting[C
 
 _COLOUR = paper_pft.SETTINGS["paper"][-1].changed(sparsities=(0.3, 0.5, 0.7, 0.9, 0.95, 0.98), seeds=3)
 SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
-    "smoke": (_frozen(paper_pft.SETTINGS["smoke"][0], 20, sparsities=(0.5, 0.9), seeds=2),),
+    "smoke": (_frozen(paper_pft.SETTINGS["smoke"][0], 10, sparsities=(0.5, 0.9), seeds=2),),
     "reduced": (_frozen(_COLOUR, 10, sparsities=(0.5, 0.9, 0.98), seeds=2),),
     "paper": (_frozen(_COLOUR, 100),),
 }

@@ -183,6 +183,8 @@ def with_noise(
     r is the root mean square of the weights other than 0 in the layer of `like`, or 1.
     """
     noisy = copy.deepcopy(net)
+    if everywhere:
+        weights.apply_mask(noisy, None)  # which would have pruned weights stay zero
     scale = None if like is None else weights.prunable(like)
     start = 0
     for name, w in weights.prunable(noisy).items():
