@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pacprune as pp
-from pacprune.paper import kl_weight
+from pacprune.paper import kl_weight, pbp_stages
 from pacprune.paper.frame import Job
 
 SPLIT = pp.data.digits(seed=0)
@@ -87,22 +87,31 @@ def test_a_weight_that_is_none_is_refused_before_anything_is_written(weight: flo
     assert not (tmp_path / "run").exists()
 
 
-def test_the_rows_of_the_figure_pay_for_every_prior_and_every_weight(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_the_figure_pay_for_every_prior_and_every_posterior(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny = kl_weight.SETTINGS["smoke"][0].changed(
         kl_weights=(0.001, 1.0),
         seeds=2,
         dense=pp.Config(epochs=2, lr=0.1),
-        prior=pp.Config(epochs=2, lr=0.1),
+        prior=pp.Config(epochs=20, lr=0.1),
         posterior=pp.Config(epochs=2, lr=0.3),
         draws=50,
     )
-    certificates, certify = [], kl_weight.certify
-    monkeypatch.setattr(kl_weight, "certify", lambda *a, **k: certificates.append(certify(*a, **k)) or certificates[-1])
+    certificates, certify = [], pbp_stages.certify
+    monkeypatch.setattr(
+        pbp_stages, "certify", lambda *a, **k: certificates.append(certify(*a, **k)) or certificates[-1]
+    )
     rows = kl_weight.rows(tiny, job)
-    assert {(row["kl_weight"], row["seed"]) for row in rows} == {(d, s) for d in (0.001, 1.0) for s in (0, 1)}
-    assert {(c.ledger.grid, c.ledger.certified) for c in certificates} == {(2, 2)}
+    cells = [(row["mapping"], row["kl_weight"], row["seed"]) for row in rows]
+    assert sorted(cells) == [(m, d, s) for m in ("clamp", "sigmoid") for d in (0.001, 1.0) for s in (0, 1)]
+    assert {(c.ledger.grid, c.ledger.certified) for c in certificates} == {(2, 4)}
     for seed in (0, 1):  # one prior for every weight, and more KL where it costs less
-        far, near = sorted((row for row in rows if row["seed"] == seed), key=lambda row: row["kl_weight"])
+        of_seed = [row for row in rows if row["seed"] == seed]
+        assert len({(row["prior_test_error"], row["held_out"]) for row in of_seed}) == 1
+        far, near = sorted((row for row in of_seed if row["mapping"] == "sigmoid"), key=lambda row: row["kl_weight"])
         assert far["kl"] > near["kl"]
-        assert far["prior_test_error"] == near["prior_test_error"]
-        assert far["held_out"] == near["held_out"]
+    for row in rows:
+        assert row["bound"] <= row["paper_bound"] <= 1  # the theorem relaxes Seeger's bound
+    monkeypatch.setattr(kl_weight, "_posteriors", lambda *_: pytest.fail("again"))
+    assert kl_weight.rows(tiny, job) == rows

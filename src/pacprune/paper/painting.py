@@ -1,7 +1,7 @@
-"""What painters share: styles of methods and criteria, lines with intervals, one sparsity axis, titles."""
+"""What painters share: styles of methods and criteria, lines with intervals, axes of sparsities and errors, titles."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -14,6 +14,10 @@ from pacprune.types import Table
 SKY, RED = "#56B4E9", "#D55E00"
 PALETTE = (plots.BLUE, RED, plots.GREEN, plots.PURPLE, plots.ORANGE, SKY, "black")
 """Colours of values without an order, one after another."""
+GAP = 3.5
+"""Points between lines that lie side by side."""
+FAR = 4.0
+"""Errors that differ by a larger factor have a logarithmic axis."""
 _CRITERION_COLOURS = {
     "magnitude": plots.BLUE,
     "snip": plots.GREEN,
@@ -46,19 +50,41 @@ def criterion_colours() -> dict[str, str]:
     return {name: _CRITERION_COLOURS.get(name) or next(free) for name in CRITERIA}
 
 
-def lines(axes: Any, rows: Table, *, x: str, y: str, by: str, styles: Mapping[str, Style]) -> None:
-    """One line per value of `by` that the rows have: the mean of y over the rows with equal x, and its interval."""
-    for key, style in styles.items():
+def criterion_label(name: str) -> str:
+    """How a criterion is written."""
+    return {"snip": "SNIP", "grasp": "GraSP", "synflow": "SynFlow"}.get(name, name)
+
+
+def lines(
+    axes: Any, rows: Table, *, x: str, y: str, by: str, styles: Mapping[str, Style], side_by_side: bool = False
+) -> None:
+    """One line per value of `by` that the rows have: the mean of y over the rows with equal x, and its interval.
+
+    Intervals are bands. Lines that lie `side_by_side` have bars, and every line is moved a little to a side of its own,
+    so that none hides another.
+    """
+    present = [(key, style) for key, style in styles.items() if any(row[by] == key for row in rows)]
+    for number, (key, style) in enumerate(present):
         places = groups([row for row in rows if row[by] == key], x)
-        if not places:
-            continue
         along = sorted(place for (place,) in places)
         spans = [interval([row[y] for row in places[place,]]) for place in along]
-        means = [span.mean for span in spans]
-        axes.plot(along, means, color=style.colour, marker=style.marker, ms=5, lw=1.8, label=style.label)
-        if not any(math.isnan(span.low) for span in spans):
-            ends = [span.low for span in spans], [span.high for span in spans]
-            axes.fill_between(along, *ends, color=style.colour, alpha=0.2, lw=0)
+        where = moved_aside(axes, number - (len(present) - 1) / 2) if side_by_side else axes.transData
+        look = {"color": style.colour, "transform": where}
+        axes.plot(along, [span.mean for span in spans], marker=style.marker, ms=5, lw=1.8, label=style.label, **look)
+        if any(math.isnan(span.low) for span in spans):
+            continue
+        ends = [span.low for span in spans], [span.high for span in spans]
+        if side_by_side:
+            axes.vlines(along, *ends, lw=1.1, alpha=0.7, **look)
+        else:
+            axes.fill_between(along, *ends, alpha=0.2, **(look | {"lw": 0}))
+
+
+def moved_aside(axes: Any, places: float) -> Any:
+    """The transform of the data, moved by so many widths of GAP."""
+    from matplotlib.transforms import offset_copy
+
+    return offset_copy(axes.transData, fig=axes.figure, x=GAP * places, units="points")
 
 
 def seed_marks(axes: Any, at: float, values: Sequence[float], style: Style, *, label: str | None = None) -> None:
@@ -69,15 +95,50 @@ def seed_marks(axes: Any, at: float, values: Sequence[float], style: Style, *, l
 
 
 def sparsity_lines(axes: Any, rows: Table, *, y: str, by: str, styles: Mapping[str, Style]) -> None:
-    """`lines` over sparsity, where every factor of kept weights has the same width.
+    """`lines` side by side over sparsity, where every factor of kept weights has the same width.
 
-    So 0.98 and 0.99 are as far apart as 0.8 and 0.9.
+    So 98 and 99 % are as far apart as 80 and 90 %.
     """
     placed = [row | {"place": sparsity_place(row["sparsity"])} for row in rows]
-    lines(axes, placed, x="place", y=y, by=by, styles=styles)
-    ticks = {row["place"]: f"{row['sparsity']:g}" for row in placed}
-    axes.set_xticks(list(ticks), list(ticks.values()))
-    axes.set_xlabel("sparsity (fraction of the weights pruned)")
+    lines(axes, placed, x="place", y=y, by=by, styles=styles, side_by_side=True)
+    sparsity_ticks(axes, [row["sparsity"] for row in rows])
+
+
+def sparsity_ticks(axes: Any, sparsities: Iterable[float]) -> None:
+    """Ticks at these sparsities, on an axis of `sparsity_place`."""
+    levels = sorted(set(sparsities))
+    places = [sparsity_place(level) for level in levels]
+    room = 0.08 * (places[-1] - places[0]) or 0.5  # for lines that are moved aside
+    axes.set_xlim(places[0] - room, places[-1] + room)
+    axes.set_xticks(places, [f"{100 * level:g}" for level in levels])
+    axes.set_xlabel("sparsity in % (weights pruned)")
+
+
+def in_percent(axis: Any) -> None:
+    """Labels the ticks of fractions in %."""
+    axis.set_major_formatter(lambda value, _: f"{100 * value:g}")
+
+
+def error_axis(axes: Any, values: Iterable[float], label: str = "test error in %") -> None:
+    """An axis of errors in % that has room for these values, as means are.
+
+    It is logarithmic where they lie far apart: else one that is large would press all others together. Intervals may
+    go beyond it, since those of few seeds go beyond any error.
+    """
+    errors = sorted(values)
+    low, high = errors[0], errors[-1]
+    axes.set_ylabel(label)
+    if high > FAR * max(low, 1e-4):
+        from matplotlib.ticker import LogLocator, NullLocator
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(max(low, 1e-4) / 1.2, min(1.2 * high, 1.0))
+    else:
+        room = (high - low) or 0.1 * high or 0.01
+        axes.set_ylim(max(0.0, low - 0.15 * room), high + 0.25 * room)
+    in_percent(axes.yaxis)
 
 
 def sparsity_place(sparsity: float) -> float:

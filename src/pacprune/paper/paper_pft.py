@@ -16,7 +16,7 @@ from pacprune.paper.frame import Figure, Job, Setting
 from pacprune.paper.painting import Style
 from pacprune.paper.statistics import groups, means
 from pacprune.runs import plots
-from pacprune.training.config import Config
+from pacprune.training.config import GATE_RATIO, Config
 from pacprune.types import Table
 
 SAME, EQUAL, BOTH = "same fine-tuning", "equal epochs", "both"
@@ -159,6 +159,45 @@ SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
 """Data sets and networks: `paper` has the paper's constants, `reduced` a fifth of its epochs and fewer sparsities."""
 
 
+def lasting(setting: Setting[Contest], dense_epochs: int, mask_epochs: int, **changes: Any) -> Setting[Contest]:
+    """The setting with other numbers of epochs; the fine-tuning still repeats the dense training."""
+    contenders = {
+        name: _contender(VARIANTS[name], dense_epochs, mask_epochs) if name in VARIANTS else contender
+        for name, contender in setting.options.contenders.items()
+    }
+    return setting.changed(
+        dense=replace(setting.dense, epochs=dense_epochs),
+        pruning=replace(setting.pruning, epochs=mask_epochs + dense_epochs),
+        contenders=contenders,
+        **changes,
+    )
+
+
+ONE_SHOT, EQUAL_EPOCHS, WRITTEN, OURS = "osp", "osp-equal", "pft-paper", "pft-coupled"
+"""Contenders of figures that take PFT as it is written: one-shot pruning by both protocols, PFT, and ours beside."""
+
+
+def as_written(setting: Setting[Contest], *methods: str, **changes: Any) -> Setting[Contest]:
+    """The setting with the paper's learning rates alone, nothing being tuned; each change is one of a field.
+
+    The recipe "coupled" beside it has as many epochs as the paper's PFT, and a schedule and rates of its own.
+    """
+    lr, contenders = setting.dense.lr, setting.options.contenders
+    coupled = Contender(OURS, config=(("schedule", "cosine"), ("warmup", 0.05)))
+    chosen = {
+        WRITTEN: contenders["pft"],
+        OURS: coupled,
+        **{name: contenders[name] for name in (ONE_SHOT, EQUAL_EPOCHS)},
+    }
+    return setting.changed(
+        methods=methods,
+        contenders=chosen,
+        grids=dict.fromkeys((ONE_SHOT, EQUAL_EPOCHS, WRITTEN), ((lr, 1.0),)),
+        rates=(0.1,),
+        gated=((0.1, GATE_RATIO),),
+    ).changed(**changes)
+
+
 def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     """Test error against sparsity, and how far the paper's PFT is below one-shot pruning by both protocols."""
     mask_epochs = setting.pruning.epochs - setting.dense.epochs
@@ -225,8 +264,8 @@ def paint(canvas: Any, rows: Table) -> None:
         painting.sparsity_lines(axes, [row for row in part if row["kept"]], y="test_error", by="label", styles=styles)
         painting.dense_line(axes, [row["test_error"] for row in rows if row["method"] == "dense"])
         painting.heading(axes, f"{criterion}, {'tuned' if tuned else 'as written'}")
-        axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))  # an interval of few seeds may go below any error
-        axes.set_ylabel("test error")
+        column = [row for row in rows if row["kept"] and (row["criterion"] or criterion) == criterion]
+        painting.error_axis(axes, [row["test_error"] for row in column])
         if not tuned:
             axes.set_xlabel("")
     canvas.legend(*grid[-1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)

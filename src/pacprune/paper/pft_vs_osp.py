@@ -12,7 +12,7 @@ from pacprune.paper import comparison, painting
 from pacprune.paper.comparison import Contender, Contest
 from pacprune.paper.frame import Figure, Job, Setting
 from pacprune.paper.painting import Style
-from pacprune.paper.statistics import groups, means
+from pacprune.paper.statistics import means
 from pacprune.training.config import Config
 from pacprune.types import Table
 
@@ -87,10 +87,6 @@ def at_paper_length(setting: Setting[Contest], **changes: Any) -> Setting[Contes
     )
 
 
-_NEAR = 2.5
-"""How many times the least error at a sparsity is still within the picture."""
-
-
 def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     """Test error against sparsity, and the margins of PFT."""
     yield Figure(
@@ -133,13 +129,7 @@ def _paint(canvas: Any, rows: Table, sparse: Table, by: str, styles: Mapping[str
     start = "after dense training" if dense else "from initialisation"
     budget = f"{int(sparse[0]['epochs'])} epochs {start}"
     painting.heading(axes, f"{painting.subject(rows)}, {budget}; {painting.over_seeds(rows)}")
-    # A method that diverges would hide what the others do, and an interval of few seeds may go beyond any error.
-    errors = [list(means(part, "test_error", by).values()) for part in groups(sparse, "sparsity").values()]
-    near = [mean for level in errors for mean in level if mean <= _NEAR * min(level)]
-    low, high = min([*near, *dense]), max([*near, *dense])
-    axes.set_ylim(max(0.0, low - 0.15 * (high - low)), high + 0.25 * (high - low))
-    hidden = len(near) < sum(len(level) for level in errors)
-    axes.set_ylabel("test error" + (f" (above {_NEAR:g} times the least: not shown)" if hidden else ""))
+    painting.error_axis(axes, [*means(sparse, "test_error", by, "sparsity").values(), *dense])
     axes.legend(frameon=False, fontsize=8)
 
 

@@ -17,12 +17,15 @@ from pacprune.paper import (
     compress,
     data_scarce,
     error_vs_sparsity,
+    flow_chart,
     keep_probs,
     kl_weight,
     linear_model,
+    mask_entropy,
     mask_stability,
     monitor_delay,
     new_ground,
+    pair_plot,
     paper_pbp,
     paper_pft,
     pft_at_init,
@@ -52,6 +55,11 @@ RECIPES: dict[str, Recipe] = {
             Line("penalty of the KL", "5", "paper", "agrees", _LINEAR, cpu=3.2),
             Line("masks in linear models", see=_LINEAR, cpu=3.2),
         ),
+    ),
+    "flow-chart": Recipe(
+        flow_chart.SETTINGS,
+        flow_chart.figures,
+        lines=(Line("stages of OSP, PFT, PBP", "3", "paper", "agrees", "tutorial.md", scale="paper", cpu=0.1),),
     ),
     "pft-vs-osp": Recipe(
         pft_vs_osp.SETTINGS,
@@ -84,44 +92,32 @@ RECIPES: dict[str, Recipe] = {
         pft_at_init.SETTINGS,
         pft_at_init.figures,
         several=True,
-        lines=(Line("PFT at initialisation", "7", "other", "agrees", "results.md#pft-at-initialisation"),),
+        lines=(Line("PFT at initialisation", "7", "paper", NOT_MEASURED, scale="paper"),),
     ),
     "shared-weights": Recipe(
         shared_weights.SETTINGS,
         shared_weights.figures,
-        lines=(
-            Line(
-                *("weights in common", "2", "other", "agrees in direction"),
-                see="results.md#how-much-of-a-one-shot-mask-pft-keeps",
-            ),
-        ),
+        lines=(Line("weights in common", "2", "paper", NOT_MEASURED, scale="paper"),),
     ),
     "weight-noise": Recipe(
         weight_noise.SETTINGS,
         weight_noise.figures,
         several=True,
-        lines=(
-            Line(
-                *("noise on the weights", "2", "other", "agrees in direction"),
-                see="results.md#noise-on-the-weights",
-            ),
-        ),
+        lines=(Line("noise on the weights", "2", "paper", NOT_MEASURED, scale="paper"),),
     ),
     "strong-tickets": Recipe(
         strong_tickets.SETTINGS,
         strong_tickets.figures,
-        lines=(
-            Line("strong lottery tickets", "8", "other", "agrees in direction", "results.md#strong-lottery-tickets"),
-        ),
+        lines=(Line("strong lottery tickets", "8", "paper", NOT_MEASURED, scale="paper"),),
     ),
     "mask-stability": Recipe(
         mask_stability.SETTINGS,
         mask_stability.figures,
         several=True,
         lines=(
-            Line("masks by data order", "16", "other", "agrees", _REORDERED, only="mnist-mlp"),
-            Line("masks by data order", "17", "other", "agrees", _REORDERED, only="cifar10-resnet20"),
-            Line("masks, layers 9-15", "18", "other", NOT_MEASURED, only="cifar10-resnet20"),
+            Line("masks by data order", "16", "paper", NOT_MEASURED, scale="paper", only="mnist-mlp"),
+            Line("masks by data order", "17", "paper", NOT_MEASURED, scale="paper", only="cifar10-resnet20"),
+            Line("masks, layers 9-15", "18", "paper", NOT_MEASURED, scale="paper", only="cifar10-resnet20"),
         ),
     ),
     "characters": Recipe(
@@ -146,10 +142,7 @@ RECIPES: dict[str, Recipe] = {
         paper_pbp.SETTINGS,
         paper_pbp.figures,
         several=True,
-        lines=(
-            Line("the paper's own prior", "4", "paper", NOT_MEASURED, scale="paper"),
-            Line("pairs at one std", "15", "paper", NOT_MEASURED, scale="paper", only="cifar10-resnet20"),
-        ),
+        lines=(Line("the paper's own prior", "4", "paper", NOT_MEASURED, scale="paper"),),
     ),
     "prior-pruners": Recipe(
         prior_pruners.settings,
@@ -160,16 +153,28 @@ RECIPES: dict[str, Recipe] = {
     "kl-weight": Recipe(
         kl_weight.SETTINGS,
         kl_weight.figures,
-        lines=(Line("weight of the KL", "9", "other", "agrees", "results.md#the-kls-weight-in-training"),),
+        several=True,
+        lines=(Line("weight of the KL", "9", "paper", NOT_MEASURED, scale="paper"),),
+    ),
+    "mask-entropy": Recipe(
+        mask_entropy.SETTINGS,
+        mask_entropy.figures,
+        several=True,
+        lines=(Line("entropy and bound", "10", "paper", NOT_MEASURED, scale="paper"),),
     ),
     "keep-probs": Recipe(
         keep_probs.SETTINGS,
         keep_probs.figures,
+        several=True,
         lines=(
-            Line("entropy and bound", "10", "other", "agrees in direction", _GATES),
-            Line("keep probabilities", "11", "other", "agrees in direction", _GATES),
-            Line("their maps", "12-14", "other", "agrees", _GATES),
+            Line("keep probabilities", "11", "paper", NOT_MEASURED, scale="paper"),
+            Line("their maps", "12-14", "paper", NOT_MEASURED, scale="paper"),
         ),
+    ),
+    "pair-plot": Recipe(
+        pair_plot.SETTINGS,
+        pair_plot.figures,
+        lines=(Line("pairs of four numbers", "15", "paper", NOT_MEASURED, scale="paper"),),
     ),
     "data-scarce": Recipe(
         data_scarce.SETTINGS,

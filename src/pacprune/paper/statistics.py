@@ -25,8 +25,13 @@ def interval(values: Sequence[float]) -> Interval:
     mean = float(sample.mean())
     if len(sample) < 2:
         return Interval(mean, math.nan, math.nan)
-    half = _student(len(sample) - 1) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
+    half = half_width(float(sample.std(ddof=1)), len(sample))
     return Interval(mean, mean - half, mean + half)
+
+
+def half_width(std: float, count: int) -> float:
+    """t s / sqrt(n), half of Student's 95 % interval over n repetitions, at least 2, with the sample's s."""
+    return _student(count - 1) * std / math.sqrt(count)
 
 
 def _student(freedom: int) -> float:

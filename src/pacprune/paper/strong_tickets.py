@@ -1,7 +1,8 @@
 """Strong lottery tickets: a network whose weights are never trained, and masks that are.
 
 The paper's figure on CIFAR-10 with ResNet20: test error of networks drawn from the trained stochastic mask, started
-from an isotropic mask or from SNIP's, and beside it the one network that keeps the likeliest weights.
+from an isotropic mask or from SNIP's. The paper lets the expected sparsity go where it will. So the figure shows that,
+too, and networks that keep exactly so many of the likeliest weights. Beside it, masks that are held to the sparsity.
 """
 
 import copy
@@ -15,38 +16,62 @@ from pacprune import data
 from pacprune.masking import criteria, masks
 from pacprune.masking.attachment import attach, harden, read, resample_
 from pacprune.masking.spikeslab import block_isotropic, isotropic, top_mask
-from pacprune.paper import comparison, painting, pft_vs_osp
+from pacprune.paper import comparison, painting, paper_pft
 from pacprune.paper.comparison import Contest, Task
-from pacprune.paper.frame import Figure, Job, Setting
+from pacprune.paper.frame import Figure, Job, Setting, compute_rows
 from pacprune.paper.painting import Style
-from pacprune.paper.statistics import means
+from pacprune.paper.statistics import half_width, means
+from pacprune.runs import plots
 from pacprune.training.budget import Budget
 from pacprune.training.config import Config
 from pacprune.training.evaluate import reestimate_batchnorm
 from pacprune.training.fit import fit
 from pacprune.types import Table
 
-_FROZEN = Config(lr=0.0, gate_lr=20.0, momentum=0.9)
-"""Only the gates learn."""
+
+class Way(NamedTuple):
+    """How masks are trained on weights that stay.
+
+    Args:
+        gate_lr: The constant learning rate of the gates.
+        mapping: How gates become keep probabilities.
+        held: Whether the expected sparsity is held.
+    """
+
+    gate_lr: float
+    mapping: str
+    held: bool
+
+
+WRITTEN, HELD = "paper", "held"
+WAYS = {WRITTEN: Way(0.5, "clamp", held=False), HELD: Way(20.0, "sigmoid", held=True)}
+"""The paper's way, and ours."""
+EPS = 0.01
+"""Keep probability, at the start, of the weights that SNIP would prune."""
 DRAWS = 10
 """Networks drawn from every trained mask."""
 STARTS = ("random", "snip")
-_COLOUR = pft_vs_osp.SETTINGS["reduced"][-1].changed(
-    sparsities=(0.3, 0.5, 0.7, 0.9, 0.95), pruning=replace(_FROZEN, epochs=30, augment=True)
-)
 
+
+def _frozen(setting: Setting[Contest], epochs: int, **changes: Any) -> Setting[Contest]:
+    """No dense training, and so many epochs in which only the gates learn."""
+    frozen = Config(epochs=epochs, lr=0.0, augment=setting.pruning.augment)
+    return setting.changed(dense=Config(epochs=0), pruning=frozen, **changes)
+
+
+_COLOUR = paper_pft.SETTINGS["paper"][-1].changed(sparsities=(0.3, 0.5, 0.7, 0.9, 0.95, 0.98), seeds=3)
 SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
-    "smoke": (
-        pft_vs_osp.SETTINGS["smoke"][0].changed(sparsities=(0.5, 0.9), seeds=2, pruning=replace(_FROZEN, epochs=4)),
-    ),
-    "reduced": (_COLOUR,),
-    "paper": (_COLOUR.changed(pruning=replace(_COLOUR.pruning, epochs=100)),),
+    "smoke": (_frozen(paper_pft.SETTINGS["smoke"][0], 10, sparsities=(0.5, 0.9), seeds=2),),
+    "reduced": (_frozen(_COLOUR, 10, sparsities=(0.5, 0.9, 0.98), seeds=2),),
+    "paper": (_frozen(_COLOUR, 100),),
 }
+"""`paper` has the paper's data, network and epochs; `reduced` has a tenth of the epochs."""
 
 
 class Entry(NamedTuple):
-    """One untrained network and the mask that it starts from."""
+    """One untrained network, the mask that it starts from, and how that is trained."""
 
+    way: str
     start: str
     sparsity: float
     seed: int
@@ -56,86 +81,156 @@ def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     """Test error of untrained networks against sparsity."""
     yield Figure(
         f"strong-tickets-{setting.name}",
-        f"{setting.data}, {setting.model}, weights never trained: test error of {DRAWS} networks drawn from the "
-        "trained mask, which share BatchNorm's statistics, and of its thresholded network, which has its own; mean "
-        f"and 95 % interval over {setting.seeds} seeds (weights, data order and masks are random).",
+        f"{setting.data}, {setting.model}, weights never trained, {setting.pruning.epochs} epochs of the masks, gates "
+        f"with learning rate {WAYS[WRITTEN].gate_lr:g}, eps {EPS:g}. Test error of networks drawn from the trained "
+        f"mask, which share BatchNorm's statistics: a mark for each of {setting.seeds} seeds, with the 95 % interval "
+        f"over {DRAWS} draws. Expected sparsity of the trained mask; test error of its thresholded network.",
         lambda: rows(setting, job),
         paint,
-        lambda rows: {
-            f"thresholded error from {start} at {sparsity}": mean
-            for (start, sparsity), mean in means(rows, "thresholded_error", "start", "sparsity").items()
-        },
+        numbers,
     )
 
 
-def rows(setting: Setting[Contest], job: Job) -> Table:
-    """One row per start, sparsity and seed."""
-    task = comparison.report_task(setting, data.load(setting.data, seed=0, data_dir=job.data_dir), job)
-    entries = [
-        Entry(start, sparsity, seed)
-        for start in STARTS
-        for sparsity in setting.sparsities
-        for seed in job.seeds(setting.seeds)
-    ]
-    table: Table = []
-    for portion in job.portions(entries):
-        nets = [_start(entry, task, job) for entry in portion]
-        seeds, budgets = [entry.seed for entry in portion], [Budget(entry.sparsity) for entry in portion]
-        fit(nets, task.data, setting.pruning, budget=budgets, seed=seeds, stage="masks", progress=job.progress)
-        errors = _errors(nets, [entry.sparsity for entry in portion], task)
-        for entry, (draws, thresholded) in zip(portion, errors, strict=True):
-            mean = sum(draws) / DRAWS
-            table.append(
-                {"dataset": setting.data, "model": setting.model, **entry._asdict(), "gibbs_error": mean}
-                | {"gibbs_std": (sum((draw - mean) ** 2 for draw in draws) / (DRAWS - 1)) ** 0.5}
-                | {"thresholded_error": thresholded}
-            )
+def numbers(rows: Table) -> dict[str, float]:
+    """The means of every way, start and sparsity."""
+    table = {}
+    for name in ("gibbs_error", "thresholded_error", "trained_sparsity"):
+        for key, mean in means(rows, name, "way", "start", "sparsity").items():
+            table[f"{name}, {', '.join(str(part) for part in key)}"] = mean
     return table
 
 
-def _start(entry: Entry, task: Task, job: Job) -> nn.Module:
+def rows(setting: Setting[Contest], job: Job) -> Table:
+    """One row per way, start, sparsity and seed."""
+    task = comparison.report_task(setting, data.load(setting.data, seed=0, data_dir=job.data_dir), job)
+    table = compute_rows(
+        [
+            Entry(way, start, sparsity, seed)
+            for way in WAYS
+            for start in STARTS
+            for sparsity in setting.sparsities
+            for seed in job.seeds(setting.seeds)
+        ],
+        lambda portion: _train(setting, portion, task, job),
+        path=job.out / f"{setting.name}.jsonl",
+        terms=setting.terms,
+        group=lambda entry: entry.way,
+        portions=job.portions,
+    )
+    return [{"dataset": setting.data, "model": setting.model} | row for row in table]
+
+
+def _train(setting: Setting[Contest], entries: list[Entry], task: Task, job: Job) -> Table:
+    """Trains the masks of one way as a population; returns what is to be known of each."""
+    (name,) = {entry.way for entry in entries}
+    way, seeds = WAYS[name], [entry.seed for entry in entries]
+    nets = [_start(entry, way, task, job) for entry in entries]
+    budgets = [Budget(entry.sparsity) for entry in entries] if way.held else None
+    before = _drawn_errors(nets, task)
+    config = replace(setting.pruning, gate_lr=way.gate_lr)
+    fit(nets, task.data, config, budget=budgets, seed=seeds, stage="masks", progress=job.progress)
+    trained = [read(net).sparsity for net in nets]
+    drawn, thresholded = _drawn_errors(nets, task), _thresholded_errors(nets, entries, task)
+    return [
+        {"start_error": _mean(errors[0]), "gibbs_error": _mean(errors[1]), "gibbs_std": _std(errors[1])}
+        | {"trained_sparsity": sparsity, "thresholded_error": error}
+        for errors, sparsity, error in zip(zip(before, drawn, strict=True), trained, thresholded, strict=True)
+    ]
+
+
+def _start(entry: Entry, way: Way, task: Task, job: Job) -> nn.Module:
     """The untrained network with its stochastic mask."""
     net = task.build(entry.seed).to(job.device)
     if entry.start == "random":
         slab = isotropic(net, sparsity=entry.sparsity)
     else:
         mask = masks.top_k(criteria.snip(net, task.data), sparsity=entry.sparsity)
-        slab = block_isotropic(net, mask, eps=0.01 * min(1.0, (1 - entry.sparsity) / entry.sparsity))
-    return attach(net, slab, seed=entry.seed)
+        slab = block_isotropic(net, mask, eps=EPS)
+    return attach(net, slab, mapping=way.mapping, seed=entry.seed)
 
 
-def _errors(nets: list[nn.Module], sparsities: list[float], task: Task) -> list[tuple[list[float], float]]:
-    """For every network, the errors of its draws and of the one that keeps the likeliest weights."""
+def _drawn_errors(nets: list[nn.Module], task: Task) -> list[list[float]]:
+    """For every network, the errors of its draws."""
     for net in nets:
         reestimate_batchnorm(net, task.data)
     draws = [task.measure([resample_(net) for net in nets]) for _ in range(DRAWS)]
+    return [list(errors) for errors in zip(*draws, strict=True)]
+
+
+def _thresholded_errors(nets: list[nn.Module], entries: list[Entry], task: Task) -> list[float]:
+    """The errors of the networks that keep the likeliest weights, as many as the sparsity says."""
     thresholded = [
-        harden(copy.deepcopy(net), top_mask(read(net), sparsity=sparsity))
-        for net, sparsity in zip(nets, sparsities, strict=True)
+        harden(copy.deepcopy(net), top_mask(read(net), sparsity=entry.sparsity))
+        for net, entry in zip(nets, entries, strict=True)
     ]
     for net in thresholded:
         reestimate_batchnorm(net, task.data)
-    by_net = [list(errors) for errors in zip(*draws, strict=True)]
-    return list(zip(by_net, task.measure(thresholded), strict=True))
+    return task.measure(thresholded)
+
+
+def _mean(errors: list[float]) -> float:
+    return sum(errors) / len(errors)
+
+
+def _std(errors: list[float]) -> float:
+    mean = _mean(errors)
+    return (sum((error - mean) ** 2 for error in errors) / (len(errors) - 1)) ** 0.5
+
+
+def styles(rows: Table) -> dict[str, Style]:
+    """The look of every way and start that the rows have."""
+    looks = {(WRITTEN, "random"): (painting.RED, "o"), (WRITTEN, "snip"): (plots.GREEN, "s")}
+    looks |= {(HELD, "random"): (plots.PURPLE, "^"), (HELD, "snip"): (painting.SKY, "D")}
+    words = {WRITTEN: "", HELD: ", sparsity held"}
+    present = {(row["way"], row["start"]) for row in rows}
+    return {
+        f"{way} {start}": Style(f"PFT from {painting.criterion_label(start)}{words[way]}", *look)
+        for (way, start), look in looks.items()
+        if (way, start) in present
+    }
 
 
 def paint(canvas: Any, rows: Table) -> None:
-    """Test error against sparsity, a line per start for drawn networks and one for thresholded ones."""
-    axes = canvas.subplots()
-    colours = painting.criterion_colours()
-    kinds = {"gibbs_error": ("drawn networks", "o"), "thresholded_error": ("thresholded", "s")}
-    styles = {
-        f"{kind} {start}": Style(f"{label}, from {start}", colours[start], marker)
-        for kind, (label, marker) in kinds.items()
-        for start in STARTS
-    }
-    long = [
-        {"sparsity": row["sparsity"], "line": f"{kind} {row['start']}", "error": row[kind]}
-        for kind in kinds
-        for row in rows
-    ]
-    painting.sparsity_lines(axes, long, y="error", by="line", styles=styles)
-    axes.set_ylim(0, 1)
-    painting.heading(axes, f"{painting.subject(rows)}, weights never trained; {painting.over_seeds(rows)}")
-    axes.set_ylabel("test error")
-    axes.legend(frameon=False, fontsize=8)
+    """Errors of drawn networks, the sparsity that masks end with, errors of thresholded networks."""
+    # The first published rows are all held to their sparsity, and say nothing of it.
+    table = [{"way": HELD, "trained_sparsity": row["sparsity"]} | row for row in rows]
+    table = [row | {"line": f"{row['way']} {row['start']}"} for row in table]
+    looks = styles(table)
+    canvas.set_size_inches(13, 4.6)
+    drawn, sparsity, thresholded = canvas.subplots(1, 3)
+    _paint_drawn(drawn, table, looks)
+    painting.sparsity_lines(sparsity, table, y="trained_sparsity", by="line", styles=looks)
+    ends = [painting.sparsity_place(level) for level in sorted({row["sparsity"] for row in table})]
+    sparsity.plot(ends, sorted({row["sparsity"] for row in table}), color="black", lw=1, ls=":")
+    sparsity.set_xlabel("sparsity at the start, in %")
+    sparsity.set_ylabel("expected sparsity of the trained mask, in %")
+    painting.heading(sparsity, "what sparsity the mask ends with (dotted: as at the start)")
+    painting.sparsity_lines(thresholded, table, y="thresholded_error", by="line", styles=looks)
+    thresholded.set_ylabel("test error in %")
+    painting.heading(thresholded, "networks that keep the likeliest weights")
+    for axes in (drawn, thresholded):
+        axes.set_ylim(0, 1)
+    for axes in (drawn, sparsity, thresholded):
+        painting.in_percent(axes.yaxis)
+    canvas.legend(*drawn.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    what = f"{painting.subject(rows)}, weights never trained: {painting.seed_count(rows)} seeds"
+    painting.canvas_heading(canvas, f"{what}; bars are 95 % intervals, on the left over {DRAWS} draws of one mask")
+
+
+def _paint_drawn(axes: Any, rows: Table, looks: dict[str, Style]) -> None:
+    """A mark for every trained mask, with the interval over its draws; a line through the means over seeds."""
+    for number, (line, style) in enumerate(looks.items()):
+        part = [row | {"place": painting.sparsity_place(row["sparsity"])} for row in rows if row["line"] == line]
+        look = {"color": style.colour, "transform": painting.moved_aside(axes, number - (len(looks) - 1) / 2)}
+        average = sorted((place, mean) for (place,), mean in means(part, "gibbs_error", "place").items())
+        axes.plot(*zip(*average, strict=True), lw=1.8, marker=style.marker, ms=5, label=style.label, **look)
+        for row in part:
+            half = half_width(row["gibbs_std"], DRAWS)
+            axes.plot(row["place"], row["gibbs_error"], "_", ms=7, **look)
+            axes.vlines(row["place"], row["gibbs_error"] - half, row["gibbs_error"] + half, lw=1.1, **look)
+    before = [row["start_error"] for row in rows if row.get("start_error") is not None]
+    if before:
+        painting.dense_line(axes, before, "before the masks are trained")
+    painting.sparsity_ticks(axes, [row["sparsity"] for row in rows])
+    axes.set_ylabel("test error in %")
+    painting.heading(axes, f"networks drawn from the mask, {DRAWS} of each")
