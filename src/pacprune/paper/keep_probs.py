@@ -71,21 +71,26 @@ def _both(setting: Setting[Gates]) -> tuple[Setting[Gates], ...]:
     return setting, setting.changed(label="rescaled", rescaled=True)
 
 
+_DIGITS = _PAPER.changed(
+    data="digits",
+    dense=Config(epochs=40, lr=0.1),
+    prior=Config(epochs=150, lr=0.1),
+    posterior=Config(epochs=40, lr=math.exp(-3)),
+)
 SETTINGS: dict[str, tuple[Setting[Gates], ...]] = {
     "smoke": _both(
-        _PAPER.changed(
-            data="digits",
+        _DIGITS.changed(
             seeds=2,
             dense=Config(epochs=20, lr=0.1),
             prior=Config(epochs=40, lr=0.1),
-            posterior=Config(epochs=10, lr=0.1),
+            posterior=Config(epochs=10, lr=math.exp(-3)),
         )
     ),
-    "reduced": _both(_PAPER.changed(seeds=2)),
+    "reduced": (*_both(_PAPER.changed(seeds=2)), *_both(_DIGITS)),
     "paper": _both(_PAPER),
 }
 """`paper` has the paper's data, network and epochs, and one std and one learning rate of Q out of the paper's ranges.
-`reduced` has as many epochs, since the isotropic prior needs them, but fewer seeds."""
+`reduced` has as many epochs, since the isotropic prior needs them, but fewer seeds; and the digits, for a CPU."""
 
 
 def figures(setting: Setting[Gates], job: Job) -> Iterator[Figure]:

@@ -47,14 +47,20 @@ _PAPER = Setting(
     options=Starts((1e-4, 1e-3, 3e-3, 1e-2, 2e-2)),
 )
 _FEWER: dict[str, Any] = {"sparsities": (0.8, 0.9, 0.95), "eps_grid": (1e-4, 1e-3, 1e-2), "seeds": 2}
+_DIGITS = _PAPER.changed(
+    data="digits",
+    sparsities=(0.8, 0.9, 0.95),
+    dense=Config(epochs=30, lr=0.1),
+    prior=Config(epochs=30, lr=0.1),
+    posterior=Config(epochs=30, lr=math.exp(-3)),
+)
 SETTINGS: dict[str, tuple[Setting[Starts], ...]] = {
     "smoke": (
-        _PAPER.changed(
+        _DIGITS.changed(
             **_FEWER,
-            data="digits",
             dense=Config(epochs=6, lr=0.1),
             prior=Config(epochs=6, lr=0.1),
-            posterior=Config(epochs=2, lr=0.1),
+            posterior=Config(epochs=2, lr=math.exp(-3)),
             draws=100,
         ),
     ),
@@ -65,11 +71,12 @@ SETTINGS: dict[str, tuple[Setting[Starts], ...]] = {
             prior=Config(epochs=6, lr=0.01),
             posterior=Config(epochs=6, lr=math.exp(-5.5)),
         ),
+        _DIGITS,
     ),
     "paper": (_PAPER,),
 }
-"""`paper` has the paper's data, network and epochs, and one std and one learning rate of Q out of the paper's ranges;
-`reduced` has a fifth of the epochs."""
+"""`paper` has the paper's data, network and epochs, and one std and one learning rate of Q out of the paper's ranges.
+`reduced` has a fifth of the epochs, and the digits, for a CPU."""
 
 
 def figures(setting: Setting[Starts], job: Job) -> Iterator[Figure]:
@@ -81,7 +88,7 @@ def figures(setting: Setting[Starts], job: Job) -> Iterator[Figure]:
         "runs, and the least-squares line; r is Pearson's correlation with its 95 % interval over the runs.",
         lambda: rows(setting, job),
         paint,
-        numbers,
+        lambda rows: {f"{setting.name}, {name}": number for name, number in numbers(rows).items()},
     )
 
 
