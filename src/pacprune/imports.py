@@ -74,7 +74,7 @@ def _current_folder() -> Iterator[None]:
 
 
 def _imported(spelled: str, failed: str) -> Callable[..., Any]:
-    """`function`, with an error that says what is wrong: the name of the module, that of the function, or the module."""
+    """`function`, with an error that says what is wrong: a name, or the module itself."""
     module, _, name = spelled.partition(":")
     try:
         return function(spelled)

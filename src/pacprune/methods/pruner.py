@@ -527,8 +527,8 @@ class Pruner:
         zeros = sum(count(value == 0) for value in self._stepper.subject.values) - self._noted_zeros
         if zeros > _FEW_ZEROS * self._sizes[0]:
             warnings.warn(
-                f"the {type(optimizer).__name__} has taken steps before and {zeros:,} of {self._sizes[0]:,} weights are "
-                f"zero without a mask, but the pruner begins at step 0 of {self.steps}; if the run goes on from a "
+                f"the {type(optimizer).__name__} has taken steps before and {zeros:,} of {self._sizes[0]:,} weights "
+                f"are zero without a mask, but the pruner begins at step 0 of {self.steps}; if the run goes on from a "
                 "checkpoint, call pruner.load_state_dict, too, and if the zeros are older than the pruner, say so "
                 "before it is made: pp.apply_mask(model, {n: w != 0 for n, w in pp.prunable(model).items()})",
                 stacklevel=2,
@@ -564,8 +564,8 @@ class Pruner:
         self._may_end = True
         raise Unfinished(
             f"finish comes after {self.steps_done} of {self.steps} steps, but sparsity {self.final_sparsity:g} is "
-            f"reached after {math.ceil(budget.ramp * self.steps - 1e-9)}; take them all, give steps= as many as the loop takes, "
-            "or call pruner.load_state_dict where the loop went on from a checkpoint"
+            f"reached after {math.ceil(budget.ramp * self.steps - 1e-9)}; take them all, give steps= as many as the "
+            "loop takes, or call pruner.load_state_dict where the loop went on from a checkpoint"
         )
 
 
