@@ -964,7 +964,7 @@ def test_what_is_no_network_gets_one_sentence() -> None:
     begin: Any = pp.Pruner
     refused("the model is of type list and not a torch.nn.Module; give a network", lambda: begin([1], steps=3))
     states = net().state_dict()
-    for act in (lambda: begin(states, sparsity=0.9, steps=3), lambda: pp.pft(states, (X, Y), CONFIG, sparsity=0.9)):  # type: ignore[arg-type]
+    for act in (lambda: begin(states, sparsity=0.9, steps=3), lambda: pp.pft(states, (X, Y), CONFIG, sparsity=0.9)):
         refused("of type OrderedDict and not a torch.nn.Module; call load_state_dict of a network", act)
 
 
