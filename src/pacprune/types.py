@@ -1,6 +1,6 @@
 """What functions in all folders share: types of data, losses, progress and rows, and two kinds of error."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,6 +46,13 @@ Table = list[dict[str, Any]]
 
 class Diverged(ValueError):
     """Losses, scores or weights are no longer finite, mostly since a learning rate was too large."""
+
+
+def check_module(model: Any) -> None:
+    """Refuses what is no network."""
+    if not isinstance(model, nn.Module):
+        advice = "call load_state_dict of a network, and give that" if isinstance(model, Mapping) else "give a network"
+        raise ValueError(f"the model is of type {type(model).__name__} and not a torch.nn.Module; {advice}")
 
 
 def check_name(what: str, name: Any, table: Iterable[str], *, alternative: str = "") -> None:

@@ -498,3 +498,11 @@ def test_classes_need_labels():
     networks = {"risk": "disagreement", "reference": Fixed(1.0, 2.0, 3.0), "declare": "Nothing was trained."}
     with pytest.raises(ValueError, match="y is None; give labels"):
         pp.certify_held_out(Fixed(3.0, 2.0, 1.0), (x, None), groups="class", **networks)
+
+
+def test_one_example_has_the_singular(tmp_path: Path):
+    x, y = torch.rand(1, 3), torch.tensor([2])
+    certificate = pp.certify_held_out(Fixed(1.0, -1.0, -1.0), (x, y), declare="Nothing was trained.")
+    assert "over the draw of the 1 bound example, the" in certificate.statement
+    certificate.save(tmp_path / "one")
+    assert pp.verify(tmp_path / "one").valid

@@ -35,6 +35,7 @@ def narrow(inputs): return nn.Linear(inputs, 2)
 def twice(inputs, classes): return nn.LSTM(inputs, classes)
 def number(): return 5
 def needs(depth): return net(9, 3)
+def fails(): raise RuntimeError("no luck")
 """
 SHORT = ("--epochs", "2", "--dense-epochs", "1")
 OWN = ("--data", "mine:stripes", "--model", "mine:net")
@@ -45,6 +46,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path("mine.py").write_text(CODE)
+    Path("faulty.py").write_text("import nothing_like_it")
 
 
 def call(*words: str) -> Result:
@@ -186,7 +188,12 @@ def test_code_that_only_a_run_folder_names_is_not_imported() -> None:
     ("model", "message"),
     [
         ("mine:absent", "the model 'mine:absent' cannot be made (AttributeError"),
-        ("nowhere.at_all:net", "ModuleNotFoundError"),
+        (
+            "nowhere.at_all:net",
+            "ModuleNotFoundError: No module named 'nowhere'); give package.module:function, of a module",
+        ),
+        ("mine:fails", "the model 'mine:fails' cannot be made (RuntimeError: no luck); mine:fails itself raised that"),
+        ("faulty:net", "No module named 'nothing_like_it'); the import of faulty raised that"),
         ("mine:number", "mine:number made a int; it must make a torch.nn.Module"),
         ("mine:needs", "'depth'); give package.module:function, whose parameters are among shape, inputs, classes"),
         ("mine:wide", "the network of mine:wide cannot take examples of shape (9,) (RuntimeError"),
@@ -206,5 +213,5 @@ def test_bad_data_get_one_sentence() -> None:
     np.savez("mine.npz", x=np.zeros((9, 2)), y=np.zeros(9))
     Path("photos/only").mkdir(parents=True)
     assert "labels are one whole number per example" in refusal("osp", "--data", "mine.npz")
-    assert "photos has 1 sub-folders" in refusal("osp", "--data", "folder:photos")
+    assert "photos has 1 sub-folder;" in refusal("osp", "--data", "folder:photos")
     assert "cannot be made" in refusal("pbp", "--data", "mine:absent")

@@ -111,7 +111,7 @@ def test_a_loader_returns_arrays_or_a_split(loader: str, sizes: tuple[int, int])
         ("absent.npz", "the data file absent.npz does not exist"),
         ("loaders:absent", "the data set 'loaders:absent' cannot be made .AttributeError"),
         ("nowhere:pair", "cannot be made .ModuleNotFoundError"),
-        ("loaders:needs", "missing 1 required positional argument: 'size'.; .* among prior_fraction, seed, unlabelled"),
+        ("loaders:needs", "missing a required argument: 'size'.; .* among prior_fraction, seed, unlabelled"),
         ("loaders:leaves", "SystemExit: bye"),
         ("loaders:number", "loaders:number returned a int; it must return a pp.data.Split"),
         (
@@ -226,7 +226,7 @@ def test_arrays_need_no_pil(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bad_folder_is_refused() -> None:
     pil = pytest.importorskip("PIL.Image")
     image_folder(Path("photos"), classes=1)
-    with pytest.raises(ValueError, match=r"photos has 1 sub-folders; an image folder has one per class, .* at least 2"):
+    with pytest.raises(ValueError, match=r"photos has 1 sub-folder; an image folder has one per class, .* at least 2"):
         data.load("folder:photos")
     Path("photos/empty").mkdir()
     with pytest.raises(ValueError, match=r"photos.empty holds no images; every sub-folder of photos is a class"):

@@ -558,3 +558,13 @@ def test_fit_takes_no_dictionary_for_a_config() -> None:
     config: Any = {"epochs": 2}
     with pytest.raises(ValueError, match=r"config is of the type dict; give pp\.Config\("):
         pp.fit(torch.nn.Linear(4, 2), (torch.randn(8, 4), torch.arange(8) % 2), config)
+
+
+def test_a_misspelt_argument_is_named_with_the_one_that_is_near() -> None:
+    call: Any = pp.pft
+    with pytest.raises(TypeError, match=r"^pft\(\) has no argument sparcity; did you mean sparsity\?$"):
+        call(None, None, pp.Config(epochs=1), sparcity=0.9)
+    with pytest.raises(TypeError, match=r"^osp\(\) has no argument zzz; it has model, data, config, "):
+        pp.together(pp.osp, [nn.Linear(2, 2)], None, pp.Config(epochs=1), zzz=1)
+    with pytest.raises(TypeError, match=r"^pft\(\): missing a required argument: 'data'$"):
+        call(None)

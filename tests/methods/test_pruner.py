@@ -728,6 +728,72 @@ def test_a_model_whose_state_was_not_loaded_is_refused(stop: int) -> None:
         one_step(model, optimizer)
 
 
+def half_pruned(method: str, stop: int, make: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[Any, Any]:
+    """The states of model and optimiser after so many steps of 20, without that of the pruner."""
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=20, method=method), make(model)
+    for _ in range(stop):
+        one_step(model, optimizer)
+        pruner.step()
+    return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+
+BEGINS_AGAIN = (
+    "has taken steps before and .* zero without a mask, but the pruner begins at step 0 of 20; .*load_state_dict"
+)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("stop", [4, 12])
+@pytest.mark.parametrize("method", MOVING)
+def test_a_run_that_goes_on_without_the_state_of_its_pruner_warns(
+    method: str, stop: int, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    weights_then, optimizer_then = half_pruned(method, stop + 6 * (method == "gmp"), make)
+    for loaded_late in (False, True):
+        model = net()
+        late = pp.Pruner(model, sparsity=0.8, steps=20, method=method) if loaded_late else None
+        model.load_state_dict(weights_then)
+        pruner = late or pp.Pruner(model, sparsity=0.8, steps=20, method=method)
+        optimizer = make(model)
+        optimizer.load_state_dict(optimizer_then)
+        with pytest.warns(UserWarning, match=BEGINS_AGAIN) as record:
+            one_step(model, optimizer)
+        assert len(record) == 1
+        pruner.step()
+        one_step(model, optimizer)  # warnings are errors: it is said once
+
+
+@pytest.mark.parametrize("method", CARRIED)
+def test_older_zeros_and_dense_training_before_a_pruner_do_not_warn(method: str) -> None:
+    weights_then, optimizer_then = half_pruned("pft", 12, sgd)
+    dense, sparse, noted = net(), net(), net()
+    dense_optimizer = sgd(dense)
+    one_step(dense, dense_optimizer)
+    sparse.load_state_dict(weights_then)
+    noted.load_state_dict(weights_then)
+    pp.apply_mask(noted, {name: weight != 0 for name, weight in pp.prunable(noted).items()})
+    noted_optimizer = sgd(noted)
+    noted_optimizer.load_state_dict(optimizer_then)
+    for model, optimizer in ((dense, dense_optimizer), (sparse, sgd(sparse)), (noted, noted_optimizer)):
+        pruner = pp.Pruner(model, sparsity=0.9, steps=20, method=method)
+        one_step(model, optimizer)
+        pruner.step()
+
+
+def test_an_early_end_names_a_state_that_was_not_loaded() -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=60), sgd(model)
+    for _ in range(29):
+        one_step(model, optimizer)
+        pruner.step()
+    refused(r"after 29 of 60 steps, but sparsity 0\.8 is reached after 30; .*pruner\.load_state_dict", pruner.finish)
+
+
 # --- Weights that something else changes.
 
 HIDING = ["pft", "feather", "dpf"]
@@ -879,6 +945,27 @@ def refused(match: str, act: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=match) as error:
         act()
     assert "\n" not in str(error.value)
+
+
+def test_frozen_weights_that_make_the_sparsity_another_one_warn() -> None:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    words = "480 of the 944 weights are frozen and left alone, so that sparsity 0.9 of the others is 0.4428 of all"
+    with pytest.warns(UserWarning, match=words) as record:
+        pruner = pp.Pruner(model, sparsity=0.9, steps=3)
+    assert len(record) == 1
+    assert pruner.final_sparsity == pytest.approx(0.4428, abs=1e-4)
+    del pruner
+    for options in ({"exclude": "0"}, {"include": ["2", "4"]}, {"include": "*"}, {"sparsity": {"2": 0.9}}):
+        pp.Pruner(model, **{"sparsity": 0.9, "steps": 3, **options})
+
+
+def test_what_is_no_network_gets_one_sentence() -> None:
+    begin: Any = pp.Pruner
+    refused("the model is of type list and not a torch.nn.Module; give a network", lambda: begin([1], steps=3))
+    states = net().state_dict()
+    for act in (lambda: begin(states, sparsity=0.9, steps=3), lambda: pp.pft(states, (X, Y), CONFIG, sparsity=0.9)):
+        refused("of type OrderedDict and not a torch.nn.Module; call load_state_dict of a network", act)
 
 
 def test_requests_that_cannot_be_met() -> None:

@@ -111,7 +111,8 @@ def test_a_verdict_has_what_backs_it(item: Item) -> None:
     match = VERDICT.match(item.verdict)
     assert match, item.verdict
     links, errata = LINK.findall(item.verdict), REFERENCE.findall(item.verdict)
-    assert bool(links or errata) == (match[1] != frame.NOT_MEASURED)
+    # What another procedure gave may stand behind "not yet measured".
+    assert links or errata or match[1] == frame.NOT_MEASURED
     assert bool(errata) or match[1] != "corrected"
     for target, title in links:
         check_link(target, title)

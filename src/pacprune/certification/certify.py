@@ -178,7 +178,7 @@ def certify_error(
         "total": weights.total(model),
         "reference": {"errors": errors},
         "examples_seen": weights.seen(model).count,
-        **_conclusion(entries, "held_out", delta, f"the {n:,} bound examples", network, declaration, None, split),
+        **_conclusion(entries, "held_out", delta, f"the {rules.bound_examples(n)}", network, declaration, None, split),
         **provenance(split, {"model": tensor_hash(state)}),
     }
     record["assumptions"] = assumptions(record)  # type: ignore[arg-type]
@@ -436,7 +436,7 @@ def _record(
     """The evidence with its bounds, the claim, and where everything came from."""
     delta = plan["delta"]
     entries = bounds_table.all_bounds(evidence, q_counts, delta=delta, **choices(plan))
-    chance = f"the {evidence['n']:,} bound examples and of the {len(q_counts):,} sampled networks"
+    chance = f"the {rules.bound_examples(evidence['n'])} and of the {len(q_counts):,} sampled networks"
     network = f"a network drawn from Q (expected sparsity {rounded_down(evidence['sparsity'])})"
     commitment = candidate.commitment
     record: PacBayesRecord = {

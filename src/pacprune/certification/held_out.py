@@ -370,7 +370,7 @@ class _Trial:
             )
         else:
             claim = f"{phrase} {network}{against} is at most {value}"
-        chance = f"over the draw of the {len(self.split.bound):,} bound examples"
+        chance = f"over the draw of the {rules.bound_examples(len(self.split.bound))}"
         words = f"With probability at least {percent(self.delta)} % {chance}, {claim}."
         return words + beside_the_claim(self.split, self.declaration)
 
@@ -389,7 +389,7 @@ class _Trial:
             f"No candidate passed: nothing shows that the {self.risk.phrase} on new data of the first of "
             f"{len(self.hashes)} candidates (sparsity {rounded_down(self.sparsities[0])}){self.risk.against} is at "
             f"most the limit {rounded_up(limit)}. With probability at least {percent(self.delta)} % over the draw of "
-            f"the {len(self.split.bound):,} bound examples it is at most {rounded_up(bound)}; {remedy}."
+            f"the {rules.bound_examples(len(self.split.bound))} it is at most {rounded_up(bound)}; {remedy}."
         )
         return replace(certificate, record={**certificate.record, "statement": statement})
 
@@ -544,7 +544,7 @@ def _outside(examples: Mapping[str, Tensor]) -> int:
 
 
 def _left_out(count: int) -> str:
-    return f", which leave out {count:,} bound examples" if count else ""
+    return f", which leave out {rules.bound_examples(count)}" if count else ""
 
 
 def _state(network: nn.Module) -> dict[str, Tensor]:

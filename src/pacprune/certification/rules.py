@@ -28,6 +28,12 @@ _STEADY = 64
 _ROUNDING = 1000
 """Rounding changes an output by less than so many units in the last place of the largest one."""
 
+
+def bound_examples(n: int) -> str:
+    """So many of them, in words."""
+    return f"{n:,} bound example{'s' * (n != 1)}"
+
+
 # --- What is declared.
 
 

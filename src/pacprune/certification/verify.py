@@ -326,12 +326,16 @@ def _commitment(record: dict[str, Any], seals: tuple[str, ...]) -> Rules:
         yield f"the published seal {seal[:12]}", {}, 0.0
 
 
+def _bound_examples(n: int) -> str:
+    return f"{n:,} bound example{'s' * (n != 1)}"
+
+
 def _held_out(record: dict[str, Any], n: int, model: Tensors) -> Rules:
     expected = {"hashes": {"model": tensor_hash(model, "")}, "sparsity": _sparsity(record, model)}
     yield "hash and zeros of the network", expected, 1e-12
     ledgers, shares = _ledgers(record, ["held_out"])
     bound = clopper_pearson(_count(record, "reference", "errors", most=n), n, sum(shares["held_out"]))
-    subject = f"the {n:,} bound examples, the error rate on new data of this network (sparsity"
+    subject = f"the {_bound_examples(n)}, the error rate on new data of this network (sparsity"
     yield from _claim(record, ledgers, {"held_out": bound}, ["held_out"], subject)
 
 
@@ -515,7 +519,7 @@ def _risk_claim(record: dict[str, Any], ledger: dict[str, Any], bound: float, pl
         )
     elif tests[0]["group"] is not None:
         worst = max(tests, key=lambda test: test["bound"])["group"]
-        left_out = f", which leave out {outside:,} bound examples" if outside else ""
+        left_out = f", which leave out {_bound_examples(outside)}" if outside else ""
         # In quotation marks, which no name has: otherwise it could go on as a sentence of its own.
         claim = f"{network}{against} is at most {upper} in each of the {len(tests)} groups{left_out}"
         claim += f'; the largest bound is that of "{worst}"'
@@ -524,7 +528,7 @@ def _risk_claim(record: dict[str, Any], ledger: dict[str, Any], bound: float, pl
     delta = ledger["delta"]
     sure = f"{(100 - 100 * Decimal(f'{delta:.12g}')).normalize():f}"
     statement = (
-        f"With probability at least {sure} % over the draw of the {record['n']:,} bound examples, the {phrase} on "
+        f"With probability at least {sure} % over the draw of the {_bound_examples(record['n'])}, the {phrase} on "
     )
     statement += f"new data of {claim}."
     statement += _beside_the_claim(record)
@@ -602,7 +606,7 @@ def _bounds(record: dict[str, Any], n: int, draws: Tensors, kl: float, ratio: fl
         pac, _, _, agree = shares["thresholded"]
         transfer = clopper_pearson(disagreements, inputs, agree)
         values["thresholded"] = min(1.0, kl_inverse(risk, complexity(n, kl, pac)) + transfer)
-    subject = f"the {n:,} bound examples and of the {count:,} sampled networks, the error rate on new data of a network"
+    subject = f"the {_bound_examples(n)} and of the {count:,} sampled networks, the error rate on new data of a network"
     subject += " drawn from Q (expected sparsity"
     yield from _claim(record, ledgers, values, FAMILIES, subject)
 

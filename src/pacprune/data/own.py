@@ -247,7 +247,8 @@ def _listed(root: Path) -> tuple[list[Path], list[int], int]:
     folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if len(folders) < 2:
         raise ValueError(
-            f"{root} has {len(folders)} sub-folders; an image folder has one per class, and there must be at least 2"
+            f"{root} has {len(folders)} sub-folder{'s' * (len(folders) != 1)}; an image folder has "
+            "one per class, and there must be at least 2"
         )
     files, labels = [], []
     for label, folder in enumerate(folders):

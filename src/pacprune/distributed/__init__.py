@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pacprune.distributed import sharded
 from pacprune.distributed.sharded import Across
+from pacprune.types import check_module
 
 __all__ = [
     "Across",
@@ -55,6 +56,7 @@ def across(tensors: Iterable[Tensor]) -> Across | None:
 
 def across_model(model: nn.Module) -> Across | None:
     """`across` of a model's parameters, which from then on are sharded after every forward pass, too."""
+    check_module(model)
     # fully_shard leaves the outermost parameters whole after a forward pass, so that their type does not tell.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrapped: list[Any] = [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
@@ -65,6 +67,7 @@ def across_model(model: nn.Module) -> Across | None:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The plain model inside of what DistributedDataParallel, DataParallel and torch.compile put around it."""
+    check_module(model)
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module

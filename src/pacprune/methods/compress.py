@@ -659,7 +659,8 @@ def _check_provable(risk: str, limit: float, n: int, delta: float) -> None:
     best = Tally(n, risks.RISKS[risk].lowest).bound(delta)
     if best > limit:
         raise ValueError(
-            f"the limit is {limit:g}, but {n:,} bound examples prove at best {best:.4g} at delta {delta:g}, without a "
+            f"the limit is {limit:g}, but {rules.bound_examples(n)} prove{'s' * (n == 1)} at best "
+            f"{best:.4g} at delta {delta:g}, without a "
             "single mistake; give more bound examples, or a larger limit"
         )
 

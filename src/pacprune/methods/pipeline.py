@@ -6,8 +6,10 @@ by side, and stages that are alike are trained as one population.
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args
 
@@ -238,7 +240,16 @@ def pipeline(steps: Callable[_P, Pipeline[_R]]) -> Callable[_P, _R]:
 
 def _started(steps: Callable[..., Pipeline[_R]], *args: Any, **kwargs: Any) -> Pipeline[_R]:
     """The pipeline of these arguments, of which those that say how to train are a Config each."""
-    bound = inspect.signature(steps).bind(*args, **kwargs)
+    signature, method = inspect.signature(steps), steps.__name__
+    for name in kwargs:
+        near = get_close_matches(name, signature.parameters, n=1)
+        if name not in signature.parameters:
+            known = f"did you mean {near[0]}?" if near else f"it has {', '.join(signature.parameters)}"
+            raise TypeError(f"{method}() has no argument {name}; {known}")
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{method}(): {error}") from None
     for name in ("config", "dense", "posterior"):
         value = bound.arguments.get(name)
         if name in bound.arguments and value is not bound.signature.parameters[name].default:
@@ -444,6 +455,8 @@ def make_plan(
         overall = masks.asked_sparsity(sparsity, pattern)
     else:
         overall = masks.sparsity(mask, total=everything)
+    if prunable is weights.prunable and include is None and exclude is None and not isinstance(sparsity, Mapping):
+        _warn_of_frozen(masks.asked_sparsity(sparsity, pattern), overall, size, everything)
     _refuse_regrowth(model, overall)
     return Plan(model, chosen, overall, layers, min_per_layer, pattern)
 
@@ -470,6 +483,17 @@ def _refuse_regrowth(model: nn.Module, sparsity: float) -> None:
         raise ValueError(
             f"the model was pruned to sparsity {before:.4g} before, and now {sparsity:.4g} is asked for; ask for more, "
             "start from a dense copy, or call pp.apply_mask(model, None) to let its zeros be trained again"
+        )
+
+
+def _warn_of_frozen(asked: float, overall: float, size: int, everything: int) -> None:
+    """Says that a sparsity which was asked for without a word on what it is of is not that of all weights."""
+    if size < everything:
+        warnings.warn(
+            f"{everything - size:,} of the {everything:,} weights are frozen and left alone, so that sparsity "
+            f"{asked:.4g} of the others is {overall:.4g} of all; name them by include= to prune them, too, or by "
+            "exclude= if they are to stay",
+            stacklevel=2,
         )
 
 

@@ -1,6 +1,7 @@
 """`Pruner`: a method of pruning in a training loop that is the user's own."""
 
 import inspect
+import math
 import sys
 import warnings
 import weakref
@@ -26,6 +27,10 @@ from pacprune.types import Data, Diverged, Forward, Loss, check_name
 
 _LOOK = 100
 """Every so many steps the host looks at weights, which it has to wait for on a GPU: are they finite, are they ours."""
+
+
+_FEW_ZEROS = 0.01
+"""The share of weights that may be zero by chance, such as those of a row of padding."""
 
 
 _Place = tuple[dict[str, Any], str, Any, str]
@@ -123,6 +128,8 @@ class Pruner:
         check_request(model, sparsity, criterion, pattern)
         _check_ranks(model)
         choice = {"include": include, "exclude": exclude, "prunable": prunable, "scope": scope}
+        self._noted_zeros = sum(keep.numel() - count(keep) for _, keep in weights.masked(model))
+        """How many weights were pruned before, as a mask of theirs says."""
         self._plan = plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
         weights.refuse_sparse_gradients(model, plan.prunable(model))
         self.final_sparsity = plan.sparsity
@@ -344,6 +351,8 @@ class Pruner:
                 "a GradScaler scales the gradients of this loop; give it to the pruner: pp.Pruner(..., scaler=scaler)"
             )
         self._check_model()
+        if self.steps_done == 0 and not self._movers:
+            self._look_for_earlier_steps(optimizer)
         self._check_rest()
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
@@ -508,6 +517,23 @@ class Pruner:
             )
         self._rest = None
 
+    def _look_for_earlier_steps(self, optimizer: Optimizer) -> None:
+        """Warns of a run that goes on without its pruner's state: it would prune once more from the beginning.
+
+        Weights that are trained are hardly ever zero. A new optimiser, or a dense model, is none that goes on.
+        """
+        if self.budget is None or not any(_has_moved(optimizer, weight) for weight in self._carrier.weights):
+            return
+        zeros = sum(count(value == 0) for value in self._stepper.subject.values) - self._noted_zeros
+        if zeros > _FEW_ZEROS * self._sizes[0]:
+            warnings.warn(
+                f"the {type(optimizer).__name__} has taken steps before and {zeros:,} of {self._sizes[0]:,} weights "
+                f"are zero without a mask, but the pruner begins at step 0 of {self.steps}; if the run goes on from a "
+                "checkpoint, call pruner.load_state_dict, too, and if the zeros are older than the pruner, say so "
+                "before it is made: pp.apply_mask(model, {n: w != 0 for n, w in pp.prunable(model).items()})",
+                stacklevel=2,
+            )
+
     def _check_trained(self) -> None:
         """Refuses weights that want gradients, but that no optimiser has."""
         name = next(self._unmoved(), None)
@@ -535,11 +561,11 @@ class Pruner:
         budget, share = self.budget, self.steps_done / self.steps
         if budget is None or self._stepper.fixed or share >= budget.ramp:
             return
-        now = 1 - budget.density(share)
         self._may_end = True
         raise Unfinished(
-            f"finish comes after {self.steps_done} of {self.steps} steps, when the schedule has reached sparsity "
-            f"{now:.4g} of {self.final_sparsity:g}; take all steps, or give steps= as many as the loop takes"
+            f"finish comes after {self.steps_done} of {self.steps} steps, but sparsity {self.final_sparsity:g} is "
+            f"reached after {math.ceil(budget.ramp * self.steps - 1e-9)}; take them all, give steps= as many as the "
+            "loop takes, or call pruner.load_state_dict where the loop went on from a checkpoint"
         )
 
 
@@ -593,6 +619,12 @@ def _is_gathered(held: Any, present: Any) -> bool:
     """Whether fully_shard has put a whole weight in the place of its rows, until a backward pass has ended."""
     both = isinstance(held, nn.Parameter) and isinstance(present, nn.Parameter)
     return both and is_sharded(held) and not is_sharded(present)
+
+
+def _has_moved(optimizer: Optimizer, weight: nn.Parameter) -> bool:
+    """Whether its state, perhaps that of a checkpoint, tells of steps with this weight."""
+    state = optimizer.state.get(weight, {})
+    return bool(state.get("step", 1)) and any(isinstance(value, torch.Tensor) for value in state.values())
 
 
 def _has_skipped(optimizer: Optimizer) -> bool:
