@@ -129,14 +129,7 @@ RECIPES: dict[str, Recipe] = {
         error_vs_sparsity.settings,
         error_vs_sparsity.figures,
         several=True,
-        lines=(
-            Line("errors and certificates", "4", "other", "does not agree", _CERTIFICATES),
-            Line(
-                *("pairs of four numbers", "15", "other", "agrees in direction", _CERTIFICATES),
-                only="cifar10-resnet20",
-                h200=26,
-            ),
-        ),
+        lines=(Line("errors and certificates", "4", "other", "does not agree", _CERTIFICATES),),
     ),
     "paper-pbp": Recipe(
         paper_pbp.SETTINGS,
