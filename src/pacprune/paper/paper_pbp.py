@@ -256,13 +256,17 @@ class _Start(NamedTuple):
 def _certified(setting: Setting[Grids], cells: list[Cell], job: Job) -> Table:
     """Stages 1 to 3 and certificates of one alpha; each stage is a population, one for every learning rate of Q."""
     split = _split(setting.data, cells[0].alpha, setting.options.split_seed, job.data_dir)
-    starts = despite_divergence(cells, lambda part: _starts(setting, part, split, job), None)
+
+    def begin(part: list[Cell]) -> list[_Start | None]:
+        return [*_starts(setting, part, split, job)]
+
+    starts = despite_divergence(cells, begin, None)
     alive = [(cell, start) for cell, start in zip(cells, starts, strict=True) if start is not None]
     posteriors = {rate: _posteriors(setting, rate, alive, split, job) for rate in setting.options.rates}
     lost = dict.fromkeys(_MEASURED, 1.0) | {"n": len(split.bound), "lr": None}
     results = dict.fromkeys(cells, lost)
     for place, (cell, start) in enumerate(alive):
-        candidates = {f"{rate:g}": nets[place] for rate, nets in posteriors.items() if nets[place] is not None}
+        candidates = {f"{rate:g}": net for rate, nets in posteriors.items() if (net := nets[place]) is not None}
         if candidates:
             results[cell] = _row(setting, start.prior, candidates, split, job)
     return [results[cell] for cell in cells]
@@ -307,9 +311,9 @@ def _posteriors(
     config = replace(setting.posterior, lr=rate)
 
     def attempt(part: list[tuple[Cell, _Start]]) -> list[nn.Module | None]:
-        nets: list[nn.Module | None] = [copy.deepcopy(start.model) for _, start in part]
+        nets = [copy.deepcopy(start.model) for _, start in part]
         fit_posterior(
-            nets,  # type: ignore[arg-type]
+            nets,
             [start.prior for _, start in part],
             split,
             config,
@@ -318,7 +322,7 @@ def _posteriors(
             seed=[cell.seed for cell, _ in part],
             progress=job.progress,
         )
-        return nets
+        return [*nets]
 
     return despite_divergence(list(alive), attempt, None)
 
@@ -359,11 +363,14 @@ def at_one_std(rows: Table) -> Table:
 
 def snip_rows(setting: Setting[Grids], job: Job) -> Table:
     """SNIP with the learning rate that is best on validation data at every sparsity, fine-tuned as stage 1 trains."""
-    rates = snip_rates(setting)
-    contest = replace(
-        setting,
+    contest = Setting(
+        data=setting.data,
+        model=setting.model,
         label="snip",
-        options=Contest(criteria=("snip",), methods=("osp",), **same_grid(*rates)),
+        seeds=setting.seeds,
+        dense=setting.dense,
+        pruning=setting.pruning,
+        options=Contest(criteria=("snip",), methods=("osp",), **same_grid(*snip_rates(setting))),
     )
     split = _split(setting.data, setting.alphas[-1], setting.options.split_seed, job.data_dir)
     table: Table = []
