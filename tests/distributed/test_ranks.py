@@ -1,13 +1,17 @@
 """Two gloo processes on this CPU against one: the same masks to the bit, the same weights up to rounding."""
 
 import copy
+import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import ranks_cases
 import torch
@@ -29,13 +33,7 @@ LIMIT = ranks._PATIENCE.total_seconds() / 2
 """Seconds after which a test gives up: a dead rank has to be noticed at once, not after the ranks' patience."""
 
 
-def start(
-    rank: int, folder: Path, *cases: str, port: int, script: str = ranks_cases.__file__, **extra: str
-) -> subprocess.Popen[str]:
-    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-    env = os.environ | variables | {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"} | extra
-    command = [sys.executable, "-W", "error", script, str(folder), *cases]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+Run = Callable[..., list[tuple[int, str]]]
 
 
 def free_port() -> int:
@@ -44,24 +42,39 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run(folder: Path, *cases: str, world: int = 2, **extra: str) -> list[tuple[int, str]]:
-    """Runs the cases on several ranks; returns the exit code and the output of each."""
-    port = free_port()
-    processes = [start(rank, folder, *cases, port=port, WORLD_SIZE=str(world), **extra) for rank in range(world)]
-    try:
-        outputs = [process.communicate(timeout=LIMIT)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, text) for process, text in zip(processes, outputs, strict=True)]
+@contextmanager
+def forking(*modules: str) -> Iterator[Run]:
+    """run(folder, "dense", world=2) runs cases of the first module on so many ranks; returns their codes and outputs."""
+    command = [sys.executable, "-W", "error", forks.__file__, *modules]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+
+        def run(folder: Path, *cases: str, world: int = 2, **extra: str) -> list[tuple[int, str]]:
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+            folder.mkdir(exist_ok=True)
+            request = {"folder": str(folder), "cases": cases, "limit": LIMIT, "env": variables | extra}
+            print(json.dumps(request), file=requests, flush=True)
+            codes = json.loads(answers.readline())
+            return [(code, forks.log(folder, rank).read_text()) for rank, code in enumerate(codes)]
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with forking("ranks_cases", "torch._dynamo") as run:
+        yield run
 
 
 def results(folder: Path, case: str, world: int = 2) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{case}-{rank}.result", weights_only=False) for rank in range(world)]
 
 
-@pytest.fixture(scope="session")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def two(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all cases after two ranks ran them."""
     folder = tmp_path_factory.mktemp("two")
     for code, output in run(folder, *ALL):
@@ -109,7 +122,7 @@ def test_pbp_ends_with_one_certificate_for_all_ranks(two: Path) -> None:
     assert (two / "pbp" / "pbp" / "prior.safetensors").exists()
 
 
-def test_three_ranks_do_not_change_frozen_values_by_a_bit(tmp_path: Path) -> None:
+def test_three_ranks_do_not_change_frozen_values_by_a_bit(run: Run, tmp_path: Path) -> None:
     assert [code for code, _ in run(tmp_path, "thirds", world=3)] == [0, 0, 0]
     rank0, rank1, rank2 = results(tmp_path, "thirds", world=3)
     assert rank0["record"] == rank1["record"] == rank2["record"]
@@ -184,7 +197,7 @@ def test_ranks_that_cannot_train_together_are_refused_in_one_sentence(two: Path)
     assert rank0["written"] == ["0.pt"]
 
 
-def test_a_dying_rank_ends_the_job_and_the_next_start_resumes(two: Path, tmp_path: Path) -> None:
+def test_a_dying_rank_ends_the_job_and_the_next_start_resumes(run: Run, two: Path, tmp_path: Path) -> None:
     (code, output), (killed_code, _) = run(tmp_path / "torn", "broken", FATAL="1")
     assert killed_code == 7
     assert code == 1

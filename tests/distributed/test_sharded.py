@@ -1,6 +1,6 @@
 """Two gloo processes with a model cut by fully_shard against one with the whole: the same masks to the bit."""
 
-import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 import sharded_cases
 import test_ranks
 import torch
-from test_ranks import results
+from test_ranks import Run, forking, results
 from torch import Tensor
 
 import pacprune as pp
@@ -21,11 +21,14 @@ EQUAL = [
 ALL = [*EQUAL, "pruner_parts", "draws", "bfloat16", "memory", "export", "ties", "checkpoints", "refusals", "broken"]
 
 
-run = functools.partial(test_ranks.run, script=sharded_cases.__file__)
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with forking("sharded_cases", "torch.distributed.fsdp", "torch._dynamo") as run:
+        yield run
 
 
-@pytest.fixture(scope="session")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def two(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all cases after two ranks ran them."""
     folder = tmp_path_factory.mktemp("sharded")
     for code, output in run(folder, *ALL):
@@ -76,7 +79,7 @@ def test_micro_batches_add_up_before_gradients_are_converted(two: Path, tmp_path
     assert test_ranks.close(single["state"], first["state"], most=1e-3)
 
 
-def test_three_ranks_train_tensors_with_fewer_rows_than_ranks(tmp_path: Path) -> None:
+def test_three_ranks_train_tensors_with_fewer_rows_than_ranks(run: Run, tmp_path: Path) -> None:
     for code, output in run(tmp_path, "thirds", world=3):
         assert code == 0, output
     assert_alike(sharded_cases.thirds(tmp_path / "alone"), *results(tmp_path, "thirds", world=3))
@@ -174,7 +177,7 @@ def test_calls_that_need_whole_weights_are_refused_in_one_sentence(two: Path) ->
         assert "\n" not in rank0["messages"][name]
 
 
-def test_a_dying_rank_ends_the_job_and_the_next_start_resumes(two: Path, tmp_path: Path) -> None:
+def test_a_dying_rank_ends_the_job_and_the_next_start_resumes(run: Run, two: Path, tmp_path: Path) -> None:
     (code, output), (killed_code, killed_output) = run(tmp_path / "torn", "broken", FATAL="tune")
     assert killed_code == 7, killed_output
     assert code == 1, output

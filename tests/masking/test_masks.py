@@ -1,6 +1,7 @@
 """Masks: exact top-k against a naive ranking, budgets per layer, soft forms with an exact mean, descriptions."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,7 +42,10 @@ def test_a_threshold_has_exactly_k_scores_above_it(device: str) -> None:
     own = torch.tensor([0.1, 0.2, 0.3], device=device)
     tau = masks.threshold(scores, own, members=True)
     assert (flat > tau[:, None]).sum(1).tolist() == [2100, 4200, 6300]
-    assert torch.equal(masks._edge_by_bits(flat, torch.tensor([2100, 4200, 6300], device=device), None), tau)
+    kept = torch.tensor([2100, 4200, 6300], device=device)
+    assert torch.equal(masks._edge_by_bits(flat, kept, None), tau)
+    alike = SimpleNamespace(sum=lambda count: 2 * count)  # two ranks with the same rows
+    assert torch.equal(masks._edge_by_bits(flat, 2 * kept, alike), tau)
     assert float(masks.threshold([flat], 1.0)) == -1e9  # below all of them, and finite
     level = torch.tensor([1.0, 2.0, 2.0, 2.0, -0.0, 0.0], device=device)
     assert float(masks.threshold([level], 0.5)) == 1.0

@@ -22,8 +22,9 @@ def test_without_tensorboard_nothing_is_written_and_the_error_names_the_extra(
     def missing(name: str) -> None:
         raise ImportError("none")
 
+    options = opt.Pft()  # whose flags are those of a function that is imported by name
     monkeypatch.setattr("importlib.import_module", missing)
-    store.begin(tmp_path, "pft", opt.Pft())
+    store.begin(tmp_path, "pft", options)
     with pytest.raises(ValueError, match=r'^tensorboard cannot be imported \(none\); pip install "pacprune\[track\]"$'):
         tracking.write(tmp_path)
     with pytest.raises(ValueError, match=r"^tensorboard cannot"), tracking.following(tmp_path, quiet):

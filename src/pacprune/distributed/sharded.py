@@ -61,6 +61,10 @@ class Across:
         """The minimum over ranks of what each has computed of its rows."""
         return ranks.least_(value.clone())
 
+    def kth_largest(self, rows: Tensor, k: int) -> float:
+        """The k-th largest number of all ranks; waits for the device, and asks the others four times."""
+        return _edge([rows], k)
+
     def largest(self, scores: Sequence[Tensor], ties: Sequence[Tensor] | None, k: int) -> list[Tensor]:
         """Which of all ranks' numbers are the k largest: exactly k; equals by `ties`, then by tensor, rank and place.
 

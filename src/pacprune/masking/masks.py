@@ -417,13 +417,21 @@ def threshold(
     flat = torch.cat([x.detach().float().reshape(rows, -1) for x in scores], dim=1)
     size = flat.shape[1] if between is None else between.size
     kept_count = torch.round(_row(density, rows, flat.device) * size).long()
-    if flat.device.type == "cpu" and between is None:
-        dropped = [size - kept for kept in kept_count.tolist()]
-        edges = [row.kthvalue(k).values if k else row.new_tensor(-1e9) for row, k in zip(flat, dropped, strict=True)]
+    if flat.device.type == "cpu":
+        edges = [_edge(row, kept, size, between) for row, kept in zip(flat, kept_count.tolist(), strict=True)]
         tau = torch.stack(edges).clamp_min(-1e9)
     else:
         tau = _edge_by_bits(flat, kept_count, between)
     return tau if members else tau[0]
+
+
+def _edge(row: Tensor, kept_count: int, size: int, between: Across | None) -> Tensor:
+    """The largest number that is not kept; -1e9 where all are."""
+    if kept_count == size:
+        return row.new_tensor(-1e9)
+    if between is None:
+        return row.kthvalue(size - kept_count).values
+    return row.new_tensor(between.kth_largest(row, kept_count + 1))
 
 
 def _edge_by_bits(flat: Tensor, kept_count: Tensor, between: Across | None) -> Tensor:
