@@ -140,7 +140,7 @@ def test_a_bad_name_is_refused(name: str, message: str) -> None:
         ({"y": np.arange(50)}, "mine.npz holds 60 examples in x but 50 labels in y"),
         ({"y": np.arange(60) / 2}, "y in mine.npz has shape .60,. and type float64; labels are one whole number"),
         ({"y": np.array(["cat"] * 60)}, "y in mine.npz has shape .60,. and type <U3; labels are one whole number"),
-        ({"y": np.zeros((60, 3), int)}, "y in mine.npz has shape .60, 3. and type int64; labels are one whole number"),
+        ({"y": np.full((60, 3), 2)}, "y in mine.npz has shape .60, 3. and type int64; labels are one whole number"),
         ({"y": np.zeros(60, int)}, "mine.npz has 1 classes"),
         ({"y": np.arange(60) - 1}, "labels run from -1 to 58"),
         ({"x": np.zeros((60, 0))}, "x in mine.npz has shape .60, 0. and type float64; it must hold numbers"),

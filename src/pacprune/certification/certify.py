@@ -15,7 +15,7 @@ from pacprune import bounds
 from pacprune._version import __version__
 from pacprune.bounds import Ledger
 from pacprune.bounds.numeric import rounded_up
-from pacprune.certification import bounds_table, drawn_networks, rules, tries
+from pacprune.certification import bounds_table, drawn_networks, risks, rules, tries
 from pacprune.certification.bounds_table import BOUNDS, RISK_BOUNDS
 from pacprune.certification.certificate import Certificate, percent, rounded_down
 from pacprune.certification.commitment import Commitment, choices, plan_of, split_hashes
@@ -159,6 +159,7 @@ def certify_error(
     rules.refuse_repeats(split, declaration)
     rules.refuse_batch_statistics(model)
     rules.refuse_untraced(weights.origin(model), split, "the network", declaration)
+    risks.evaluate(risks.RISKS["error"], model, None, split.bound)  # which says of outputs and labels what does not fit
     n, ledger = len(split.bound), BOUNDS["held_out"].ledger(delta, certified=certified)
     errors = int(drawn_networks.errors(model, {}, split.bound).sum())
     rules.refuse_unsteady(model, split.bound.x)

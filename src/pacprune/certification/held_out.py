@@ -20,7 +20,7 @@ from pacprune.certification.risks import Loss, Risk, Sample, Tally
 from pacprune.certification.tries import Tries
 from pacprune.certification.verify import LEAST_TESTED, LEAVES, MOST_EFFORT, assumptions, digest
 from pacprune.data.batches import tensors
-from pacprune.data.splits import Split
+from pacprune.data.splits import Split, refuse_unlabelled
 from pacprune.data.splits import whole as whole_split
 from pacprune.masking import weights
 
@@ -87,8 +87,9 @@ def certify_held_out(
         _refuse_needless_reference(risks.RISKS["error"], "error", reference)
         return certify.certify_error(model, split, delta=delta, certified=certified, name=name, declare=declare)
     trial = _Trial.begun([model], split, risk, reference, delta=delta, certified=certified, declare=declare)
-    if isinstance(groups, str) and not isinstance(split, Split) and split[1] is None:
-        raise ValueError(f"groups is {groups!r}, but y is None; give labels, or a key for each example")
+    if isinstance(groups, str) and not (trial.split.bound.has_labels if isinstance(split, Split) else split[1] is not None):
+        missing = "the bound examples have no labels" if isinstance(split, Split) else "y is None"
+        raise ValueError(f"groups is {groups!r}, but {missing}; give labels, or a key for each example")
     masks = _group_masks(groups, trial.split)
     each = trial.delta_each / len(masks)
     sample = trial.sample(0)
@@ -217,6 +218,8 @@ class _Trial:
         split = data if isinstance(data, Split) else _split_of(data, risk_name, entry)
         rules.refuse_cut(split)
         rules.refuse_repeats(split, declaration)
+        if entry.labels:
+            refuse_unlabelled(split)
         subjects = [("the network", network) for network in networks]
         if len(networks) > 1:
             subjects = [(f"candidate {place}", network) for place, network in enumerate(networks, start=1)]
@@ -224,6 +227,9 @@ class _Trial:
             rules.refuse_random(network)
             rules.refuse_batch_statistics(network)
             rules.refuse_untraced(weights.origin(network), split, who, declaration)
+        if isinstance(risk, str):
+            risks.refuse_unfit(entry, networks, reference, split)
+        for network in [*networks, *([] if reference is None else [reference])]:
             rules.refuse_unsteady(network, split.bound.x, values=not risk_is_of_classes(risk_name, split))
         if not isinstance(risk, str):
             risks.refuse_batch_loss(entry, networks[0], reference, split.bound)
