@@ -152,9 +152,9 @@ def certify_sequence(
         if not passed:
             break
     count = sum(bool(test["passed"]) for test in tests)
-    if not count:
-        return trial.failure(tests, limit, name, samples[0].tally())
     examples = _examples(trial.levels(samples))
+    if not count:
+        return trial.failure(tests, limit, name, samples[0].tally(), examples)
     return trial.certificate(
         tests, rule="sequence", limit=limit, place=count - 1, bound=limit, name=name, tensors=examples
     )
@@ -380,11 +380,15 @@ class _Trial:
         words = f"With probability at least {percent(self.delta)} % {chance}, {claim}."
         return words if self.declaration is None else f'{words} The issuer states: "{self.declaration}".'
 
-    def failure(self, tests: list[RiskTest], limit: float, name: str | None, tally: Tally) -> Certificate:
+    def failure(
+        self, tests: list[RiskTest], limit: float, name: str | None, tally: Tally, examples: dict[str, Tensor]
+    ) -> Certificate:
         """What is known when not even the first candidate passed: no more than that one's own bound."""
         bound = tests[0]["bound"]
         assert bound is not None
-        certificate = self.certificate(tests, rule="sequence", limit=limit, place=0, bound=bound, name=name, tensors={})
+        certificate = self.certificate(
+            tests, rule="sequence", limit=limit, place=0, bound=bound, name=name, tensors=examples
+        )
         needed = _examples_needed(tally, limit, self.delta_each)
         remedy = (
             f"at this rate about {needed:,} examples would be needed"
@@ -412,20 +416,47 @@ class _Trial:
         def bound_at(share: float) -> float:
             return _bound_at(certificate, self.delta * share)
 
-        return tries.count(self.split.pool, hashed, declared=self.certified, bound_at=bound_at)
+        def walk_at(share: float) -> str:
+            return _walk_at(certificate, self.delta * share)
+
+        walk = walk_at if record["rule"] == "sequence" else None
+        return tries.count(self.split.pool, hashed, declared=self.certified, bound_at=bound_at, walk_at=walk)
 
 
 def _bound_at(certificate: Certificate, delta: float) -> float:
     """The claim, had this been the delta and nothing been divided; 1 where a network of a sequence would not pass."""
     record = certificate.record
     assert record["kind"] == "risk"
-    if record["rule"] == "sequence":
-        passes = all((test["p_value"] or 0.0) <= delta for test in record["tests"] if test["passed"])
-        return certificate.bound if passes and certificate.passed else 1.0
+    if record["rule"] == "sequence" and certificate.passed:
+        return certificate.bound if _passed_at(certificate, delta) == certificate.passed else 1.0
     tests = record["tests"]
     last = [i for i, test in enumerate(tests) if test["network"] == record["hashes"]["model"]]
     tallies = tallies_of(certificate)
     return max(tallies[i].bound(delta / len(tests)) for i in last)
+
+
+def _passed_at(certificate: Certificate, delta: float) -> int:
+    """How many candidates of a sequence pass at a smaller delta: the tests end at the first that does not."""
+    p_values = [test["p_value"] for test in certificate.tests if test["passed"]]
+    return next((place for place, p in enumerate(p_values) if p is None or p > delta), len(p_values))
+
+
+def _walk_at(certificate: Certificate, delta: float) -> str:
+    """What is left of a sequence at a smaller delta. The first that fails there may quote its own bound."""
+    passed, kept = certificate.passed, _passed_at(certificate, delta)
+    bound = f"of the densest it is proved there that it is at most {rounded_up(tallies_of(certificate)[0].bound(delta))}"
+    if not passed:
+        return bound
+    networks = f"the {passed} networks that passed" if passed > 1 else "the one network that passed"
+    if kept == passed:
+        return f"{networks} still {'pass' if passed > 1 else 'passes'}, so that the claim stays as it is"
+    if not kept:
+        return f"{f'none of {networks} still passes' if passed > 1 else f'{networks} fails'}; {bound}"
+    last = rounded_down(certificate.tests[kept - 1]["sparsity"])
+    return (
+        f"only the first {kept} of {networks} still {'pass' if kept > 1 else 'passes'}, the last with sparsity {last}, "
+        "and of this one nothing is proved"
+    )
 
 
 def tallies_of(certificate: Certificate) -> list[Tally]:

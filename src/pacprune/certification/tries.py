@@ -31,12 +31,15 @@ class Tries:
         declared: How many tries the bound pays for.
         undeclared_bound: The bound at delta / (j (j + 1)), j being `number`; None where nobody counts.
         kept: Whether the count is written to the file.
+        walk: What is left at that level of candidates that were tested one after another, in words; of all other
+            certificates the bound says it.
     """
 
     number: int | None
     declared: int
     undeclared_bound: float | None
     kept: bool = True
+    walk: str | None = None
 
     def __str__(self) -> str:
         if self.number is None:
@@ -45,18 +48,22 @@ class Tries:
         count = f"certificate number {self.number} on these examples {where}; {self.declared} declared and paid for"
         if self.number <= self.declared:
             return count
+        level = f"delta / ({self.number} x {self.number + 1})"
+        if self.walk is not None:
+            return f"{count}: if this is chosen among them, the tests have to be passed at {level}; {self.walk}"
         if self.undeclared_bound == 1.0:
-            return (
-                f"{count}: if this is chosen among them, it proves nothing, at delta / ({self.number} x "
-                f"{self.number + 1})"
-            )
-        return (
-            f"{count}: if this is chosen among them, take {self.undeclared_bound:.4f} instead, the bound at "
-            f"delta / ({self.number} x {self.number + 1})"
-        )
+            return f"{count}: if this is chosen among them, nothing is proved, since the bound at {level} is 1"
+        return f"{count}: if this is chosen among them, take {self.undeclared_bound:.4f} instead, the bound at {level}"
 
 
-def count(pool: Sequence[int], subject: str, *, declared: int, bound_at: Callable[[float], float]) -> Tries:
+def count(
+    pool: Sequence[int],
+    subject: str,
+    *,
+    declared: int,
+    bound_at: Callable[[float], float],
+    walk_at: Callable[[float], str] | None = None,
+) -> Tries:
     """Counts a certificate, the same subject once; on rank 0, whose count all ranks get.
 
     Args:
@@ -65,11 +72,13 @@ def count(pool: Sequence[int], subject: str, *, declared: int, bound_at: Callabl
         subject: The hash of what is certified, of the split and of what was declared.
         declared: How many tries the bound pays for.
         bound_at: A share of delta in (0, 1] -> the bound of this certificate with that share.
+        walk_at: The same -> what is left of candidates that were tested one after another, in words.
     """
     if os.environ.get("PACPRUNE_LEDGER", "").lower() == "off":
         return Tries(None, declared, None)
     number, kept = ranks.on_rank0(lambda: _number(list(pool), subject))
-    return Tries(number, declared, bound_at(1 / (number * (number + 1))), kept)
+    share = 1 / (number * (number + 1))
+    return Tries(number, declared, bound_at(share), kept, None if walk_at is None else walk_at(share))
 
 
 def folder() -> Path:
