@@ -58,7 +58,7 @@ def call(spelled: str, offers: Mapping[str, Any], *, what: str) -> Any:
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise ValueError(
             f"the {what} {spelled!r} cannot be made ({type(error).__name__}: {error}); give package.module:function, "
-            f"whose parameters are among {', '.join(offers)} or have defaults"
+            f"whose parameters are among {', '.join(map(repr, offers))} or have defaults"
         ) from error
     finally:
         sys.path.remove("")

@@ -478,7 +478,7 @@ def test_a_walk_says_what_is_left_of_it_at_the_level_of_its_try(
         bound = f"of the densest it is proved there that it is at most {rounded_up(tallies_of(walk)[0].bound(level))}"
         states = {
             "first": (tries.number == 1, "1 declared and paid for"),
-            "failed": (walk.passed == 0, f"{bound}"),
+            "failed": (walk.passed == 0, f"take {tallies_of(walk)[0].bound(level):.4f} instead, the bound at delta"),
             "nothing": (kept == 0, f"none of the {walk.passed} networks that passed still passes; {bound}"),
             "part": (kept < walk.passed, f"only the first {kept} of the {walk.passed} networks that passed still pass"),
             "all": (True, "still pass, so that the claim stays as it is"),

@@ -111,7 +111,7 @@ def test_a_loader_returns_arrays_or_a_split(loader: str, sizes: tuple[int, int])
         ("absent.npz", "the data file absent.npz does not exist"),
         ("loaders:absent", "the data set 'loaders:absent' cannot be made .AttributeError"),
         ("nowhere:pair", "cannot be made .ModuleNotFoundError"),
-        ("loaders:needs", "missing 1 required positional argument: 'size'.; .* among prior_fraction, seed, unlabelled"),
+        ("loaders:needs", "missing 1 required positional argument: 'size'.; .* among 'prior_fraction', 'seed', 'unlabelled'"),
         ("loaders:leaves", "SystemExit: bye"),
         ("loaders:number", "loaders:number returned a int; it must return a pp.data.Split"),
         (
@@ -122,7 +122,7 @@ def test_a_loader_returns_arrays_or_a_split(loader: str, sizes: tuple[int, int])
             "loaders:nested",
             "x in loaders:nested has shape .. and type tuple; it must hold numbers",
         ),
-        ("loaders:stubborn", "prior_fraction is 0.3, but 0.5 is asked for; let the function take prior_fraction"),
+        ("loaders:stubborn", "prior_fraction is 0.3, but 0.5 is asked for; let the function take a parameter 'prior_fraction'"),
         ("loaders:untested", "has 3 classes and 0 test examples"),
         ("folder:absent", "the image folder absent does not exist"),
     ],

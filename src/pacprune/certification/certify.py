@@ -183,7 +183,7 @@ def certify_error(
     }
     record["assumptions"] = assumptions(record)  # type: ignore[arg-type]
     certificate = Certificate(record, {"model.safetensors": state})
-    return replace(certificate, tries=_tries(certificate, split))
+    return replace(certificate, tries=_tries(certificate, split, trained=weights.last_change(model)))
 
 
 # --- Who is certified.
@@ -448,7 +448,13 @@ def _record(
     return record
 
 
-def _tries(certificate: Certificate, split: Split, plan: Plan | None = None, q_counts: Counts | None = None) -> Tries:
+def _tries(
+    certificate: Certificate,
+    split: Split,
+    plan: Plan | None = None,
+    q_counts: Counts | None = None,
+    trained: int | None = None,
+) -> Tries:
     """Counts this certificate among those on the same examples."""
     record, ledger, sealed = certificate.record, certificate.ledger, certificate.record["commitment"]
 
@@ -463,7 +469,7 @@ def _tries(certificate: Certificate, split: Split, plan: Plan | None = None, q_c
     subject = digest({"hashes": record["hashes"], "split": split_hashes(split), "plan": done, "sealed": sealed})
     groups = ((plan or {}).get("shares") or {"groups": {}})["groups"].values()
     declared = ledger.candidates * max(1, sum(entry["certificates"] for entry in groups))
-    return tries.count(split.pool, subject, declared=declared, bound_at=bound_at)
+    return tries.count(split.pool, subject, declared=declared, bound_at=bound_at, trained=trained)
 
 
 def _conclusion(

@@ -389,15 +389,16 @@ class _Trial:
         certificate = self.certificate(
             tests, rule="sequence", limit=limit, place=0, bound=bound, name=name, tensors=examples
         )
-        needed = _examples_needed(tally, limit, self.delta_each)
+        needed = examples_needed(tally, limit, self.delta_each)
         remedy = (
             f"at this rate about {needed:,} examples would be needed"
             if needed
             else f"on these examples it is {tally.mean:.4f}, so that more of them would not do"
         )
+        count = len(self.hashes)
+        first = f"the first of {count} candidates" if count > 1 else "the only candidate"
         statement = (
-            f"No candidate passed: nothing shows that the {self.risk.phrase} on new data of the first of "
-            f"{len(self.hashes)} candidates (sparsity {rounded_down(self.sparsities[0])}){self.risk.against} is at "
+            f"No candidate passed: nothing shows that the {self.risk.phrase} on new data of {first} (sparsity {rounded_down(self.sparsities[0])}){self.risk.against} is at "
             f"most the limit {rounded_up(limit)}. With probability at least {percent(self.delta)} % over the draw of "
             f"the {len(self.split.bound):,} bound examples it is at most {rounded_up(bound)}; {remedy}."
         )
@@ -419,8 +420,11 @@ class _Trial:
         def walk_at(share: float) -> str:
             return _walk_at(certificate, self.delta * share)
 
-        walk = walk_at if record["rule"] == "sequence" else None
-        return tries.count(self.split.pool, hashed, declared=self.certified, bound_at=bound_at, walk_at=walk)
+        walk = walk_at if record["rule"] == "sequence" and certificate.passed else None
+        trained = max(weights.last_change(network) or 0 for network in self.networks)
+        return tries.count(
+            self.split.pool, hashed, declared=self.certified, bound_at=bound_at, walk_at=walk, trained=trained
+        )
 
 
 def _bound_at(certificate: Certificate, delta: float) -> float:
@@ -445,8 +449,6 @@ def _walk_at(certificate: Certificate, delta: float) -> str:
     """What is left of a sequence at a smaller delta. The first that fails there may quote its own bound."""
     passed, kept = certificate.passed, _passed_at(certificate, delta)
     bound = f"of the densest it is proved there that it is at most {rounded_up(tallies_of(certificate)[0].bound(delta))}"
-    if not passed:
-        return bound
     networks = f"the {passed} networks that passed" if passed > 1 else "the one network that passed"
     if kept == passed:
         return f"{networks} still {'pass' if passed > 1 else 'passes'}, so that the claim stays as it is"
@@ -476,7 +478,7 @@ def tallies_of(certificate: Certificate) -> list[Tally]:
     return tallies
 
 
-def _examples_needed(tally: Tally, limit: float, delta: float) -> int | None:
+def examples_needed(tally: Tally, limit: float, delta: float) -> int | None:
     """About how many examples of the same frequencies would pass; None where no number would."""
     if tally.mean >= limit:
         return None

@@ -88,7 +88,7 @@ def _check_sizes(name: str, parts: Split, asked: dict[str, Any]) -> None:
         if actual.get(option, value) != value:
             raise ValueError(
                 f"{name} returned a split whose {option} is {actual[option]}, but {value} is asked for; let the "
-                f"function take {option} as a parameter, or return x and y to be cut here"
+                f"function take a parameter {option!r}, or return x and y to be cut here"
             )
 
 

@@ -24,7 +24,7 @@ from pacprune import imports
 from pacprune.certification import risks, rules
 from pacprune.certification.certificate import Certificate
 from pacprune.certification.commitment import split_hashes
-from pacprune.certification.held_out import certify_held_out, certify_sequence, tallies_of
+from pacprune.certification.held_out import certify_held_out, certify_sequence, examples_needed, tallies_of
 from pacprune.certification.risks import LEVELS, Tally
 from pacprune.data import trace
 from pacprune.data.batches import device_of, refusing_unfit
@@ -119,13 +119,22 @@ class Compressed:
     @property
     def statement(self) -> str:
         """What a user wants to know, in one sentence; if no network passed, what is missing."""
-        if not self.passed:
+        if not self.passed and self.front is None:
             return self.certificate.statement
+        if not self.passed:
+            return f"No candidate is proved to keep the limit {self.limit:g}. {self.certificate.statement}"
         dense = sum(t.numel() * t.element_size() for t in self.model.state_dict().values())
         return (
             f"Compressed to {self.sparsity:.2%} sparsity ({self.bytes:,} bytes in place of {dense:,}); certified "
             f"{self.risk} at most {self.limit:g} at delta {self.certificate.ledger.delta:g}."
         )
+
+    @property
+    def examples_needed(self) -> int | None:
+        """About how many bound examples the densest candidate would need to pass; None if no number would do."""
+        certificate = self.certificate if self.front is None else self.front
+        tally, count = tallies_of(certificate)[0], 1 if self.front is None else len(certificate.tests)
+        return examples_needed(tally, self.limit, certificate.ledger.delta / count)
 
     def __repr__(self) -> str:
         facts = [type(self.model).__name__, f"sparsity {self.sparsity:.4f}"]

@@ -326,7 +326,7 @@ def _trained(folder: Path, device: str, *, model: str | None, data: str | None) 
     """Options, data and network of a finished run that was trained on the prior part alone."""
     command, options = store.read_config(folder)
     store.check_code(folder, options, model=model, data=data)
-    store.result(folder)  # refuses a run that is not finished
+    store.refuse_failed(folder, store.result(folder))  # and a run that is not finished
     if not isinstance(options, Pruning):
         certificate_folder = folder / store.CERTIFICATE
         raise ValueError(

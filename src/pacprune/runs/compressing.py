@@ -44,6 +44,7 @@ def compress(options: Compress, begin: Callable[[], Path], progress: Progress) -
             validation=options.validation,
             front=options.front,
             name=options.model,
+            declare=options.declare,
             seed=options.seed,
             folder=checkpoints,
             progress=progress,
@@ -96,7 +97,8 @@ def _store(
         "headline": compressed.statement,
         "limit": compressed.limit,
         "passed": compressed.passed,
-        "certificate": certificate.bound,
+        "certificate": certificate.bound if compressed.passed else None,
+        "densest": None if compressed.passed else _densest(compressed),
         "n": certificate.n,
         "statement": certificate.statement,
         "packed": PACKED if compressed.passed else None,
@@ -104,3 +106,9 @@ def _store(
         "points": compressed.points,
         **tries,
     }
+
+
+def _densest(compressed: Compressed) -> dict[str, Any]:
+    """What is known of the densest candidate, where no network keeps the limit."""
+    bound, needed = compressed.certificate.bound, compressed.examples_needed
+    return {"sparsity": compressed.sparsity, "bound": bound, "examples_needed": needed}
