@@ -55,7 +55,7 @@ def call(spelled: str, offers: Mapping[str, Any], *, what: str) -> Any:
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{failed} ({type(error).__name__}: {error}); give package.module:function, whose parameters are among "
-                f"{', '.join(offers)} or have defaults"
+                f"{', '.join(map(repr, offers))} or have defaults"
             ) from error
         try:
             return maker(**arguments)

@@ -724,10 +724,16 @@ def build(name: str | Factory, split: _Split, *, seed: int = 0) -> nn.Module:
         [300, 100, 10]
         >>> net = pp.models.build("pacprune.models:lenet5", pp.data.split(torch.rand(9, 1, 28, 28), torch.arange(9)))
     """
-    outputs = split.classes or split.train.y[0].numel()
+    outputs = outputs_of(split)
     model = build_for(name, tuple(split.train.x.shape[1:]), outputs, seed=seed)
     # In the seed's random state, since lazy layers draw their weights when they meet the first examples.
     return _seeded(lambda: _checked(name, model, split.train.x[:2], outputs), seed) if is_own(name) else model
+
+
+def outputs_of(split: _Split) -> int:
+    """How many outputs a network for these data has: a class each, or where examples have several labels, a label."""
+    y = split.train.y
+    return y[0].numel() if split.classes < 2 or (split.classes == 2 and y.ndim > 1) else split.classes
 
 
 def build_for(name: str | Factory, shape: tuple[int, ...], outputs: int, *, seed: int = 0) -> nn.Module:
@@ -756,7 +762,7 @@ def _own(name: str, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Modul
 
 
 def _checked(name: str | Factory, model: nn.Module, x: Tensor, outputs: int) -> nn.Module:
-    """The network, if it gives a score for every class of these examples."""
+    """The network, if it gives a score for every class of these examples; one will do for two classes."""
     training = model.training
     try:
         with torch.no_grad():
@@ -769,7 +775,8 @@ def _checked(name: str | Factory, model: nn.Module, x: Tensor, outputs: int) -> 
     finally:
         model.train(training)
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else ()
-    if len(shape) != 2 or shape[0] != len(x) or shape[1] < outputs:
+    is_logit = outputs == 2 and shape in ((len(x),), (len(x), 1))
+    if not is_logit and (len(shape) != 2 or shape[0] != len(x) or shape[1] < outputs):
         raise ValueError(
             f"the network of {name} gives a {type(scores).__name__} of shape {shape} for {len(x)} examples of "
             f"{outputs} classes, but it must give {(len(x), outputs)}; a factory may ask for a parameter named classes"

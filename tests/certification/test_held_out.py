@@ -17,8 +17,9 @@ import pacprune as pp
 from pacprune import bounds
 from pacprune.bounds import held_out as counts_bounds
 from pacprune.bounds import montecarlo
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import decode, risks
-from pacprune.certification.held_out import certify_sequence
+from pacprune.certification.held_out import certify_sequence, tallies_of
 from pacprune.certification.record import RiskRecord
 from pacprune.data import trace
 
@@ -417,7 +418,7 @@ def test_bad_references_labels_orders_and_limits_are_one_sentence() -> None:
     with pytest.raises(ValueError, match="the risk 'error' does not look at a reference network, but one is given"):
         pp.certify_held_out(dense, split, reference=dense)
     other = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
-    with pytest.raises(ValueError, match=r"outputs have shape \(719, 10\) and those of the reference \(719, 3\)"):
+    with pytest.raises(ValueError, match=r"outputs have shape \(10,\) and those of the reference \(3,\)"):
         pp.certify_held_out(dense, split, risk="disagreement", reference=other, declare=WORDS)
     with pytest.raises(ValueError, match="the risk 'top2' needs labels, but y is None"):
         pp.certify_held_out(dense, (split.test.x, None), risk="top2")
@@ -456,6 +457,52 @@ def test_tries_are_counted_with_what_the_claim_would_be(monkeypatch: pytest.Monk
     tested = certify_sequence(candidates, split, limit=0.05, reference=dense)
     assert tested.tries is not None
     assert tested.tries.undeclared_bound in (0.05, 1.0)
+
+
+def test_a_walk_says_what_is_left_of_it_at_the_level_of_its_try(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a walk there is no bound to take instead: its first tests may pass, and it may end earlier."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("PACPRUNE_LEDGER", raising=False)
+    split, dense, candidates = made()
+    said = set()
+    for limit in (0.012, 0.02, 0.03, 0.04, 0.05, 0.06, 0.2):
+        walk = certify_sequence(candidates, split, limit=limit, reference=dense)
+        tries, level = walk.tries, 0.05
+        assert tries is not None
+        assert tries.number is not None
+        level /= tries.number * (tries.number + 1)
+        p_values = [test["p_value"] for test in walk.tests]
+        kept = next((k for k, p in enumerate(p_values) if p > level), len(p_values))
+        bound = f"of the densest it is proved there that it is at most {rounded_up(tallies_of(walk)[0].bound(level))}"
+        states = {
+            "first": (tries.number == 1, "1 declared and paid for"),
+            "failed": (walk.passed == 0, f"take {tallies_of(walk)[0].bound(level):.4f} instead, the bound at delta"),
+            "nothing": (kept == 0, f"none of the {walk.passed} networks that passed still passes; {bound}"),
+            "part": (kept < walk.passed, f"only the first {kept} of the {walk.passed} networks that passed still pass"),
+            "all": (True, "still pass, so that the claim stays as it is"),
+        }
+        state, words = next((state, words) for state, (holds, words) in states.items() if holds)
+        assert words in str(tries)
+        assert "nothing is proved, since" not in str(tries)
+        assert (state == "first") == ("delta / (" not in str(tries))
+        said.add(state)
+    assert len(said) >= 3, said
+
+
+def test_walks_that_nobody_declared_hold_together_at_the_levels_that_the_line_names() -> None:
+    """Twenty chains whose densest candidate is just above the limit: what is left of them is rarely false."""
+    trials, chains, n, limit, delta = 4000, 20, 200, 0.1, 0.05
+    errors = np.random.default_rng(0).binomial(n, limit + 1e-9, size=(trials, chains))
+    table = np.array([risks.Tally(n, plus=k).p_value(limit) for k in range(n + 1)])
+    numbers = np.arange(1, chains + 1)
+    false = {
+        "each at delta": (table[errors] <= delta).any(1).mean(),
+        "at the levels": (table[errors] <= delta / (numbers * (numbers + 1))).any(1).mean(),
+    }
+    assert false["each at delta"] > 0.3
+    assert false["at the levels"] <= delta
 
 
 class Fixed(torch.nn.Module):

@@ -348,8 +348,8 @@ def test_an_embedded_certificate_is_shown_and_called_the_issuers_word(
     for words in (record["statement"], record["digest"], *report.checks, *report.trusted, *record["files"].values()):
         assert words in text
     assert "Level 1 says nothing about the network itself." in text
-    assert "pacprune verify FOLDER --data-dir DIR" in text
-    assert ("pacprune verify FOLDER --data-dir DIR --replay" in text) == (record["kind"] == "pac-bayes")
+    assert "pacprune verify FOLDER --recount" in text
+    assert ("pacprune verify FOLDER --replay" in text) == (record["kind"] == "pac-bayes")
     bars = (
         browser.run("document.querySelectorAll('svg rect').length"),
         browser.run("document.querySelectorAll('svg rect.claimed').length"),

@@ -311,7 +311,7 @@ def test_certify_takes_a_risk_a_reference_and_groups(
     monkeypatch.chdir(tmp_path)
     assert call("certify", osp, "--risk", "own_loss:unsure", "--out", "own").exit_code == 0
     assert call("verify", "own", "--recount", "--risk", "own_loss:unsure").exit_code == 0
-    assert "give the function as risk= (--risk package" in refusal("verify", "own", "--recount")
+    assert "give the function as --risk package.module:function" in refusal("verify", "own", "--recount")
     assert "the loss 'own_loss:sure' cannot be imported" in refusal("certify", osp, "--risk", "own_loss:sure")
     assert not (tmp_path / "x").exists()
 

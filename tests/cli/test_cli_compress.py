@@ -99,8 +99,8 @@ def test_if_none_passes_the_exit_code_is_1_and_nothing_is_certified(tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ((), "there is no limit; give exactly one of max_error, max_drop, max_disagreement"),
-        (("--max-error", "0.1", "--max-drop", "0.1"), "max_error is 0.1 and max_drop is 0.1; give exactly one"),
+        ((), "there is no limit; give exactly one of --max-error, --max-drop, --max-disagreement"),
+        (("--max-error", "0.1", "--max-drop", "0.1"), "--max-error is 0.1 and --max-drop is 0.1; give exactly one"),
         (("--max-drop", "0.1", "--sparsities", "a,b"), "sparsities is 'a,b'; give fractions separated by commas"),
         (("--max-drop", "0.1", "--sparsities", "0.9,0.5"), "sparsities has 0.9 before 0.5"),
         (("--max-drop", "0.1", "--method", "pbp"), "method 'pbp' is unknown"),

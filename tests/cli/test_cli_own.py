@@ -102,8 +102,8 @@ def test_layers_are_left_out_by_flags() -> None:
     assert (
         answer("osp", *words, "--include", "0, 2", "--scope", "layer", "--out", "both")["kept"] == (16 * 9 + 3 * 16) / 2
     )
-    assert "exclude='head' names no weight of the model" in refusal("osp", *words, "--exclude", "2,head")
-    assert "exclude='head' names no weight" in refusal("pbp", *words, "--exclude", "head", "--unlabelled", "9")
+    assert "--exclude 'head' names no weight of the model" in refusal("osp", *words, "--exclude", "2,head")
+    assert "--exclude 'head' names no weight" in refusal("pbp", *words, "--exclude", "head", "--unlabelled", "9")
     assert "leave this layer out by exclude=" in refusal("pft", *OWN, *SHORT, "--pattern", "2:4")
     assert (
         answer("pft", *OWN, *SHORT, "--pattern", "2:4", "--exclude", "0", "--out", "pattern")["kept"] == 16 * 9 + 3 * 8
@@ -195,7 +195,10 @@ def test_code_that_only_a_run_folder_names_is_not_imported() -> None:
         ("mine:fails", "the model 'mine:fails' cannot be made (RuntimeError: no luck); mine:fails itself raised that"),
         ("faulty:net", "No module named 'nothing_like_it'); the import of faulty raised that"),
         ("mine:number", "mine:number made a int; it must make a torch.nn.Module"),
-        ("mine:needs", "'depth'); give package.module:function, whose parameters are among shape, inputs, classes"),
+        (
+            "mine:needs",
+            "'depth'); give package.module:function, whose parameters are among 'shape', 'inputs', 'classes'",
+        ),
         ("mine:wide", "the network of mine:wide cannot take examples of shape (9,) (RuntimeError"),
         ("mine:narrow", "gives a Tensor of shape (2, 2) for 2 examples of 3 classes, but it must give (2, 3)"),
         ("mine:twice", "gives a tuple of shape () for 2 examples"),

@@ -111,7 +111,10 @@ def test_a_loader_returns_arrays_or_a_split(loader: str, sizes: tuple[int, int])
         ("absent.npz", "the data file absent.npz does not exist"),
         ("loaders:absent", "the data set 'loaders:absent' cannot be made .AttributeError"),
         ("nowhere:pair", "cannot be made .ModuleNotFoundError"),
-        ("loaders:needs", "missing a required argument: 'size'.; .* among prior_fraction, seed, unlabelled"),
+        (
+            "loaders:needs",
+            "missing a required argument: 'size'.; .* among 'prior_fraction', 'seed', 'unlabelled'",
+        ),
         ("loaders:leaves", "SystemExit: bye"),
         ("loaders:number", "loaders:number returned a int; it must return a pp.data.Split"),
         (
@@ -122,7 +125,10 @@ def test_a_loader_returns_arrays_or_a_split(loader: str, sizes: tuple[int, int])
             "loaders:nested",
             "x in loaders:nested has shape .. and type tuple; it must hold numbers",
         ),
-        ("loaders:stubborn", "prior_fraction is 0.3, but 0.5 is asked for; let the function take prior_fraction"),
+        (
+            "loaders:stubborn",
+            "prior_fraction is 0.3, but 0.5 is asked for; let the function take a parameter 'prior_fraction'",
+        ),
         ("loaders:untested", "has 3 classes and 0 test examples"),
         ("folder:absent", "the image folder absent does not exist"),
     ],
@@ -140,7 +146,7 @@ def test_a_bad_name_is_refused(name: str, message: str) -> None:
         ({"y": np.arange(50)}, "mine.npz holds 60 examples in x but 50 labels in y"),
         ({"y": np.arange(60) / 2}, "y in mine.npz has shape .60,. and type float64; labels are one whole number"),
         ({"y": np.array(["cat"] * 60)}, "y in mine.npz has shape .60,. and type <U3; labels are one whole number"),
-        ({"y": np.zeros((60, 3), int)}, "y in mine.npz has shape .60, 3. and type int64; labels are one whole number"),
+        ({"y": np.full((60, 3), 2)}, "y in mine.npz has shape .60, 3. and type int64; labels are one whole number"),
         ({"y": np.zeros(60, int)}, "mine.npz has 1 classes"),
         ({"y": np.arange(60) - 1}, "labels run from -1 to 58"),
         ({"x": np.zeros((60, 0))}, "x in mine.npz has shape .60, 0. and type float64; it must hold numbers"),

@@ -249,7 +249,7 @@ def trained_reference(part: Any) -> nn.Module:
         (lambda: network(1), "pacprune has never trained the reference"),
         (
             lambda: _trained(nn.Sequential(nn.Flatten(), nn.Linear(64, 3))),
-            r"the reference has outputs of shape \(3,\) and the model \(10,\)",
+            r"the network's outputs have shape \(10,\) and those of the reference \(3,\)",
         ),
     ],
 )

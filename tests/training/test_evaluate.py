@@ -75,7 +75,9 @@ def test_modes_gradients_and_random_state_are_restored(pair: tuple[torch.Tensor,
     shuffled = DataLoader(TensorDataset(*pair), 16, shuffle=True)
     assert pp.error(model, shuffled) == pp.error(model, pair)
     evaluate.mean_loss(model, shuffled)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(
+        ValueError, match=r"the model cannot take examples of shape .*; give a network for such examples"
+    ):
         pp.error(model, (pair[0][:, :2], pair[1]))
     assert [m.training for m in model.modules()] == before
     assert torch.equal(state, torch.get_rng_state())

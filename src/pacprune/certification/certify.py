@@ -15,7 +15,7 @@ from pacprune import bounds
 from pacprune._version import __version__
 from pacprune.bounds import Ledger
 from pacprune.bounds.numeric import rounded_up
-from pacprune.certification import bounds_table, drawn_networks, rules, tries
+from pacprune.certification import bounds_table, drawn_networks, risks, rules, tries
 from pacprune.certification.bounds_table import BOUNDS, RISK_BOUNDS
 from pacprune.certification.certificate import Certificate, beside_the_claim, percent, rounded_down
 from pacprune.certification.commitment import Commitment, choices, plan_of, split_hashes
@@ -160,6 +160,7 @@ def certify_error(
     rules.refuse_repeats(split, declaration)
     rules.refuse_batch_statistics(model)
     rules.refuse_untraced(weights.origin(model), split, "the network", declaration)
+    risks.evaluate(risks.RISKS["error"], model, None, split.bound)  # which says of outputs and labels what does not fit
     n, ledger = len(split.bound), BOUNDS["held_out"].ledger(delta, certified=certified)
     errors = int(drawn_networks.errors(model, {}, split.bound).sum())
     rules.refuse_unsteady(model, split.bound.x)
@@ -183,7 +184,7 @@ def certify_error(
     }
     record["assumptions"] = assumptions(record)  # type: ignore[arg-type]
     certificate = Certificate(record, {"model.safetensors": state})
-    return replace(certificate, tries=_tries(certificate, split))
+    return replace(certificate, tries=_tries(certificate, split, trained=weights.last_change(model)))
 
 
 # --- Who is certified.
@@ -448,7 +449,13 @@ def _record(
     return record
 
 
-def _tries(certificate: Certificate, split: Split, plan: Plan | None = None, q_counts: Counts | None = None) -> Tries:
+def _tries(
+    certificate: Certificate,
+    split: Split,
+    plan: Plan | None = None,
+    q_counts: Counts | None = None,
+    trained: int | None = None,
+) -> Tries:
     """Counts this certificate among those on the same examples."""
     record, ledger, sealed = certificate.record, certificate.ledger, certificate.record["commitment"]
 
@@ -463,7 +470,7 @@ def _tries(certificate: Certificate, split: Split, plan: Plan | None = None, q_c
     subject = digest({"hashes": record["hashes"], "split": split_hashes(split), "plan": done, "sealed": sealed})
     groups = ((plan or {}).get("shares") or {"groups": {}})["groups"].values()
     declared = ledger.candidates * max(1, sum(entry["certificates"] for entry in groups))
-    return tries.count(split.pool, subject, declared=declared, bound_at=bound_at)
+    return tries.count(split.pool, subject, declared=declared, bound_at=bound_at, trained=trained)
 
 
 def _conclusion(

@@ -20,7 +20,7 @@ from pacprune.certification.risks import Loss, Risk, Sample, Tally
 from pacprune.certification.tries import Tries
 from pacprune.certification.verify import LEAST_TESTED, LEAVES, MOST_EFFORT, assumptions, digest
 from pacprune.data.batches import tensors
-from pacprune.data.splits import Split
+from pacprune.data.splits import Split, refuse_unlabelled
 from pacprune.data.splits import whole as whole_split
 from pacprune.masking import weights
 
@@ -87,8 +87,11 @@ def certify_held_out(
         _refuse_needless_reference(risks.RISKS["error"], "error", reference)
         return certify.certify_error(model, split, delta=delta, certified=certified, name=name, declare=declare)
     trial = _Trial.begun([model], split, risk, reference, delta=delta, certified=certified, declare=declare)
-    if isinstance(groups, str) and not isinstance(split, Split) and split[1] is None:
-        raise ValueError(f"groups is {groups!r}, but y is None; give labels, or a key for each example")
+    if isinstance(groups, str) and not (
+        trial.split.bound.has_labels if isinstance(split, Split) else split[1] is not None
+    ):
+        missing = "the bound examples have no labels" if isinstance(split, Split) else "y is None"
+        raise ValueError(f"groups is {groups!r}, but {missing}; give labels, or a key for each example")
     masks = _group_masks(groups, trial.split)
     each = trial.delta_each / len(masks)
     sample = trial.sample(0)
@@ -151,9 +154,9 @@ def certify_sequence(
         if not passed:
             break
     count = sum(bool(test["passed"]) for test in tests)
-    if not count:
-        return trial.failure(tests, limit, name, samples[0].tally())
     examples = _examples(trial.levels(samples))
+    if not count:
+        return trial.failure(tests, limit, name, samples[0].tally(), examples)
     return trial.certificate(
         tests, rule="sequence", limit=limit, place=count - 1, bound=limit, name=name, tensors=examples
     )
@@ -217,6 +220,8 @@ class _Trial:
         split = data if isinstance(data, Split) else _split_of(data, risk_name, entry)
         rules.refuse_cut(split)
         rules.refuse_repeats(split, declaration)
+        if entry.labels:
+            refuse_unlabelled(split)
         subjects = [("the network", network) for network in networks]
         if len(networks) > 1:
             subjects = [(f"candidate {place}", network) for place, network in enumerate(networks, start=1)]
@@ -224,6 +229,9 @@ class _Trial:
             rules.refuse_random(network)
             rules.refuse_batch_statistics(network)
             rules.refuse_untraced(weights.origin(network), split, who, declaration)
+        if isinstance(risk, str):
+            risks.refuse_unfit(entry, networks, reference, split)
+        for network in [*networks, *([] if reference is None else [reference])]:
             rules.refuse_unsteady(network, split.bound.x, values=not risk_is_of_classes(risk_name, split))
         if not isinstance(risk, str):
             risks.refuse_batch_loss(entry, networks[0], reference, split.bound)
@@ -374,20 +382,25 @@ class _Trial:
         words = f"With probability at least {percent(self.delta)} % {chance}, {claim}."
         return words + beside_the_claim(self.split, self.declaration)
 
-    def failure(self, tests: list[RiskTest], limit: float, name: str | None, tally: Tally) -> Certificate:
+    def failure(
+        self, tests: list[RiskTest], limit: float, name: str | None, tally: Tally, examples: dict[str, Tensor]
+    ) -> Certificate:
         """What is known when not even the first candidate passed: no more than that one's own bound."""
         bound = tests[0]["bound"]
         assert bound is not None
-        certificate = self.certificate(tests, rule="sequence", limit=limit, place=0, bound=bound, name=name, tensors={})
-        needed = _examples_needed(tally, limit, self.delta_each)
+        certificate = self.certificate(
+            tests, rule="sequence", limit=limit, place=0, bound=bound, name=name, tensors=examples
+        )
+        needed = examples_needed(tally, limit, self.delta_each)
         remedy = (
             f"at this rate about {needed:,} examples would be needed"
             if needed
             else f"on these examples it is {tally.mean:.4f}, so that more of them would not do"
         )
+        count = len(self.hashes)
+        first = f"the first of {count} candidates" if count > 1 else "the only candidate"
         statement = (
-            f"No candidate passed: nothing shows that the {self.risk.phrase} on new data of the first of "
-            f"{len(self.hashes)} candidates (sparsity {rounded_down(self.sparsities[0])}){self.risk.against} is at "
+            f"No candidate passed: nothing shows that the {self.risk.phrase} on new data of {first} (sparsity {rounded_down(self.sparsities[0])}){self.risk.against} is at "
             f"most the limit {rounded_up(limit)}. With probability at least {percent(self.delta)} % over the draw of "
             f"the {rules.bound_examples(len(self.split.bound))} it is at most {rounded_up(bound)}; {remedy}."
         )
@@ -406,20 +419,50 @@ class _Trial:
         def bound_at(share: float) -> float:
             return _bound_at(certificate, self.delta * share)
 
-        return tries.count(self.split.pool, hashed, declared=self.certified, bound_at=bound_at)
+        def walk_at(share: float) -> str:
+            return _walk_at(certificate, self.delta * share)
+
+        walk = walk_at if record["rule"] == "sequence" and certificate.passed else None
+        trained = max(weights.last_change(network) or 0 for network in self.networks)
+        return tries.count(
+            self.split.pool, hashed, declared=self.certified, bound_at=bound_at, walk_at=walk, trained=trained
+        )
 
 
 def _bound_at(certificate: Certificate, delta: float) -> float:
     """The claim, had this been the delta and nothing been divided; 1 where a network of a sequence would not pass."""
     record = certificate.record
     assert record["kind"] == "risk"
-    if record["rule"] == "sequence":
-        passes = all((test["p_value"] or 0.0) <= delta for test in record["tests"] if test["passed"])
-        return certificate.bound if passes and certificate.passed else 1.0
+    if record["rule"] == "sequence" and certificate.passed:
+        return certificate.bound if _passed_at(certificate, delta) == certificate.passed else 1.0
     tests = record["tests"]
     last = [i for i, test in enumerate(tests) if test["network"] == record["hashes"]["model"]]
     tallies = tallies_of(certificate)
     return max(tallies[i].bound(delta / len(tests)) for i in last)
+
+
+def _passed_at(certificate: Certificate, delta: float) -> int:
+    """How many candidates of a sequence pass at a smaller delta: the tests end at the first that does not."""
+    p_values = [test["p_value"] for test in certificate.tests if test["passed"]]
+    return next((place for place, p in enumerate(p_values) if p is None or p > delta), len(p_values))
+
+
+def _walk_at(certificate: Certificate, delta: float) -> str:
+    """What is left of a sequence at a smaller delta. The first that fails there may quote its own bound."""
+    passed, kept = certificate.passed, _passed_at(certificate, delta)
+    bound = (
+        f"of the densest it is proved there that it is at most {rounded_up(tallies_of(certificate)[0].bound(delta))}"
+    )
+    networks = f"the {passed} networks that passed" if passed > 1 else "the one network that passed"
+    if kept == passed:
+        return f"{networks} still {'pass' if passed > 1 else 'passes'}, so that the claim stays as it is"
+    if not kept:
+        return f"{f'none of {networks} still passes' if passed > 1 else f'{networks} fails'}; {bound}"
+    last = rounded_down(certificate.tests[kept - 1]["sparsity"])
+    return (
+        f"only the first {kept} of {networks} still {'pass' if kept > 1 else 'passes'}, the last with sparsity {last}, "
+        "and of this one nothing is proved"
+    )
 
 
 def tallies_of(certificate: Certificate) -> list[Tally]:
@@ -439,7 +482,7 @@ def tallies_of(certificate: Certificate) -> list[Tally]:
     return tallies
 
 
-def _examples_needed(tally: Tally, limit: float, delta: float) -> int | None:
+def examples_needed(tally: Tally, limit: float, delta: float) -> int | None:
     """About how many examples of the same frequencies would pass; None where no number would."""
     if tally.mean >= limit:
         return None

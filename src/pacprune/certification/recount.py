@@ -95,7 +95,9 @@ class RiskAudit:
                 rules.refuse_batch_statistics(network)
                 values = not risk_is_of_classes(self.record["risk"]["name"], self.split)
                 rules.refuse_unsteady(network, self.split.bound.x, values=values)
-            if ":" in self.record["risk"]["name"]:
+            if ":" not in self.record["risk"]["name"]:
+                risks.refuse_unfit(self.risk, [self.plain], self.reference, self.split)
+            else:
                 risks.refuse_batch_loss(self.risk, self.plain, self.reference, self.split.bound)
             sample = risks.evaluate(self.risk, self.plain, self.reference, self.split.bound)
         except ValueError as error:

@@ -7,7 +7,7 @@ computes with the same integers.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from pacprune import bounds
 from pacprune.bounds import held_out, montecarlo
 from pacprune.bounds.numeric import ROUNDING
-from pacprune.data.batches import device_of
-from pacprune.data.splits import Part
+from pacprune.data.batches import device_of, refusing_unfit
+from pacprune.data.splits import NO_LABEL, Part, Split
 from pacprune.training.evaluate import evaluating, mistakes
 from pacprune.types import check_name
 
@@ -77,14 +77,20 @@ def _has_several_labels(logits: Tensor, y: Tensor) -> bool:
 def _wrong(output: Any, y: Tensor) -> Tensor:
     """Which answers are wrong, as `pp.error` has it; where an example has several labels, with a logit for each."""
     logits = logits_of(output)
-    if not isinstance(logits, Tensor) or not _has_several_labels(logits, y):
-        return mistakes(logits, y)
-    if bool((y.sum(-1) == 1).all()):
-        raise ValueError(
-            f"labels have the shape {tuple(y.shape)} and one 1 in every row, as classes in one-hot form have; give "
-            "class numbers, y.argmax(-1): label by label, the error of a classifier looks too small"
-        )
-    return mistakes(logits[..., None], y)
+    if isinstance(logits, Tensor) and _has_several_labels(logits, y):
+        _refuse_numbers(y)
+        logits = logits[..., None]
+    elif y.is_floating_point() and not bool((y == y.round()).all()):
+        _refuse_numbers(y)
+    return mistakes(logits, y)
+
+
+def is_by_sign(output: Any, y: Tensor) -> bool:
+    """Whether answers are signs: of the one output of an example, or of one output for each of its labels."""
+    logits = logits_of(output)
+    if not isinstance(logits, Tensor):
+        return False
+    return logits.ndim == 1 or logits.shape[-1] == 1 or _has_several_labels(logits, y)
 
 
 def _not_among_top(k: int) -> Callable[[Answers], Tensor]:
@@ -97,6 +103,7 @@ def _not_among_top(k: int) -> Callable[[Answers], Tensor]:
                 f"the model's outputs have shape {tuple(logits.shape)} and the labels {tuple(y.shape)}; top{k} needs "
                 f"one label for each row of more than {k} outputs, so take a smaller k"
             )
+        _refuse_no_classes(y, logits.shape[-1])
         own = logits.gather(-1, y[..., None])
         before = torch.arange(logits.shape[-1], device=y.device) < y[..., None]
         return ((logits > own) | (logits == own) & before).sum(-1) >= k
@@ -110,16 +117,21 @@ def _drop(answers: Answers) -> Tensor:
 
 
 def _disagreement(answers: Answers) -> Tensor:
-    y = answers.y
-    if y.is_floating_point() and not bool(((y == 0) | (y == 1)).all()):
-        raise ValueError(
-            f"labels run from {float(y.min()):.3g} to {float(y.max()):.3g}, as in regression, where answers have no "
-            "class to agree on; give a loss of your own, such as lambda output, batch: (output - batch[1]).abs() > 0.1"
-        )
+    _refuse_numbers(answers.y)
     outputs = [logits_of(output) for output in (answers.output, answers.reference)]
     if _has_several_labels(outputs[0], answers.y):
         outputs = [logits[..., None] for logits in outputs]
     return _classes(outputs[0]) != _classes(outputs[1])
+
+
+def _refuse_numbers(y: Tensor) -> None:
+    """Refuses labels of regression; those of examples without any are no such labels."""
+    if y.is_floating_point() and not bool(((y == 0) | (y == 1) | (y == NO_LABEL)).all()):
+        raise ValueError(
+            f"labels run from {float(y.min()):.3g} to {float(y.max()):.3g}, as in regression, where answers have no "
+            "class that could be right or wrong; give a loss of your own, such as lambda output, batch: "
+            "(output - batch[1]).abs() > 0.1"
+        )
 
 
 def _classes(output: Any) -> Tensor:
@@ -136,7 +148,24 @@ def _logits_of_classes(answers: Answers) -> Tensor:
             f"the model's outputs have shape {tuple(logits.shape)} and the labels {tuple(y.shape)}; this loss needs "
             "one label for each row of at least 2 outputs, so give the model an output per class"
         )
+    _refuse_no_classes(y, logits.shape[-1])
     return logits.double()
+
+
+def _refuse_no_classes(y: Tensor, outputs: int) -> None:
+    """Refuses labels that are not numbers of the outputs."""
+    low, high = float(y.min()), float(y.max())
+    if y.is_floating_point():
+        raise ValueError(
+            f"labels are {y.dtype} and run from {low:g} to {high:g}, but this loss needs class numbers from 0 to "
+            f"{outputs - 1}; give y.long() if they are classes, and for regression a loss of your own, such as "
+            "lambda output, batch: (output - batch[1]).abs() > 0.1"
+        )
+    if low < 0 or high >= outputs:
+        raise ValueError(
+            f"labels run from {low:g} to {high:g}, but the model has {outputs} outputs (labels 0 to {outputs - 1}); "
+            "change the labels or the last layer"
+        )
 
 
 def _brier(answers: Answers) -> Tensor:
@@ -273,18 +302,56 @@ def evaluate(risk: Risk, model: nn.Module, reference: nn.Module | None, part: Pa
     pieces: list[Tensor] = []
     for x, y in zip(part.x.split(batch), part.y.split(batch), strict=True):
         x, y = x.to(device), y.to(device)
-        with evaluating(model):
+        with evaluating(model), refusing_unfit(x, "the network"):
             output = model(x)
         _refuse_nan("the network", output)
         compared = None if reference is None else _reference_output(reference, x, output)
-        with torch.no_grad():
-            values = torch.as_tensor(risk.values(Answers(output, compared, x, y)))
+        values = _values(risk, Answers(output, compared, x, y))
         if values.ndim == 0 or len(values) != len(x):
             raise ValueError(
                 f"the loss of a batch of {len(x)} examples has the shape {tuple(values.shape)}; give one value for each"
             )
         pieces.append(values.cpu())
     return sample(torch.cat(pieces), risk.lowest)
+
+
+@torch.no_grad()
+def _values(risk: Risk, answers: Answers) -> Tensor:
+    """The values on a batch; what torch raises since they cannot be computed becomes one sentence."""
+    try:
+        return torch.as_tensor(risk.values(answers))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, TypeError) as failure:
+        shape = tuple(getattr(logits_of(answers.output), "shape", ()))
+        reason = str(failure).strip().partition("\n")[0]
+        raise ValueError(
+            f"the {risk.phrase} cannot be computed of outputs of shape {shape} and labels {tuple(answers.y.shape)} in "
+            f"{answers.y.dtype} ({reason}); give outputs and labels that it is made for"
+        ) from failure
+
+
+def refuse_unfit(risk: Risk, networks: Sequence[nn.Module], reference: nn.Module | None, split: Split) -> None:
+    """Refuses networks, a reference and labels that a risk of RISKS cannot be counted of, by two examples each."""
+    few = split.bound.subset(torch.arange(min(2, len(split.bound))))
+    for network in networks:
+        evaluate(risk, network, reference, few)
+    with evaluating(networks[0]):
+        output = networks[0](few.x.to(device_of(networks[0])))
+    refuse_one_hot(output, split)
+
+
+def refuse_one_hot(output: Any, split: Split) -> None:
+    """Refuses classes in one-hot form: label by label, a classifier looks better than it is."""
+    for part in (split.bound, split.prior):
+        y = part.y
+        if not len(y) or not _has_several_labels(logits_of(output)[:1], y[:1]):
+            continue
+        if bool((y.sum(-1) == 1).all()):
+            raise ValueError(
+                f"labels have the shape {tuple(y.shape)} and one 1 in every row, as classes in one-hot form have; give "
+                "class numbers, y.argmax(-1): label by label, the error of a classifier looks too small"
+            )
 
 
 def refuse_batch_loss(risk: Risk, model: nn.Module, reference: nn.Module | None, part: Part) -> None:
@@ -303,9 +370,9 @@ def refuse_batch_loss(risk: Risk, model: nn.Module, reference: nn.Module | None,
 
 def _reference_output(reference: nn.Module, x: Tensor, output: Any) -> Any:
     """The reference network's answer, once it has the form of the other one."""
-    with evaluating(reference):
+    with evaluating(reference), refusing_unfit(x, "the reference"):
         compared = reference(x.to(device_of(reference)))
-    shapes = [tuple(getattr(logits_of(answer), "shape", ())) for answer in (output, compared)]
+    shapes = [tuple(getattr(logits_of(answer), "shape", ())[1:]) for answer in (output, compared)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"the network's outputs have shape {shapes[0]} and those of the reference {shapes[1]}; give a reference "
@@ -320,11 +387,15 @@ def _refuse_nan(who: str, output: Any) -> None:
     """What is no number is neither larger nor smaller than another, so that an answer would be called right."""
     logits = logits_of(output)
     if isinstance(logits, Tensor) and bool(logits.isnan().any()):
-        raise ValueError(f"{int(logits.isnan().sum())} outputs of {who} are NaN; give one whose outputs are numbers")
+        raise ValueError(
+            f"{int(logits.isnan().sum())} of {logits.numel()} outputs of {who} are NaN; give one whose outputs are numbers"
+        )
 
 
 def sample(values: Tensor, lowest: int) -> Sample:
     """Values as a sample: Booleans and integers are counted, all others become levels of [lowest, 1]."""
+    if values.ndim > 1 and values[:1].numel() == 1:  # such as those of labels (n, 1)
+        values = values.flatten()
     if not values.is_floating_point() and values.ndim == 1:
         _check_range(values.double(), lowest)
         return Sample(values.long(), True, lowest)

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pacprune.data import trace
 from pacprune.distributed import ranks
 
 FILE = "certificates.jsonl"
+_known: dict[str, tuple[list[int], int]] = {}
+"""Pools by the subjects of this process, and when the certificate was first known."""
 _memory: list[dict[str, Any]] = []
 """The tries of this process, where the file cannot be written."""
 
@@ -31,12 +34,18 @@ class Tries:
         declared: How many tries the bound pays for.
         undeclared_bound: The bound at delta / (j (j + 1)), j being `number`; None where nobody counts.
         kept: Whether the count is written to the file.
+        walk: What is left at that level of candidates that were tested one after another, in words; of all other
+            certificates the bound says it.
+        later: Whether the networks were trained or loaded, in this process, after another certificate on these
+            examples was known.
     """
 
     number: int | None
     declared: int
     undeclared_bound: float | None
     kept: bool = True
+    walk: str | None = None
+    later: bool = False
 
     def __str__(self) -> str:
         if self.number is None:
@@ -45,18 +54,29 @@ class Tries:
         count = f"certificate number {self.number} on these examples {where}; {self.declared} declared and paid for"
         if self.number <= self.declared:
             return count
-        if self.undeclared_bound == 1.0:
-            return (
-                f"{count}: if this is chosen among them, it proves nothing, at delta / ({self.number} x "
-                f"{self.number + 1})"
+        level = f"delta / ({self.number} x {self.number + 1})"
+        text = f"{count}: if this is chosen among them, take {self.undeclared_bound:.4f} instead, the bound at {level}"
+        if self.walk is not None:
+            text = f"{count}: if this is chosen among them, the tests have to be passed at {level}; {self.walk}"
+        elif self.undeclared_bound == 1.0:
+            text = f"{count}: if this is chosen among them, nothing is proved, since the bound at {level} is 1"
+        if self.later:
+            text += (
+                "; what is certified was trained or loaded after one of the others was known: if it was made because of "
+                "that, no level is small enough, and only new examples tell"
             )
-        return (
-            f"{count}: if this is chosen among them, take {self.undeclared_bound:.4f} instead, the bound at "
-            f"delta / ({self.number} x {self.number + 1})"
-        )
+        return text
 
 
-def count(pool: Sequence[int], subject: str, *, declared: int, bound_at: Callable[[float], float]) -> Tries:
+def count(
+    pool: Sequence[int],
+    subject: str,
+    *,
+    declared: int,
+    bound_at: Callable[[float], float],
+    walk_at: Callable[[float], str] | None = None,
+    trained: int | None = None,
+) -> Tries:
     """Counts a certificate, the same subject once; on rank 0, whose count all ranks get.
 
     Args:
@@ -65,11 +85,18 @@ def count(pool: Sequence[int], subject: str, *, declared: int, bound_at: Callabl
         subject: The hash of what is certified, of the split and of what was declared.
         declared: How many tries the bound pays for.
         bound_at: A share of delta in (0, 1] -> the bound of this certificate with that share.
+        walk_at: The same -> what is left of candidates that were tested one after another, in words.
+        trained: When the networks were last trained or loaded, as `trace.now` counts; None where that is no matter.
     """
+    later = trained is not None and any(
+        moment < trained and _same(known, list(pool)) for key, (known, moment) in _known.items() if key != subject
+    )
+    _known.setdefault(subject, (list(pool), trace.now()))
     if os.environ.get("PACPRUNE_LEDGER", "").lower() == "off":
         return Tries(None, declared, None)
     number, kept = ranks.on_rank0(lambda: _number(list(pool), subject))
-    return Tries(number, declared, bound_at(1 / (number * (number + 1))), kept)
+    share = 1 / (number * (number + 1))
+    return Tries(number, declared, bound_at(share), kept, None if walk_at is None else walk_at(share), later)
 
 
 def folder() -> Path:

@@ -112,7 +112,7 @@ def certify(
     Counts the errors of the network on the training data that it was not trained on, and bounds its error on new data
     (Clopper-Pearson), or another risk. Runs of pbp have a certificate already, unless they are sealed.
     """
-    with user_errors():
+    with user_errors(("risk", "reference", "groups", "delta", "certified", "declare", "model", "data")):
         code: dict[str, Any] = {"model": model, "data": data}
         if beacon is None:
             what = {"risk": risk, "reference": reference, "groups": groups}
@@ -169,7 +169,7 @@ def verify(
     its level: 1, the arithmetic alone; 2, with --recount; 3, with --replay. Exit 0: VALID, 1: INVALID, with the first
     rule that fails, 2: it cannot be read.
     """
-    with user_errors():
+    with user_errors(("data_dir", "risk", "model", "reference", "draws", "seed")):
         commands.check_device(device)
         place = store.certificate(folder)
         if data_dir is not None:

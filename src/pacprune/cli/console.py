@@ -1,7 +1,8 @@
 """What all commands share: flags, errors as one sentence, results as JSON or for a reader."""
 
 import json as jsons
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,13 +28,32 @@ def default_text(default: str) -> str:
 DATA_DIR = "Folder of the data files." + default_text("$PACPRUNE_DATA, or a cache")
 
 
+def as_flags(message: str, names: Iterable[str]) -> str:
+    """A message of the library for a reader of flags: where it names a parameter, it names the flag."""
+    for name in names:
+        flag = "--" + name.replace("_", "-")
+        message = re.sub(rf"(?<![\w.]){name}= \(({flag}\b[^)]*)\)", r"\1", message)  # which names both
+        message = re.sub(
+            rf"(?<![\w.-]){name}=(\"[^\"]*\"|'[^']*'|[\w.:]+)?",
+            lambda match, flag=flag: flag if match[1] in (None, "True") else f"{flag} {match[1]}",
+            message,
+        )
+        if "_" in name:  # which is no word of a sentence
+            message = re.sub(rf"(?<![\w.'\"/=-]){name}(?![\w.'\"/=(])", flag, message)
+        message = re.sub(rf"^{name}(?= (?:is|has|are)\b)", flag, message)
+    return message
+
+
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """A user's mistake becomes one sentence on stderr and exit code 2; an interrupt a hint and exit code 130."""
+def user_errors(flags: Iterable[str] = ()) -> Iterator[None]:
+    """A user's mistake becomes one sentence on stderr and exit code 2; an interrupt a hint and exit code 130.
+
+    The sentence has flags where that of the library has parameters of these names.
+    """
     try:
         yield
     except (ValueError, OSError) as error:
-        message = str(error)
+        message = as_flags(str(error), flags) if isinstance(error, ValueError) else str(error)
         if isinstance(error, OSError) and error.filename:
             message = f"{error.filename} cannot be read or written ({error.strerror or error}); choose another place"
         typer.echo("pacprune: error: " + printable(" ".join(message.split())), err=True)

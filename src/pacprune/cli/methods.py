@@ -29,8 +29,9 @@ def run_command(name: str) -> Callable[..., None]:
     work = WORK.get(name, commands.single)
 
     def call(*, out: Path | None, config: Path | None, json: bool, **flags: Any) -> None:
-        with user_errors():
+        with user_errors():  # of a file, whose keys are no flags
             from_file = opt.from_toml(config, name)[1] if config else {}
+        with user_errors(flags):
             options = opt.resolve(kind, from_file, {flag: value for flag, value in flags.items() if value is not None})
             with ranks.joined(options.device) as device:  # under torchrun, only rank 0 prints
                 is_rank0 = ranks.rank() == 0

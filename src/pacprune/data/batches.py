@@ -337,6 +337,23 @@ def endless(data: Data, batch_size: int, *, device: torch.device) -> Iterator[An
             )
 
 
+@contextmanager
+def refusing_unfit(x: Any, who: str) -> Iterator[None]:
+    """Meanwhile, what torch raises since a network cannot take the inputs x becomes one sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, TypeError) as failure:
+        if not isinstance(x, Tensor):
+            raise
+        reason = str(failure).strip().partition("\n")[0]
+        raise ValueError(
+            f"{who} cannot take examples of shape {tuple(x.shape[1:])} in {x.dtype} ({reason}); give a network for such "
+            "examples, or examples that it takes"
+        ) from failure
+
+
 # --- Batches of any kind.
 
 

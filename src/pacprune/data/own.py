@@ -21,8 +21,8 @@ from pacprune.data.splits import Examples, Split, cut, split
 FOLDER = "folder:"
 FORMS = "folder:PATH, FILE.npz, FILE.safetensors or package.module:loader"
 """How data of one's own are named."""
-NAMES = ("x", "y", "x_test", "y_test")
-"""The arrays of a file, the last two of which may be missing."""
+NAMES = ("x", "y", "x_test", "y_test", "x_bound")
+"""The arrays of a file, the last three of which may be missing."""
 TEST = 0.2
 """Share of the examples that become the test part where there is none."""
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
@@ -60,11 +60,11 @@ def load(name: str, *, prior_fraction: float, seed: int, unlabelled: int, data_d
         _check_sizes(name, content, sizes)
         return _check(name, content)
     if isinstance(content, tuple) and len(content) in (2, 4):
-        content = dict(zip(NAMES, content, strict=False))  # the last two may be missing
+        content = dict(zip(NAMES, content, strict=False))  # the last ones may be missing
     if not isinstance(content, Mapping):
         raise ValueError(
             f"{name} returned a {type(content).__name__}; it must return a pp.data.Split, arrays (x, y) or (x, y, "
-            "x_test, y_test), or a dictionary of such"
+            f"x_test, y_test), or a dictionary of {', '.join(NAMES)}"
         )
     return _check(name, _cut(name, content, **sizes))
 
@@ -82,11 +82,13 @@ def _check(name: str, parts: Split) -> Split:
 def _check_sizes(name: str, parts: Split, asked: dict[str, Any]) -> None:
     """Refuses a loader that cuts its data otherwise than the run says."""
     actual = {"prior_fraction": parts.prior_fraction, "seed": parts.seed, "unlabelled": len(parts.unlabelled)}
+    if not parts.bound.has_labels:  # whose size is that of the inputs
+        del actual["prior_fraction"]
     for option, value in asked.items():
-        if actual[option] != value:
+        if actual.get(option, value) != value:
             raise ValueError(
                 f"{name} returned a split whose {option} is {actual[option]}, but {value} is asked for; let the "
-                f"function take {option} as a parameter, or return x and y to be cut here"
+                f"function take a parameter {option!r}, or return x and y to be cut here"
             )
 
 
@@ -124,7 +126,10 @@ READERS: dict[str, Callable[[Path], Mapping[str, Any]]] = {
 
 
 def _cut(name: str, arrays: Mapping[str, Any], **sizes: Any) -> Split:
-    """A split of arrays x and y, tested on x_test and y_test, or on a share of x and y that the seed chooses."""
+    """A split of arrays x and y, tested on x_test and y_test, or on a share of x and y that the seed chooses.
+
+    x_bound are inputs without labels that are the bound part.
+    """
     missing = [array for array in ("x", "y") if array not in arrays]
     if missing or ("x_test" in arrays) != ("y_test" in arrays):
         raise ValueError(
@@ -138,26 +143,27 @@ def _cut(name: str, arrays: Mapping[str, Any], **sizes: Any) -> Split:
                 f"{name} holds {len(tensors[x])} examples in {x} but {len(tensors[y])} labels in {y}; give each "
                 "example one label"
             )
-    kinds = {array: tensors[array].dtype == torch.uint8 for array in ("x", "x_test") if array in tensors}
+    kinds = {array: tensors[array].dtype == torch.uint8 for array in ("x", "x_test", "x_bound") if array in tensors}
     if len(set(kinds.values())) > 1:
         raise ValueError(
-            f"{name} holds bytes (uint8) in {'x' if kinds['x'] else 'x_test'} alone, which are scaled to [0, 1]; give "
-            "x and x_test in one type"
+            f"{name} holds bytes (uint8) in {' and '.join(array for array in kinds if kinds[array])} alone, which are "
+            f"scaled to [0, 1]; give {' and '.join(kinds)} in one type"
         )
     test = (tensors["x_test"], tensors["y_test"]) if "x_test" in tensors else TEST
-    return split(tensors["x"], tensors["y"], test=test, dataset=_plain(name), **sizes)
+    bound = tensors.get("x_bound")
+    return split(tensors["x"], tensors["y"], test=test, bound=bound, dataset=_plain(name), **sizes)
 
 
 def _tensor(name: str, array: str, values: Any) -> Tensor:
-    """An array as a tensor: labels as whole numbers in one row, images with their channels first."""
+    """An array as a tensor: labels as whole numbers, or as rows of 0 and 1, images with their channels first."""
     tensor = _numbers(values)
     shape = tuple(getattr(values, "shape", ()) if tensor is None else tensor.shape)
     kind = getattr(values, "dtype", type(values).__name__)
     if array.startswith("y"):
-        if tensor is None or tensor.ndim != 1 or tensor.is_floating_point():
+        if tensor is None or not _are_labels(tensor):
             raise ValueError(
                 f"{array} in {name} has shape {shape} and type {kind}; labels are one whole number per example, from "
-                "0 to the number of classes less 1"
+                "0 to the number of classes less 1, or a row of 0 and 1 where an example has several"
             )
         return tensor
     if tensor is None or tensor.ndim < 2 or tensor[0:1].numel() == 0:
@@ -167,6 +173,13 @@ def _tensor(name: str, array: str, values: Any) -> Tensor:
         )
     is_image = tensor.ndim == 4 or (tensor.ndim == 3 and tensor.dtype == torch.uint8)
     return _channels_first(tensor) if is_image else tensor
+
+
+def _are_labels(y: Tensor) -> bool:
+    """Whether y holds a class for every example, or a row of 0 and 1."""
+    if y.is_floating_point() or y.ndim not in (1, 2):
+        return False
+    return y.ndim == 1 or (y.numel() > 0 and bool(((y == 0) | (y == 1)).all()))
 
 
 def _numbers(values: Any) -> Tensor | None:

@@ -18,6 +18,8 @@ _SKETCH = 64
 """How many hashes of its examples a pool is known by."""
 _CHANNELS = (1, 3, 4)
 """How many channels images of bytes have: grey, colour, or colour with transparency."""
+NO_LABEL = -1
+"""What stands for the label of an example that has none."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,6 +58,11 @@ class Part:
 
     def __getitem__(self, i: int | Tensor) -> tuple[Tensor, Tensor]:
         return self.x[i], self.y[i]
+
+    @cached_property
+    def has_labels(self) -> bool:
+        """Whether its examples have labels: those of a `bound` part without any are all -1."""
+        return not len(self) or not bool((self.y == NO_LABEL).all())
 
     @cached_property
     def example_hashes(self) -> Tensor:
@@ -169,7 +176,7 @@ class Split:
     Args:
         prior: S_P, what the prior P may see.
         bound: S without S_P, on which the bound is computed.
-        train: S, both of them, for training without a certificate.
+        train: S, both of them, for training without a certificate; without a `bound` that has no labels.
         unlabelled: Examples whose labels are not used, for the agreement bound.
         test: Examples that nothing but an evaluation sees.
         dataset: The name of the data set, such as digits.
@@ -205,6 +212,8 @@ class Split:
 
     def __repr__(self) -> str:
         sizes = f"{len(self.prior):,} prior + {len(self.bound):,} bound = {len(self.train):,} train"
+        if not self.bound.has_labels:
+            sizes = f"{len(self.prior):,} prior = train, {len(self.bound):,} bound without labels"
         if len(self.unlabelled):
             sizes += f", {len(self.unlabelled):,} unlabelled"
         order = "declared random" if self.declared else f"seed {self.seed}"
@@ -253,6 +262,17 @@ def check_split(split: object) -> None:
             f"split has {split.classes} classes and labels of shape {tuple(split.prior.y.shape)}; "
             "a certificate bounds the error of a classifier, so give one class number per example"
         )
+    refuse_unlabelled(split)
+
+
+def refuse_unlabelled(split: Split) -> None:
+    """Refuses bound examples without labels where right answers have to be known."""
+    if not split.bound.has_labels:
+        raise ValueError(
+            f"the {len(split.prior):,} prior examples have labels and the {len(split.bound):,} bound examples have "
+            "none, but mistakes cannot be counted without them; give bound examples with labels, or certify a "
+            "disagreement"
+        )
 
 
 def split(
@@ -268,6 +288,7 @@ def split(
     classes: int | None = None,
     indices: tuple[Tensor, Tensor] | None = None,
     split_declared_random: bool = False,
+    bound: Tensor | None = None,
 ) -> Split:
     """Cuts tensors of your own at random, blind to the labels.
 
@@ -296,7 +317,10 @@ def split(
         classes: Number of classes; None means one more than the largest label.
         indices: Lists (prior, bound) of your own instead of a random order. A certificate is void unless they were
             drawn at random.
-        split_declared_random: Says that `indices` were drawn at random; the certificate says that you declared it.
+        split_declared_random: Says that `indices` were drawn at random, or `bound` independently of x; the certificate
+            says that you declared it.
+        bound: Inputs without labels that are the bound part, for a certificate about a disagreement. All of x and y
+            but the test part is then the prior part. None cuts the bound part off x and y.
 
     Returns:
         A Split whose parts share no example.
@@ -317,6 +341,11 @@ def split(
             raise ValueError(
                 f"indices name prior and bound alone; give unlabelled=0 (not {unlabelled}) and test as a pair"
             )
+    if bound is not None and (unlabelled or indices is not None):
+        named = f"unlabelled is {unlabelled}" if unlabelled else f"indices name {len(indices[1])} bound examples"
+        raise ValueError(
+            f"bound has {len(bound)} inputs, which are all that has no labels, and {named}; give one of both"
+        )
     if isinstance(test, tuple):
         test_examples = _hashed(*test, prefix="test_")
         test_order = torch.arange(len(test_examples.x))
@@ -325,6 +354,10 @@ def split(
             raise ValueError(f"test is {test}, but a fraction lies strictly between 0 and 1; or give a pair (x, y)")
         end = len(order) - round((test or 0.0) * len(order))
         test_examples, test_order, order = examples, order[end:], order[:end]
+    if bound is not None:
+        declared_prior = len(order)
+        order = torch.cat([order, torch.arange(len(x), len(x) + len(bound))])
+        examples = _joined(examples, bound, declared=split_declared_random)
     return cut(
         examples,
         order,
@@ -337,6 +370,7 @@ def split(
         dataset=dataset,
         classes=classes,
         declared_prior=declared_prior,
+        without_labels=0 if bound is None else len(bound),
     )
 
 
@@ -393,6 +427,32 @@ def _hashed(x: Tensor, y: Tensor, prefix: str = "") -> Examples:
     return Examples(x, y, {f"{prefix}x": _sha256(x), f"{prefix}y": _sha256(y)})
 
 
+def _joined(examples: Examples, bound: Tensor, *, declared: bool) -> Examples:
+    """The examples, and behind them inputs that have no labels."""
+    inputs, y = _channels_first(torch.as_tensor(bound)), examples.y
+    kinds = [(tuple(x.shape[1:]), x.dtype) for x in (examples.x, inputs)]
+    if kinds[0] != kinds[1] or not len(inputs):
+        raise ValueError(
+            f"bound has {len(inputs)} inputs of shape {kinds[1][0]} in {kinds[1][1]}, and x has {len(y)} of shape "
+            f"{kinds[0][0]} in {kinds[0][1]}; give at least one, of the same shape and type as those of x"
+        )
+    if y.is_floating_point() and not bool(((y == 0) | (y == 1)).all()):
+        raise ValueError(
+            f"bound has inputs without labels, on which classes can be compared, but y runs from {float(y.min()):.3g} "
+            f"to {float(y.max()):.3g} as in regression; leave bound out, or give classes"
+        )
+    copies = int(torch.isin(example_hashes(inputs), example_hashes(examples.x)).sum())
+    if copies * 100 > len(inputs) and not declared:
+        raise ValueError(
+            f"{copies} of the {len(inputs)} inputs of bound are among the {len(y)} of x, which networks are trained on; "
+            "leave these out, or say split_declared_random=True if new data repeat them as often"
+        )
+    y = y if y.is_floating_point() else y.long()
+    none = torch.full((len(inputs), *y.shape[1:]), NO_LABEL, dtype=y.dtype)
+    files = examples.files | {"bound_x": _sha256(inputs)}
+    return Examples(torch.cat([examples.x, inputs]), torch.cat([y, none]), files)
+
+
 def _channels_first(x: Tensor) -> Tensor:
     """Images of bytes as (n, channels, height, width): files and arrays often have channels last, or none."""
     if x.dtype != torch.uint8 or x.ndim not in (3, 4):
@@ -422,10 +482,12 @@ def cut(
     classes: int | None,
     standardise: bool = True,
     declared_prior: int | None = None,
+    without_labels: int = 0,
 ) -> Split:
     """Reads `order` as prior | bound | unlabelled. prior and bound are views of train: no example is stored twice.
 
-    `declared_prior` is the size of the prior part if the user gave the order.
+    `declared_prior` is the size of the prior part if the user gave the order. The last examples, `without_labels` of
+    them, are the bound part then, and not in train.
     """
     _check_shapes(examples, test_examples)
     if declared_prior is None and not 0 <= prior_fraction < 1:
@@ -441,16 +503,17 @@ def cut(
             f"prior_fraction {prior_fraction} of {len(order)} examples less {unlabelled} unlabelled ones leaves a "
             f"prior part of {k} and a bound part of {max(n - k, 0)}; each needs at least one example"
         )
-    classes = _count_classes(examples.y, test_examples.y, classes)
+    classes = _count_classes(examples.y[: len(examples.y) - without_labels], test_examples.y, classes)
     (x, y), (test_x, test_y) = _take(examples, order), _take(test_examples, test_order)
     hashes = torch.stack([example_hashes(examples.x[order]), example_hashes(x)], dim=1)
     test_hashes = torch.stack([example_hashes(test_examples.x[test_order]), example_hashes(test_x)], dim=1)
     mean, std = _standardise_(x, test_x, k) if standardise and k and x.is_floating_point() else ((), ())
     source, test_source = (_name_source(part) for part in (examples, test_examples))
+    end = k if without_labels else n
     return Split(
         prior=Part("prior", x[:k], y[:k], order[:k], source, hashes[:k]),
         bound=Part("bound", x[k:n], y[k:n], order[k:n], source, hashes[k:n]),
-        train=Part("train", x[:n], y[:n], order[:n], source, hashes[:n]),
+        train=Part("train", x[:end], y[:end], order[:end], source, hashes[:end]),
         unlabelled=Part("unlabelled", x[n:], y[n:], order[n:], source, hashes[n:]),
         test=Part("test", test_x, test_y, test_order, test_source, test_hashes),
         dataset=dataset,

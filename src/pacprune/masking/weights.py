@@ -384,6 +384,11 @@ def training(models: Sequence[nn.Module]) -> Iterator[None]:
                 _mark_trained(model, trained=True)
 
 
+def last_change(model: nn.Module) -> int | None:
+    """When pacprune last trained, pruned or loaded the model or a part of it; None where it never did."""
+    return max((note.changed for _, note in noted(model) if note.changed is not None), default=None)
+
+
 def _mark_trained(model: nn.Module, *, trained: bool) -> None:
     for module in model.modules():
         notes(module).trained = trained

@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from pacprune import imports
 from pacprune.certification import risks, rules
 from pacprune.certification.certificate import Certificate
 from pacprune.certification.commitment import split_hashes
-from pacprune.certification.held_out import certify_held_out, certify_sequence
-from pacprune.certification.risks import Tally
+from pacprune.certification.held_out import certify_held_out, certify_sequence, examples_needed, tallies_of
+from pacprune.certification.risks import LEVELS, Tally
 from pacprune.data import trace
-from pacprune.data.batches import device_of
-from pacprune.data.splits import Part, Split, check_split
+from pacprune.data.batches import device_of, refusing_unfit
+from pacprune.data.splits import Part, Split, refuse_unlabelled
 from pacprune.deploy import export
 from pacprune.distributed import ranks
 from pacprune.files import digest, write_atomically
@@ -40,7 +41,7 @@ from pacprune.training.evaluate import evaluating
 from pacprune.training.fit import fit
 from pacprune.training.population import AT_ONCE
 from pacprune.training.posterior import refuse_if_touched, touched
-from pacprune.types import History, Progress, Table, check_name
+from pacprune.types import History, Loss, Progress, Table, check_name
 
 LIMITS = {"max_error": "error", "max_drop": "drop", "max_disagreement": "disagreement"}
 """The keyword of every limit, and the risk that it is a limit of."""
@@ -118,13 +119,22 @@ class Compressed:
     @property
     def statement(self) -> str:
         """What a user wants to know, in one sentence; if no network passed, what is missing."""
-        if not self.passed:
+        if not self.passed and self.front is None:
             return self.certificate.statement
+        if not self.passed:
+            return f"No candidate is proved to keep the limit {self.limit:g}. {self.certificate.statement}"
         dense = sum(t.numel() * t.element_size() for t in self.model.state_dict().values())
         return (
             f"Compressed to {self.sparsity:.2%} sparsity ({self.bytes:,} bytes in place of {dense:,}); certified "
             f"{self.risk} at most {self.limit:g} at delta {self.certificate.ledger.delta:g}."
         )
+
+    @property
+    def examples_needed(self) -> int | None:
+        """About how many bound examples the densest candidate would need to pass; None if no number would do."""
+        certificate = self.certificate if self.front is None else self.front
+        tally, count = tallies_of(certificate)[0], 1 if self.front is None else len(certificate.tests)
+        return examples_needed(tally, self.limit, certificate.ledger.delta / count)
 
     def __repr__(self) -> str:
         facts = [type(self.model).__name__, f"sparsity {self.sparsity:.4f}"]
@@ -192,6 +202,7 @@ class _Task:
     validation: Part
     config: Config
     method: str
+    loss: Loss
     options: Mapping[str, Any]
     risk: str
     limit: float
@@ -217,7 +228,7 @@ class _Task:
         """Trains the network before it is pruned."""
         checkpoint = None if self.folder is None else self.folder / "dense.pt"
         options = {"seed": self.seed, "stage": "dense", "checkpoint": checkpoint, "progress": self.progress}
-        return fit(self.start, self.fitting, config, **options)
+        return fit(self.start, self.fitting, config, loss=self.loss, **options)
 
     @property
     def at_once(self) -> int:
@@ -236,6 +247,7 @@ class _Task:
                 self.fitting,
                 self.config,
                 sparsity=portion,
+                loss=self.loss,
                 seed=self.seed,
                 folder=[None if self.folder is None else self.folder / f"{s:.6f}" for s in portion],
                 progress=_labelled(self.progress, portion),
@@ -325,12 +337,31 @@ def expected_bound(tally: Tally, *, n: int, delta: float, errors: float = 0.0) -
     Returns:
         The bound.
     """
+    if tally.levels is not None:
+        return _shifted(tally, n, errors).bound(delta)
     plus, minus = tally.plus + errors * math.sqrt(tally.plus + tally.minus + 4), float(tally.minus)
     if plus < 0:
         plus, minus = 0.0, minus - plus if tally.lowest else 0.0
     scaled_plus = min(n, math.ceil(plus * n / tally.n))
     scaled_minus = min(n - scaled_plus, math.floor(minus * n / tally.n))
     return replace(tally, n=n, plus=scaled_plus, minus=scaled_minus).bound(delta)
+
+
+def _shifted(tally: Tally, n: int, errors: float) -> Tally:
+    """n examples whose levels are distributed as these, all moved by so many standard errors of their mean."""
+    assert tally.levels is not None
+    unit = (1 - tally.lowest) / LEVELS
+    squares = sum(times * (tally.lowest + level * unit) ** 2 for level, times in tally.levels)
+    shift = errors * math.sqrt(squares + 4) / (tally.n * unit)
+    counts: dict[int, int] = {}
+    filled = seen = 0
+    for level, times in sorted(tally.levels, reverse=True):  # so that what is rounded is rounded up
+        seen += times
+        place = min(LEVELS, max(0, math.ceil(level + shift)))
+        end = math.ceil(seen * n / tally.n)
+        counts[place] = counts.get(place, 0) + end - filled
+        filled = end
+    return replace(tally, n=n, levels=tuple((level, times) for level, times in counts.items() if times))
 
 
 def declared_order(tallies: Sequence[Tally], *, n: int, delta: float) -> list[int]:
@@ -402,6 +433,7 @@ def compress(
     sparsities: Sequence[float] | None = None,
     refinements: int = 4,
     dense: Config | None = None,
+    loss: Loss | None = None,
     reference: nn.Module | None = None,
     validation: float = 0.2,
     front: bool = False,
@@ -431,7 +463,8 @@ def compress(
 
     Args:
         model: The network to compress. It is trained in place if `dense` says how, and otherwise left as it is.
-        split: The data. Everything is trained and chosen on split.prior, and tested on split.bound.
+        split: The data. Everything is trained and chosen on split.prior, and tested on split.bound, which needs no
+            labels for `max_disagreement` (pp.data.split(..., bound=inputs)).
         config: How each candidate is pruned, such as pp.Config(epochs=20, lr=0.1, schedule="cosine").
         max_error: Limit of the error rate, such as 0.1. One of the three limits is needed.
         max_drop: Limit of the error rate minus that of the reference, such as 0.01.
@@ -441,6 +474,8 @@ def compress(
         sparsities: The chain before it is refined, rising; None is 0.5, 0.8, 0.9, 0.95, 0.98, 0.99 and 0.995.
         refinements: How many candidates are added where the limit is expected, such as 4; on a GPU, 2**refinements.
         dense: How the network is trained before pruning; None prunes it as it is.
+        loss: What dense network and candidates are trained by, as of `pp.fit`. None is the cross-entropy: over the
+            classes; or of a logit, where the network has one output, or one for each label of an example.
         reference: What drop and disagreement are measured against; None is the model before pruning.
         validation: Share of split.prior on which the chain is refined, such as 0.2.
         front: Tests all candidates at delta divided by their number, so that values hold for all of them at once.
@@ -473,9 +508,11 @@ def compress(
     grid = _checked_sparsities(SPARSITIES if sparsities is None else sparsities)
     refinements = whole("refinements", refinements, 0)
     _check_request(model, split, config, dense, delta, method, declare)
+    if risks.RISKS[risk].labels:
+        refuse_unlabelled(split)
+    by_sign = _is_by_sign(model, split)
     if reference is not None:
-        _check_reference(model, reference, split, declare)
-    _check_provable(risk, limit, len(split.bound), delta)
+        _check_reference(reference, split, declare)
     fitting, chosen_on = cut_validation(split.prior, validation)
     task = _Task(
         start=model,
@@ -485,6 +522,7 @@ def compress(
         validation=chosen_on,
         config=config,
         method=method,
+        loss=(logit_loss if by_sign else F.cross_entropy) if loss is None else loss,
         options=options,
         risk=risk,
         limit=limit,
@@ -493,6 +531,7 @@ def compress(
         folder=None if folder is None else Path(folder),
         progress=progress,
     )
+    _check_provable(task)
     _rehearse(task, grid[-1])
     history = [] if dense is None else task.fit_dense(dense)
     if risk != "error":
@@ -538,12 +577,11 @@ def _walk(task: _Task, models: Sequence[nn.Module], common: Mapping[str, Any]) -
 def _front(task: _Task, models: Sequence[nn.Module], common: Mapping[str, Any]) -> _Outcome:
     """Opens the bound set: bounds at delta divided by the number of candidates, which hold for all of them at once."""
     front = certify_sequence(models, task.split, limit=task.limit, front=True, **common)
-    tests, lowest = [], risks.RISKS[task.risk].lowest
-    for test in front.tests:
-        counts, bound = test["counts"], test["bound"]
-        assert counts is not None
+    tests = []
+    for test, tally in zip(front.tests, tallies_of(front), strict=True):
+        bound = test["bound"]
         assert bound is not None
-        price = bound - Tally(test["n"], lowest, counts["plus"], counts["minus"]).bound(task.delta)
+        price = bound - tally.bound(task.delta)
         tests.append({**test, "passed": bound <= task.limit, "price": price})
     chosen = max((k for k, test in enumerate(tests) if test["passed"]), default=0)
     # The same bound, in a certificate about this network.
@@ -606,14 +644,18 @@ def _check_request(
     model: nn.Module, split: Split, config: Config, dense: Config | None, delta: float, method: str, declare: str | None
 ) -> None:
     """Refuses before anything is trained what a certificate would be refused for."""
-    check_split(split)
+    if not isinstance(split, Split):
+        raise ValueError(
+            f"the data is a {type(split).__name__}, but a limit is proved on the part of a Split that nothing is "
+            "trained on; make one by pp.data.split(x, y)"
+        )
     check_config("config", config)
     if dense is not None:
         check_config("dense", dense)
     check_name("method", method, pruning_methods())
     rules.check_delta(delta)
     rules.refuse_random(model)
-    rules.refuse_split(split)
+    rules.refuse_cut(split)
     rules.refuse_repeats(split, declaration := rules.checked_declaration(declare))
     count = touched(trace.looked(), split.bound, apart_from=split.prior)
     if count:
@@ -627,19 +669,33 @@ def _check_request(
         refuse_if_touched(weights.seen(model), split, "the model")
 
 
-def _check_reference(model: nn.Module, reference: nn.Module, split: Split, declare: str | None) -> None:
-    """Refuses a reference that answers something else, or that has seen the bound set."""
+def _is_by_sign(model: nn.Module, split: Split) -> bool:
+    """Whether the network answers by signs; refuses inputs that it cannot take, and labels that are no classes."""
+    network, few, y = copy.deepcopy(model), split.prior.x[:2].to(device_of(model)), split.prior.y
+    with evaluating(network), refusing_unfit(few, "the model"):
+        output = network(few)
+    risks.refuse_one_hot(output, split)
+    by_sign = risks.is_by_sign(output, y[:2])
+    if (by_sign or y.is_floating_point()) and not bool(((y == 0) | (y == 1)).all()):
+        kind = "one output per label, whose sign tells 0 from 1," if by_sign else "an output per class,"
+        raise ValueError(
+            f"the model has {kind} but the labels run from {float(y.min()):g} to {float(y.max()):g} in {y.dtype}; give "
+            "classes, as y.long(), and the model an output for each; for regression there is pp.certify_held_out with a "
+            "loss of your own"
+        )
+    return by_sign
+
+
+def logit_loss(output: Any, y: Tensor) -> Tensor:
+    """The mean cross-entropy of logits, whose signs are the answers, with labels 0 and 1."""
+    logits = risks.logits_of(output).reshape(y.shape)
+    return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))
+
+
+def _check_reference(reference: nn.Module, split: Split, declare: str | None) -> None:
+    """Refuses a reference that has seen the bound set."""
     rules.refuse_random(reference)
     rules.refuse_untraced(weights.origin(reference), split, "the reference", rules.checked_declaration(declare))
-    shapes = []
-    for network in (model, reference):
-        with evaluating(network):
-            shapes.append(tuple(network(split.prior.x[:2].to(device_of(network))).shape[1:]))
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"the reference has outputs of shape {shapes[1]} and the model {shapes[0]}; compare networks that answer "
-            "the same question"
-        )
 
 
 def cut_validation(part: Part, validation: float) -> tuple[Part, Part]:
@@ -654,14 +710,18 @@ def cut_validation(part: Part, validation: float) -> tuple[Part, Part]:
     return part.subset(torch.arange(cut)), part.subset(torch.arange(cut, len(part)))
 
 
-def _check_provable(risk: str, limit: float, n: int, delta: float) -> None:
-    """Refuses a limit that no bound set of this size can prove."""
-    best = Tally(n, risks.RISKS[risk].lowest).bound(delta)
-    if best > limit:
+def _check_provable(task: _Task) -> None:
+    """Refuses what cannot be counted, by two examples, and a limit that no bound set of this size can prove."""
+    model, risk = copy.deepcopy(task.start), risks.RISKS[task.risk]
+    reference = (model if task.reference is None else task.reference) if risk.against else None
+    few = task.validation.subset(torch.arange(min(2, len(task.validation))))
+    sample = risks.evaluate(risk, model, reference, few)
+    zero = ((LEVELS if risk.lowest else 0) // 2, task.n)
+    best = Tally(task.n, risk.lowest, levels=None if sample.whole else (zero,)).bound(task.delta)
+    if best > task.limit:
         raise ValueError(
-            f"the limit is {limit:g}, but {rules.bound_examples(n)} prove{'s' * (n == 1)} at best "
-            f"{best:.4g} at delta {delta:g}, without a "
-            "single mistake; give more bound examples, or a larger limit"
+            f"the limit is {task.limit:g}, but {rules.bound_examples(task.n)} prove{'s' * (task.n == 1)} at best {best:.4g} "
+            f"at delta {task.delta:g}, without a single mistake; give more bound examples, or a larger limit"
         )
 
 
@@ -672,7 +732,7 @@ def _rehearse(task: _Task, sparsity: float) -> None:
         if not row.takes(name):
             raise ValueError(f"{name} is no argument of the method {task.method!r}; leave it out, or see its help")
     few = task.fitting.subset(torch.arange(min(FEW, len(task.fitting))))
-    options = {**row.options, **task.options}
+    options = {**row.options, **task.options, "loss": task.loss}
     row.verb(copy.deepcopy(task.start), few, replace(task.config, epochs=0), sparsity=sparsity, **options)
 
 

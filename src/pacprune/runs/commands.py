@@ -35,7 +35,7 @@ from pacprune.runs import locks, report, store
 from pacprune.runs import options as opt
 from pacprune.runs.options import Certifying, Options, Pruning, Training
 from pacprune.training.config import Config
-from pacprune.training.evaluate import error, gibbs_error
+from pacprune.training.evaluate import error, evaluating, gibbs_error
 from pacprune.training.fit import fit
 from pacprune.training.posterior import fit_posterior
 from pacprune.types import History, Progress, check_name
@@ -178,7 +178,7 @@ def store_outcomes(options: Training, outcomes: list[Outcome], split: Split, fol
         "test_error": last.test_error,
         "dense_error": outcomes[0].test_error if options.dense_epochs else None,
         "input": {"shape": list(split.train.x.shape[1:]), "dtype": str(split.train.x.dtype).removeprefix("torch.")},
-        "classes": split.classes,
+        "classes": models.outputs_of(split),
         "files": split.files,
         "architecture": architecture(last.model),
     }
@@ -327,7 +327,7 @@ def _trained(folder: Path, device: str, *, model: str | None, data: str | None) 
     """Options, data and network of a finished run that was trained on the prior part alone."""
     command, options = store.read_config(folder)
     store.check_code(folder, options, model=model, data=data)
-    store.result(folder)  # refuses a run that is not finished
+    store.refuse_failed(folder, store.result(folder))  # and a run that is not finished
     if not isinstance(options, Pruning):
         certificate_folder = folder / store.CERTIFICATE
         raise ValueError(
@@ -379,7 +379,27 @@ def prepare(options: Any) -> tuple[Split, nn.Module]:
                 f"{most} can be kept aside; choose another --unlabelled"
             ) from None
         raise
-    return split, models.build(options.model, split, seed=options.seed).to(device)
+    model = models.build(options.model, split, seed=options.seed)
+    if not isinstance(options, opt.Compress):
+        _refuse_signs(options, model, split)
+    return split, model.to(device)
+
+
+def _refuse_signs(options: Any, model: nn.Module, split: Split) -> None:
+    """Refuses labels and outputs of networks that answer by signs: all commands but `compress` train classes."""
+    y, remedy = split.train.y, "or use pacprune compress"
+    if y.ndim > 1:
+        raise ValueError(
+            f"{options.data} has labels of shape {tuple(y.shape[1:])} for each example, but pacprune {options.command} "
+            f"trains networks that choose one of several classes; give one class number for each, {remedy}"
+        )
+    with evaluating(model):
+        output = model(split.train.x[:2])
+    if risks.is_by_sign(output, y[:2]):
+        raise ValueError(
+            f"the network of {options.model} has 1 output for {split.classes} classes, but pacprune {options.command} "
+            f"trains networks with an output for each; give it {split.classes} outputs, {remedy}"
+        )
 
 
 def check_device(name: str) -> torch.device:

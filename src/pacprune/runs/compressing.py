@@ -4,6 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from pacprune.certification import risks
+from pacprune.data.splits import Split
 from pacprune.deploy import export
 from pacprune.distributed import ranks
 from pacprune.files import write_atomically
@@ -13,7 +17,6 @@ from pacprune.methods.table import METHODS
 from pacprune.runs import commands, store
 from pacprune.runs.commands import Outcome
 from pacprune.runs.options import Compress
-from pacprune.training.evaluate import error
 from pacprune.types import Progress
 
 PACKED = export.FORMATS["safetensors"].file
@@ -41,6 +44,7 @@ def compress(options: Compress, begin: Callable[[], Path], progress: Progress) -
             validation=options.validation,
             front=options.front,
             name=options.model,
+            declare=options.declare,
             seed=options.seed,
             folder=checkpoints,
             progress=progress,
@@ -63,15 +67,20 @@ def _numbers(text: str | None) -> list[float] | None:
         raise ValueError(f"sparsities is {text!r}; give fractions separated by commas, such as 0.5,0.8,0.9") from None
 
 
-def _outcomes(options: Compress, compressed: Compressed, model: Any, split: Any) -> list[Outcome]:
+def _outcomes(options: Compress, compressed: Compressed, model: nn.Module, split: Split) -> list[Outcome]:
     """The rows of the table: the network before pruning, and the one that was chosen."""
     which = compressed.sparsity
     dense_history = [row for row in compressed.history if "candidate" not in row]
     history = [row for row in compressed.history if row.get("candidate") == which]
     return [
-        Outcome("dense", 0.0, error(model, split.test), model, dense_history),
-        Outcome(options.method, which, error(compressed.model, split.test), compressed.model, history),
+        Outcome("dense", 0.0, _error(model, split), model, dense_history),
+        Outcome(options.method, which, _error(compressed.model, split), compressed.model, history),
     ]
+
+
+def _error(model: nn.Module, split: Split) -> float:
+    """The test error, by the same rule as that of the certificate."""
+    return risks.evaluate(risks.RISKS["error"], model, None, split.test).tally().mean
 
 
 def _store(
@@ -88,7 +97,8 @@ def _store(
         "headline": compressed.statement,
         "limit": compressed.limit,
         "passed": compressed.passed,
-        "certificate": certificate.bound,
+        "certificate": certificate.bound if compressed.passed else None,
+        "densest": None if compressed.passed else _densest(compressed),
         "n": certificate.n,
         "statement": certificate.statement,
         "packed": PACKED if compressed.passed else None,
@@ -96,3 +106,9 @@ def _store(
         "points": compressed.points,
         **tries,
     }
+
+
+def _densest(compressed: Compressed) -> dict[str, Any]:
+    """What is known of the densest candidate, where no network keeps the limit."""
+    bound, needed = compressed.certificate.bound, compressed.examples_needed
+    return {"sparsity": compressed.sparsity, "bound": bound, "examples_needed": needed}

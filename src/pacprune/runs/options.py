@@ -136,6 +136,9 @@ class Compress(Training):
     refinements: int = _option(4, "How many networks are added where the limit is expected; on a GPU 2**N.")
     validation: float = _option(0.2, "Share of S_P on which the chain is refined.")
     front: bool = _option(False, "Bounds for all networks at once, each at its part of delta, in place of the walk.")
+    declare: str | None = _option(
+        None, "What pacprune cannot trace, such as what trained a network before --dense-epochs 0; it is quoted."
+    )
 
 
 @dataclass(frozen=True)

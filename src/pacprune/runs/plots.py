@@ -129,11 +129,12 @@ def _compression(canvas: Any, rows: Table) -> None:
     bounded = [(place, row["bound"]) for place, row in zip(places, rows, strict=True) if row["bound"] is not None]
     if bounded:
         axes.plot(*zip(*bounded, strict=True), "_", color="black", ms=12, mew=2, label="bound")
-    axes.axhline(rows[0]["limit"], color="black", lw=1, ls="--", label="limit: proved of all that passed")
+    proved = ": proved of all that passed" if any(row["passed"] for row in rows) else ", which is not proved"
+    axes.axhline(rows[0]["limit"], color="black", lw=1, ls="--", label=f"limit{proved}")
     ticks = [tick for tick in _SPARSITY_TICKS if -np.log1p(-tick) <= max(places) + 0.05]
     axes.set_xticks(-np.log1p(-np.array(ticks)), [f"{tick:g}" for tick in ticks])
     axes.set_xlabel("sparsity (fraction of the weights pruned)")
-    axes.set_ylabel("risk")
+    axes.set_ylabel("risk that is limited")
     canvas.legend(ncols=3, loc="outside lower center", fontsize=9)
     title(canvas, "How far the network can be pruned", "bound examples, split, weights, data order")
 
@@ -363,8 +364,8 @@ _PLOTS: dict[str, tuple[Callable[[Path, dict[str, Any]], Table], str, Callable[[
     ),
     "methods": (
         _methods_table,
-        "How often each network is wrong on test examples that no training has seen. A certificate, where there is "
-        "one, is a promise about all new data, so it should lie above the test error.",
+        "How often each network is wrong on test examples that no training has seen. A certificate of the error, where "
+        "one is drawn, is a promise about all new data, so it should lie above the test error.",
         _methods,
     ),
     "certificate": (

@@ -18,6 +18,11 @@ from pacprune.methods.table import METHODS
 from pacprune.runs import options as opt
 from pacprune.runs import plots, store
 
+OF_DRAWN = {
+    "Sparsity": " (of a network drawn by pbp: the expected one)",
+    "Test error": " (of pbp: the mean over networks drawn at random)",
+}
+"""What is added to MEANINGS where a network is drawn."""
 COLUMNS = {
     "method": "Method",
     "sparsity": "Sparsity",
@@ -26,9 +31,8 @@ COLUMNS = {
     "held_out": "Held-out baseline",
 }
 MEANINGS = {
-    "Sparsity": "the fraction of the weights that are zero (of a network drawn by pbp: the expected one)",
-    "Test error": "the fraction of wrong answers on the test part, which no training has seen (of pbp: the mean over "
-    "networks drawn at random)",
+    "Sparsity": "the fraction of the weights that are zero",
+    "Test error": "the fraction of wrong answers on the test part, which no training has seen",
     "Certificate": "a proved upper bound on the error rate on new data: it holds before any test data are seen",
     "Held-out baseline": "the simplest proof, to judge the certificate by: an exact binomial (Clopper-Pearson) bound "
     "for the prior's thresholded network on the same examples",
@@ -42,7 +46,7 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
     figures = plots.draw(folder, result, out)
     certificate = plots.certificate_of(folder)
     body = [
-        f"<h1>{_title(command)}</h1>",
+        f"<h1>{_title(command, result)}</h1>",
         f"<p>{escape(_summary(result))}</p>",
         _table(result["rows"]),
         _certificate(certificate, os.path.relpath(folder / store.CERTIFICATE, out), result) if certificate else "",
@@ -55,7 +59,7 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>pacprune: {escape(_title(command))}</title>
+<title>pacprune: {escape(_title(command, result))}</title>
 <style>{_STYLE}</style>
 </head>
 <body><main>
@@ -73,7 +77,9 @@ _TITLES = {
 }
 
 
-def _title(command: str) -> str:
+def _title(command: str, result: dict[str, Any]) -> str:
+    if result.get("passed") == 0:
+        return "No network of the chain is proved to keep the limit"
     return _TITLES[command] if command in _TITLES else METHODS[command].title
 
 
@@ -114,7 +120,10 @@ def _table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = "".join(f"<td>{cell(name, row[name])}</td>" for name in titles if name != "method")
         lines.append(f"<tr><th>{escape(row['method'])}<small>{_meaning(row['method'])}</small></th>{cells}</tr>")
-    meanings = "".join(f"<dt>{t}</dt><dd>{sentence(MEANINGS[t])}</dd>" for t in titles.values() if t in MEANINGS)
+    added = OF_DRAWN if any(METHODS[row["method"]].certifies for row in rows if row["method"] in METHODS) else {}
+    meanings = "".join(
+        f"<dt>{t}</dt><dd>{sentence(MEANINGS[t] + added.get(t, ''))}</dd>" for t in titles.values() if t in MEANINGS
+    )
     return (
         f'<div class="wide"><table id="results"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
@@ -209,7 +218,7 @@ def _figure(figure: plots.Figure, out: Path) -> str:
         content = base64.b64encode(figure.png.read_bytes()).decode()
         image = f'<img alt="{escape(figure.caption)}" src="data:image/png;base64,{content}">'
     link = f'<a href="{figure.csv.relative_to(out).as_posix()}">data (CSV)</a>'
-    return f'<figure id="{figure.name}">{image}<figcaption>{escape(figure.caption)} {link}</figcaption></figure>'
+    return f'<figure id="{figure.name}"><div class="wide">{image}</div><figcaption>{escape(figure.caption)} {link}</figcaption></figure>'
 
 
 def _reproduction(command: str, options: Any, result: dict[str, Any]) -> str:
@@ -256,7 +265,7 @@ details table { width: auto; } details td { text-align: left; } details th { fon
 dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: var(--soft); }
 blockquote { margin: 0; padding: .9rem 1.1rem; background: var(--tint); border-left: 4px solid var(--mark); }
 figure { margin: 2.25rem 0; } figcaption { color: var(--soft); margin-top: .5rem; }
-img { display: block; max-width: 100%; background: #fff; border: 1px solid var(--line); border-radius: 6px;
+img { display: block; max-width: 100%; min-width: 34rem; background: #fff; border: 1px solid var(--line); border-radius: 6px;
   padding: 8px; box-sizing: border-box; }
 pre { background: var(--tint); padding: .8rem 1rem; overflow-x: auto; border-radius: 6px; }
 """
@@ -274,7 +283,8 @@ def console_output(result: dict[str, Any]) -> Iterator[Any]:
     if "statement" in result:
         tries = [result["tries"]["text"]] if "tries" in result else []
         winner = [sentence(result["winner"])] if "winner" in result else []
-        yield "\n".join([result["statement"], *tries, *winner])
+        statement = [result["statement"]] if result["statement"] != result.get("headline") else []
+        yield "\n".join([*statement, *tries, *winner])
     folder = Path(result["folder"])
     yield f"Report: {folder / 'report.html'}"
     if not list(folder.glob("figures/*.png")):

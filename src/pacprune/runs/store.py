@@ -161,13 +161,19 @@ def certificate(folder: Path) -> Path:
             return place
     if (folder / CONFIG).is_file():
         command, _ = read_config(folder)
-        result(folder)
+        refuse_failed(folder, result(folder))
         if issubclass(opt.COMMANDS[command], opt.Pruning):
             raise ValueError(f"{folder} is a run of {command} without a certificate; run pacprune certify {folder}")
     raise ValueError(
         f"{folder} holds neither {RECORD} nor {CERTIFICATE}/{RECORD}; name the folder of a certificate, or of a run "
         "that holds one"
     )
+
+
+def refuse_failed(folder: Path, finished: dict[str, Any]) -> None:
+    """Refuses a run of compress in which no network kept the limit, and says what is known."""
+    if finished.get("passed") == 0:
+        raise ValueError(f"there is no certificate in {folder}: {finished['headline']}")
 
 
 def write_model(path: Path, model: nn.Module) -> None:

@@ -10,7 +10,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pacprune.data import trace
-from pacprune.data.batches import Objective, batches, device_of, first_batch, is_pair, is_stream, isolated_rng, tensors
+from pacprune.data.batches import (
+    Objective,
+    batches,
+    device_of,
+    first_batch,
+    is_pair,
+    is_stream,
+    isolated_rng,
+    refusing_unfit,
+    tensors,
+)
 from pacprune.distributed import across_model, count, ranks, refuse_sharded
 from pacprune.masking import weights
 from pacprune.training.config import MASKS, Config
@@ -108,24 +118,25 @@ def loss_identity(objective: Objective, value: str) -> list[str]:
 
 
 def _outputs(model: nn.Module, batch: Any, objective: Objective) -> Any:
+    x = batch[0] if is_pair(batch) and objective.forward is None else None
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     try:
-        return objective.outputs(model, batch)
-    except RuntimeError as failure:
-        x = batch[0] if is_pair(batch) else None
-        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-        if not isinstance(x, Tensor) or x.dtype in dtypes:
+        with refusing_unfit(x, "the model"):
+            return objective.outputs(model, batch)
+    except ValueError as failure:
+        if not isinstance(failure.__cause__, RuntimeError) or not isinstance(x, Tensor) or x.dtype in dtypes:
             raise
         if x.dtype == torch.uint8:
             raise ValueError(
                 f"x is torch.uint8 of shape {tuple(x.shape)}, which the model does not take; give x.float() / 255 with "
                 "channels first, (n, channels, height, width), or the parts of pp.data.split(x, y)"
-            ) from failure
+            ) from failure.__cause__
         if not x.is_floating_point():
             raise
         raise ValueError(
             f"x is {x.dtype} but the model's parameters are {', '.join(sorted(map(str, dtypes)))}; "
             "cast the data or the model"
-        ) from failure
+        ) from failure.__cause__
 
 
 def _number(objective: Objective, out: Any, batch: Any) -> float:

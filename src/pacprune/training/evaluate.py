@@ -8,7 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune.data.batches import Objective, batches, device_of, is_pair, is_stream, isolated_rng, look_at, rows, use_of
+from pacprune.data.batches import (
+    Objective,
+    batches,
+    device_of,
+    is_pair,
+    is_stream,
+    isolated_rng,
+    look_at,
+    refusing_unfit,
+    rows,
+    use_of,
+)
 from pacprune.masking import attachment, weights
 from pacprune.training.population import Population
 from pacprune.types import Data, Forward, Loss
@@ -115,7 +126,8 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data, *, forward: Forwar
 
 def _logits_and_labels(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, Tensor]:
     """What the network says to a batch, and what is right: (x, y), or a mapping that has `labels`."""
-    out = Objective(forward=forward).outputs(model, batch)
+    with refusing_unfit(batch[0] if is_pair(batch) and forward is None else None, "the model"):
+        out = Objective(forward=forward).outputs(model, batch)
     if is_pair(batch):
         return getattr(out, "logits", out), batch[1]
     if isinstance(batch, Mapping) and "labels" in batch:
