@@ -104,7 +104,7 @@ def test_layers_are_left_out_by_flags() -> None:
     )
     assert "--exclude 'head' names no weight of the model" in refusal("osp", *words, "--exclude", "2,head")
     assert "--exclude 'head' names no weight" in refusal("pbp", *words, "--exclude", "head", "--unlabelled", "9")
-    assert "leave this layer out by exclude=" in refusal("pft", *OWN, *SHORT, "--pattern", "2:4")
+    assert "leave this layer out by --exclude" in refusal("pft", *OWN, *SHORT, "--pattern", "2:4")
     assert (
         answer("pft", *OWN, *SHORT, "--pattern", "2:4", "--exclude", "0", "--out", "pattern")["kept"] == 16 * 9 + 3 * 8
     )

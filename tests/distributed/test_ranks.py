@@ -44,7 +44,7 @@ def free_port() -> int:
 
 @contextmanager
 def forking(*modules: str) -> Iterator[Run]:
-    """run(folder, "dense", world=2) runs cases of the first module on so many ranks; returns their codes and outputs."""
+    """run(folder, "dense", world=2) runs cases of the first module on so many ranks; returns codes and outputs."""
     command = [sys.executable, "-W", "error", forks.__file__, *modules]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -400,9 +400,10 @@ class _Trial:
         count = len(self.hashes)
         first = f"the first of {count} candidates" if count > 1 else "the only candidate"
         statement = (
-            f"No candidate passed: nothing shows that the {self.risk.phrase} on new data of {first} (sparsity {rounded_down(self.sparsities[0])}){self.risk.against} is at "
-            f"most the limit {rounded_up(limit)}. With probability at least {percent(self.delta)} % over the draw of "
-            f"the {rules.bound_examples(len(self.split.bound))} it is at most {rounded_up(bound)}; {remedy}."
+            f"No candidate passed: nothing shows that the {self.risk.phrase} on new data of {first} (sparsity "
+            f"{rounded_down(self.sparsities[0])}){self.risk.against} is at most the limit {rounded_up(limit)}. With "
+            f"probability at least {percent(self.delta)} % over the draw of the "
+            f"{rules.bound_examples(len(self.split.bound))} it is at most {rounded_up(bound)}; {remedy}."
         )
         return replace(certificate, record={**certificate.record, "statement": statement})
 

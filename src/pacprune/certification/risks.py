@@ -388,7 +388,8 @@ def _refuse_nan(who: str, output: Any) -> None:
     logits = logits_of(output)
     if isinstance(logits, Tensor) and bool(logits.isnan().any()):
         raise ValueError(
-            f"{int(logits.isnan().sum())} of {logits.numel()} outputs of {who} are NaN; give one whose outputs are numbers"
+            f"{int(logits.isnan().sum())} of {logits.numel()} outputs of {who} are NaN; give one whose outputs are "
+            "numbers"
         )
 
 

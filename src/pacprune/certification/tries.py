@@ -62,8 +62,8 @@ class Tries:
             text = f"{count}: if this is chosen among them, nothing is proved, since the bound at {level} is 1"
         if self.later:
             text += (
-                "; what is certified was trained or loaded after one of the others was known: if it was made because of "
-                "that, no level is small enough, and only new examples tell"
+                "; what is certified was trained or loaded after one of the others was known: if it was made because "
+                "of that, no level is small enough, and only new examples tell"
             )
         return text
 

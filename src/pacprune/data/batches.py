@@ -349,8 +349,8 @@ def refusing_unfit(x: Any, who: str) -> Iterator[None]:
             raise
         reason = str(failure).strip().partition("\n")[0]
         raise ValueError(
-            f"{who} cannot take examples of shape {tuple(x.shape[1:])} in {x.dtype} ({reason}); give a network for such "
-            "examples, or examples that it takes"
+            f"{who} cannot take examples of shape {tuple(x.shape[1:])} in {x.dtype} ({reason}); give a network for "
+            "such examples, or examples that it takes"
         ) from failure
 
 

@@ -342,7 +342,7 @@ def split(
                 f"indices name prior and bound alone; give unlabelled=0 (not {unlabelled}) and test as a pair"
             )
     if bound is not None and (unlabelled or indices is not None):
-        named = f"unlabelled is {unlabelled}" if unlabelled else f"indices name {len(indices[1])} bound examples"
+        named = f"indices name {len(indices[1])} bound examples" if indices else f"unlabelled is {unlabelled}"
         raise ValueError(
             f"bound has {len(bound)} inputs, which are all that has no labels, and {named}; give one of both"
         )
@@ -444,8 +444,8 @@ def _joined(examples: Examples, bound: Tensor, *, declared: bool) -> Examples:
     copies = int(torch.isin(example_hashes(inputs), example_hashes(examples.x)).sum())
     if copies * 100 > len(inputs) and not declared:
         raise ValueError(
-            f"{copies} of the {len(inputs)} inputs of bound are among the {len(y)} of x, which networks are trained on; "
-            "leave these out, or say split_declared_random=True if new data repeat them as often"
+            f"{copies} of the {len(inputs)} inputs of bound are among the {len(y)} of x, which networks are trained "
+            "on; leave these out, or say split_declared_random=True if new data repeat them as often"
         )
     y = y if y.is_floating_point() else y.long()
     none = torch.full((len(inputs), *y.shape[1:]), NO_LABEL, dtype=y.dtype)

@@ -680,8 +680,8 @@ def _is_by_sign(model: nn.Module, split: Split) -> bool:
         kind = "one output per label, whose sign tells 0 from 1," if by_sign else "an output per class,"
         raise ValueError(
             f"the model has {kind} but the labels run from {float(y.min()):g} to {float(y.max()):g} in {y.dtype}; give "
-            "classes, as y.long(), and the model an output for each; for regression there is pp.certify_held_out with a "
-            "loss of your own"
+            "classes, as y.long(), and the model an output for each; for regression there is pp.certify_held_out with "
+            "a loss of your own"
         )
     return by_sign
 
@@ -720,8 +720,8 @@ def _check_provable(task: _Task) -> None:
     best = Tally(task.n, risk.lowest, levels=None if sample.whole else (zero,)).bound(task.delta)
     if best > task.limit:
         raise ValueError(
-            f"the limit is {task.limit:g}, but {rules.bound_examples(task.n)} prove{'s' * (task.n == 1)} at best {best:.4g} "
-            f"at delta {task.delta:g}, without a single mistake; give more bound examples, or a larger limit"
+            f"the limit is {task.limit:g}, but {rules.bound_examples(task.n)} prove{'s' * (task.n == 1)} at best "
+            f"{best:.4g} at delta {task.delta:g}, without a single mistake; give more bound examples, or a larger limit"
         )
 
 

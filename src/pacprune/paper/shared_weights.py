@@ -4,9 +4,11 @@ The paper's figure of the weights shared by masks before and after PFT, here wit
 faster gates and the recipe "coupled". Masks are final when they have been learned, so nothing is fine-tuned.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from pacprune import data
 from pacprune.masking import criteria, masks
@@ -102,7 +104,7 @@ def rows(setting: Setting[Contest], job: Job) -> Table:
     return [subject | {name: row[name] for name in names} for row in table]
 
 
-def _shares(entries: Sequence[Entry], learned: Sequence[masks.Mask], dense: Any, task: Task) -> Table:
+def _shares(entries: Sequence[Entry], learned: Sequence[Mapping[str, Tensor]], dense: Any, task: Task) -> Table:
     """What every learned mask shares with the one-shot mask of its criterion, and what two random masks would."""
     table: Table = []
     for entry, mask in zip(entries, learned, strict=True):
@@ -132,7 +134,7 @@ def paint(canvas: Any, rows: Table) -> None:
     """The share in common against sparsity, a line per method and criterion."""
     axes = canvas.subplots()
     # The first published rows are all of the recipe "coupled", and do not name it.
-    kept = [{"method": OURS} | row for row in rows if row["shared"] is not None]
+    kept: Table = [{"method": OURS} | row for row in rows if row["shared"] is not None]
     methods = [name for name in (WRITTEN, FAST, OURS) if any(row["method"] == name for row in kept)]
     lines = [row | {"line": f"{row['method']} {row['criterion']}"} for row in kept]
     painting.sparsity_lines(axes, lines, y="shared", by="line", styles=styles(methods))

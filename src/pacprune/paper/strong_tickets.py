@@ -193,7 +193,7 @@ def styles(rows: Table) -> dict[str, Style]:
 def paint(canvas: Any, rows: Table) -> None:
     """Errors of drawn networks, the sparsity that masks end with, errors of thresholded networks."""
     # The first published rows are all held to their sparsity, and say nothing of it.
-    table = [{"way": HELD, "trained_sparsity": row["sparsity"]} | row for row in rows]
+    table: Table = [{"way": HELD, "trained_sparsity": row["sparsity"]} | row for row in rows]
     table = [row | {"line": f"{row['way']} {row['start']}"} for row in table]
     looks = styles(table)
     canvas.set_size_inches(13, 4.6)

@@ -218,7 +218,8 @@ def _figure(figure: plots.Figure, out: Path) -> str:
         content = base64.b64encode(figure.png.read_bytes()).decode()
         image = f'<img alt="{escape(figure.caption)}" src="data:image/png;base64,{content}">'
     link = f'<a href="{figure.csv.relative_to(out).as_posix()}">data (CSV)</a>'
-    return f'<figure id="{figure.name}"><div class="wide">{image}</div><figcaption>{escape(figure.caption)} {link}</figcaption></figure>'
+    caption = f"<figcaption>{escape(figure.caption)} {link}</figcaption>"
+    return f'<figure id="{figure.name}"><div class="wide">{image}</div>{caption}</figure>'
 
 
 def _reproduction(command: str, options: Any, result: dict[str, Any]) -> str:
@@ -265,8 +266,8 @@ details table { width: auto; } details td { text-align: left; } details th { fon
 dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: var(--soft); }
 blockquote { margin: 0; padding: .9rem 1.1rem; background: var(--tint); border-left: 4px solid var(--mark); }
 figure { margin: 2.25rem 0; } figcaption { color: var(--soft); margin-top: .5rem; }
-img { display: block; max-width: 100%; min-width: 34rem; background: #fff; border: 1px solid var(--line); border-radius: 6px;
-  padding: 8px; box-sizing: border-box; }
+img { display: block; max-width: 100%; min-width: 34rem; background: #fff; border: 1px solid var(--line);
+  border-radius: 6px; padding: 8px; box-sizing: border-box; }
 pre { background: var(--tint); padding: .8rem 1rem; overflow-x: auto; border-radius: 6px; }
 """
 
