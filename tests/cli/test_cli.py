@@ -148,7 +148,10 @@ def test_epochs_and_gates_are_explained_where_they_matter() -> None:
     texts = {command: " ".join(help_of(command).split()) for command in ("osp", "pft", "pbp")}
     assert "Epochs of training the prior" in texts["pbp"]
     assert [command for command, text in texts.items() if "--gate-lr" in text] == ["pft", "pbp"]
-    assert "from --posterior-lr in the same way. [default: 100 times --lr; recipe paper: --lr]" in texts["pbp"]
+    assert (
+        "the posterior's follows likewise from --posterior-lr. [default: 100 times --lr; recipe paper: --lr]"
+        in texts["pbp"]
+    )
     assert "[default: 10; recipe coupled: 100 times --lr, both less in more than 3200 steps" in texts["pft"]
     assert not any(word in texts["pft"] for word in ("lower block", "gates", "logit", "beta")), "defined nowhere in it"
 

@@ -192,7 +192,7 @@ def _gate_lr(method: Method) -> Any:
     unset = f"{GATE_RATIO:g} times --lr"
     if method.certifies:
         unset += "; recipe paper: --lr"
-        posterior = "that of the posterior follows from --posterior-lr in the same way"
+        posterior = "the posterior's follows likewise from --posterior-lr"
         return _option(
             None, f"Learning rate of the prior's keep probabilities; {posterior}.", unset=unset, per_member=True
         )
