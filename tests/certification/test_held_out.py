@@ -18,7 +18,7 @@ from pacprune import bounds
 from pacprune.bounds import held_out as counts_bounds
 from pacprune.bounds import montecarlo
 from pacprune.bounds.numeric import rounded_up
-from pacprune.certification import decode, risks
+from pacprune.certification import decode, risks, tries
 from pacprune.certification.held_out import certify_sequence, tallies_of
 from pacprune.certification.record import RiskRecord
 from pacprune.data import trace
@@ -553,3 +553,109 @@ def test_one_example_has_the_singular(tmp_path: Path):
     assert "over the draw of the 1 bound example, the" in certificate.statement
     certificate.save(tmp_path / "one")
     assert pp.verify(tmp_path / "one").valid
+
+
+def test_every_misfit_is_one_sentence_with_both_values():
+    """What torch says of them is of no use to a reader: the sentence has the shapes, and a remedy."""
+    split, dense, _ = made()
+    x, y = split.test.x, split.test.y
+    stated = {"declare": "nothing of it was trained on these data"}
+    real = torch.rand(len(y), generator=torch.Generator().manual_seed(0))
+    for sentence, arguments, options in (
+        (
+            "labels are torch.float32 and run from .* class numbers from 0 to 9; give y.long",
+            (dense, (x, real)),
+            "brier",
+        ),
+        (
+            "labels are torch.float32 and run from .* class numbers from 0 to 9; give",
+            (dense, (x, real)),
+            "cross-entropy",
+        ),
+        ("labels are torch.float32 and run from .* class numbers from 0 to 9; give y", (dense, (x, real)), "top3"),
+        ("labels run from .* as in regression", (dense, (x, real)), "error"),
+        ("labels run from 3 to 12, but the model has 10 outputs", (dense, (x, y % 3 + 3 + 7 * (y == 5))), "brier"),
+        (
+            r"the network cannot take examples of shape \(1, 8, 8\) in torch.float32 .*; give a network",
+            (nn.Linear(65, 10), (x, y)),
+            "error",
+        ),
+        (r"the network cannot take examples of shape \(1, 8, 8\)", (nn.Linear(65, 10), split), "error"),
+        (
+            r"the reference cannot take examples of shape \(1, 8, 8\) .*; give a network",
+            (dense, (x, y)),
+            {"risk": "drop", "reference": nn.Linear(65, 10)},
+        ),
+        (
+            r"outputs have shape \(10,\) and those of the reference \(1,\); give a reference",
+            (dense, (x, y)),
+            {"risk": "disagreement", "reference": nn.Sequential(nn.Flatten(), nn.Linear(64, 1))},
+        ),
+        (
+            r"cannot be computed of outputs of shape \(64, 10\) and labels \(64,\) in torch.int64",
+            (dense, (x, y)),
+            {"risk": lambda output, batch: output + torch.zeros(3)},
+        ),
+    ):
+        keywords = options if isinstance(options, dict) else {"risk": options}
+        with pytest.raises(ValueError, match=sentence) as refusal:
+            pp.certify_held_out(*arguments, **keywords, **stated)
+        assert "\n" not in str(refusal.value)
+
+
+def test_answers_that_are_no_numbers_are_no_right_answers_of_a_plain_error():
+    """argmax takes NaN for class 0, so that a network of NaN was right on every zero."""
+    split, dense, _ = made()
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = copy.deepcopy(dense)
+
+        def forward(self, x):
+            return torch.where(x.flatten(1).sum(1)[:, None] > 5, float("nan"), self.inner(x))
+
+    with pytest.raises(ValueError, match=r"\d+ of 7190 outputs of the network are NaN"):
+        pp.certify_held_out(Odd(), split, declare="it is made of a trained network")
+
+
+def test_a_last_batch_of_single_labels_is_no_one_hot_form():
+    x, y = torch.rand(1002, 3) + 0.5, torch.ones(1002, 3)
+    y[::2, 1] = 0
+    y[1000:] = torch.tensor([1.0, 0.0, 0.0])
+    certificate = pp.certify_held_out(Fixed(1.0, 1.0, 1.0), (x, y), declare="Nothing was trained.")
+    assert certificate.risk == pytest.approx((500 + 4) / 3006, abs=1e-4)
+
+
+def test_labels_in_a_column_are_counted():
+    x = torch.rand(200, 1) - 0.5
+    y = (x > 0.1).long()
+    certificate = pp.certify_held_out(Fixed(1.0), (x.abs(), y), declare="Nothing was trained.")
+    assert certificate.tests[0]["counts"] == {"plus": int((y == 0).sum()), "minus": 0}
+
+
+def test_a_network_that_was_trained_after_a_certificate_is_called_so(monkeypatch, tmp_path):
+    """A certificate leaves no look: what is trained after it is certified, counted, and named for what it may be."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("PACPRUNE_LEDGER", raising=False)
+    tries._known.clear()
+    trace._looks.clear()
+    split = pp.data.digits(seed=7)
+    config = pp.Config(epochs=1, lr=0.1)
+    networks = [pp.models.mlp(64, hidden=[16], seed=k) for k in range(3)]
+    for network in networks[:2]:
+        pp.fit(network, split.prior, config)
+    first, second = (pp.certify_held_out(network, split) for network in networks[:2])
+    pp.fit(networks[2], split.prior, config)
+    later = pp.certify_held_out(networks[2], split)
+    drop = certify_sequence([networks[2]], split, limit=0.5, reference=networks[0])
+    declared = pp.certify_held_out(networks[2], split, certified=9)
+    words = "trained or loaded after one of the others was known: if it was made because of that, no level is small"
+    said = [words in str(certificate.tries) for certificate in (first, second, later, drop, declared)]
+    assert said == [False, False, True, True, False]
+    # An evaluation is a look, and is refused.
+    pp.error(networks[0], split.bound)
+    pp.fit(networks[1], split.prior, config)
+    with pytest.raises(ValueError, match="before anything is evaluated on"):
+        pp.certify_held_out(networks[1], split)
+    trace._looks.clear()

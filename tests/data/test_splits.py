@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import pacprune as pp
 from pacprune import data, philox
 from pacprune.data import batches, datasets, trace
 from pacprune.training.posterior import refuse_if_touched
@@ -358,3 +359,70 @@ def test_images_of_bytes_are_standardised_by_channel_wherever_their_channels_are
     assert data.split(first[:, 0].numpy(), y.numpy()).train.x.shape == (20, 1, 8, 8)
     with pytest.raises(ValueError, match=r"torch\.uint8 of shape \(20, 8, 8, 7\), of which neither dimension 1 nor"):
         data.split(torch.zeros(20, 8, 8, 7, dtype=torch.uint8), y)
+
+
+def test_inputs_without_labels_are_the_bound_part():
+    x, y, inputs = torch.rand(100, 5), torch.randint(3, (100,)), torch.rand(40, 5)
+    made = data.split(x, y, bound=inputs, test=0.2, seed=4)
+    assert [len(part) for part in (made.prior, made.bound, made.train, made.unlabelled, made.test)] == [
+        80,
+        40,
+        80,
+        0,
+        20,
+    ]
+    assert made.declared
+    assert (made.bound.y == -1).all()
+    assert (made.bound.has_labels, made.prior.has_labels, made.unlabelled.has_labels) == (False, True, True)
+    assert torch.allclose(made.bound.x * torch.tensor(made.std) + torch.tensor(made.mean), inputs, atol=1e-6)
+    assert made.prior.x.mean(0).abs().max() < 1e-5
+    assert made.files.keys() == {"x", "y", "bound_x"}
+    assert repr(made) == "Split(own, declared random: 80 prior = train, 40 bound without labels, 20 test; 3 classes)"
+    other = data.split(x, y, bound=inputs + 1, test=0.2, seed=4)
+    assert torch.equal(other.prior.y, made.prior.y)
+    assert other.bound.hash != made.bound.hash
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"bound": torch.rand(0, 5)}, "bound has 0 inputs of shape"),
+        ({"bound": torch.rand(9, 4)}, r"bound has 9 inputs of shape \(4,\) .* and x has 100 of shape \(5,\)"),
+        ({"bound": torch.rand(9, 5).double()}, "in torch.float64, and x has 100 .* torch.float32; give at least one"),
+        ({"bound": torch.rand(9, 5), "unlabelled": 5}, "bound has 9 inputs, .*, and unlabelled is 5; give one of both"),
+        ({"bound": torch.rand(9, 5), "y": torch.rand(100)}, "y runs from .* as in regression; leave bound out"),
+        ({"bound": torch.full((9, 5), float("nan"))}, "x holds 45 NaN"),
+    ],
+)
+def test_inputs_that_cannot_be_the_bound_part_are_refused(options, sentence):
+    torch.manual_seed(0)
+    y = options.get("y", torch.randint(3, (100,)))
+    with pytest.raises(ValueError, match=sentence):
+        data.split(torch.rand(100, 5), y, **{name: value for name, value in options.items() if name != "y"})
+
+
+def test_training_inputs_are_no_bound_inputs_unless_new_data_repeat_them():
+    x, y = torch.rand(100, 5), torch.randint(3, (100,))
+    with pytest.raises(ValueError, match="30 of the 30 inputs of bound are among the 100 of x"):
+        data.split(x, y, bound=x[:30])
+    made = data.split(x, y, bound=x[:30], split_declared_random=True)
+    assert made.duplicates == 30
+
+
+def test_what_needs_labels_refuses_a_bound_part_without_any():
+    split = data.split(torch.rand(60, 4), torch.arange(60) % 2, bound=torch.rand(30, 4))
+    model = torch.nn.Linear(4, 2)
+    for attempt in (
+        lambda: pp.certify_held_out(model, split, declare="nothing was trained"),
+        lambda: pp.certify_held_out(model, split, risk="brier", declare="nothing was trained"),
+        lambda: pp.pbp(model, split, pp.Config(epochs=1), sparsity=0.5),
+    ):
+        with pytest.raises(ValueError, match="the 60 prior examples have labels and the 30 bound examples have none"):
+            attempt()
+    pair = {"risk": "disagreement", "reference": torch.nn.Linear(4, 2), "declare": "nothing was trained"}
+    with pytest.raises(ValueError, match="groups is 'class', but the bound examples have no labels"):
+        pp.certify_held_out(model, split, groups="class", **pair)
+    with pytest.raises(ValueError, match="the 30 examples of the bound part have no labels"):
+        pp.error(model, split.bound)
+    with pytest.raises(ValueError, match="labels run from -1 to -1"):
+        pp.fit(model, split.bound, pp.Config(epochs=1))

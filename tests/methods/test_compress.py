@@ -12,7 +12,7 @@ from torch import nn
 
 import pacprune as pp
 from pacprune.certification import held_out
-from pacprune.certification.risks import Tally
+from pacprune.certification.risks import LEVELS, Tally
 from pacprune.masking import weights
 from pacprune.methods import compress as module
 from pacprune.methods.compress import Compressed, declared_order, expected_bound
@@ -105,6 +105,9 @@ def test_if_none_passes_it_says_which_bound_there_is_and_how_many_examples_it_ne
     assert "at most 0." in result.statement
     assert result.points[0]["passed"] is False
     assert "no candidate keeps the limit 0.03" in repr(result)
+    bound, needed = result.certificate.bound, result.examples_needed
+    assert f"{bound:.3f}"[:-1] in result.statement
+    assert (f"about {needed:,} examples" in result.statement) if needed else ("more of them would" in result.statement)
     with pytest.raises(ValueError, match="nothing to save: No candidate passed"):
         result.save(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
@@ -195,7 +198,130 @@ def test_new_points_halve_the_widest_gaps() -> None:
     assert module._points_between([0.9, 0.9001], 3) == []
 
 
+# --- Networks that answer by signs, and bound examples without labels.
+
+
+def signs(*, labels: int, kind: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Examples with one label each (0), in a column (1), or with several of them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1600, 12, generator=generator)
+    y = (x @ torch.randn(12, max(1, labels), generator=generator) > 0).to(kind)
+    return x, y if labels else y[:, 0]
+
+
+def signed(outputs: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, outputs))
+
+
+def compress_signs(split: pp.data.Split, outputs: int, **options: Any) -> Compressed:
+    common: dict[str, Any] = {"dense": pp.Config(epochs=4, lr=0.3), "sparsities": [0.3, 0.6], "refinements": 0}
+    return pp.compress(signed(outputs), split, pp.Config(epochs=4, lr=0.1), **common | options)
+
+
+@pytest.mark.parametrize("limit", [{"max_error": 0.4}, {"max_drop": 0.15}, {"max_disagreement": 0.3}])
+@pytest.mark.parametrize(
+    ("labels", "kind"), [(0, torch.int64), (0, torch.float32), (1, torch.int64), (4, torch.int64), (4, torch.float32)]
+)
+def test_networks_that_answer_by_signs_are_compressed(
+    labels: int, kind: torch.dtype, limit: dict[str, float], tmp_path: Path
+) -> None:
+    """One logit, or a logit for each label: trained by the cross-entropy of a logit, and counted as signs."""
+    split = pp.data.split(*signs(labels=labels, kind=kind), seed=1)
+    result = compress_signs(split, max(1, labels), **limit)
+    assert result.passed > 0
+    assert result.certificate.record["risk"]["whole"] is (labels < 2)  # type: ignore[index]
+    report = pp.verify(result.save(tmp_path) / "certificate", split=split, model=signed(max(1, labels)))
+    assert report.level == 2, report.failure
+
+
+def test_a_front_of_several_labels_has_bounds_and_prices() -> None:
+    split = pp.data.split(*signs(labels=4), seed=1)
+    result = compress_signs(split, 4, max_error=0.4, front=True)
+    assert all(row["bound"] > row["risk"] and row["price"] > 0 for row in result.points)
+
+
+def test_a_loss_of_ones_own_trains_dense_network_and_candidates() -> None:
+    used: list[int] = []
+
+    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        used.append(len(y))
+        return module.logit_loss(output, y)
+
+    split = pp.data.split(*signs(labels=0), seed=1)
+    own = compress_signs(split, 1, max_error=0.4, loss=loss, sparsities=[0.3])
+    usual = compress_signs(split, 1, max_error=0.4, sparsities=[0.3])
+    assert own.history == usual.history
+    assert len(used) > 2 * 4
+
+
+@pytest.mark.parametrize("labels", [0, 4])
+def test_a_disagreement_needs_no_labels_of_the_bound_set(labels: int, tmp_path: Path) -> None:
+    x, y = signs(labels=labels)
+    split = pp.data.split(x[:900], y[:900], bound=x[900:], test=0.2, seed=1)
+    assert (len(split.prior), len(split.bound), len(split.train), len(split.test)) == (720, 700, 720, 180)
+    assert not split.bound.has_labels
+    result = compress_signs(split, max(1, labels), max_disagreement=0.3)
+    assert result.passed > 0
+    assert result.certificate.n == 700
+    assert not any("labels as noisy" in line for line in result.certificate.record["assumptions"])
+    folder = result.save(tmp_path) / "certificate"
+    assert pp.verify(folder, split=split, model=signed(max(1, labels))).level == 2
+    for name in ("max_error", "max_drop"):
+        with pytest.raises(ValueError, match="720 prior examples have labels and the 700 bound examples have none"):
+            compress_signs(split, max(1, labels), **{name: 0.3})
+
+
+def test_several_labels_are_moved_as_counts_are() -> None:
+    """Levels, too: what is expected of n examples is that of the same shares, and worse by standard errors."""
+    counted, levels = Tally(100, plus=10), Tally(100, levels=((0, 90), (LEVELS, 10)))
+    for tally in (counted, levels):
+        bounds = [expected_bound(tally, n=500, delta=0.05, errors=errors) for errors in (-2.0, -1.0, 0.0, 1.0, 2.0)]
+        assert bounds == sorted(bounds)
+    assert expected_bound(levels, n=500, delta=0.05) == Tally(500, levels=((0, 450), (LEVELS, 50))).bound(0.05)
+    assert expected_bound(levels, n=250, delta=0.05) > expected_bound(levels, n=500, delta=0.05)
+    moved = module._shifted(Tally(7, -1, levels=((LEVELS // 2, 5), (LEVELS, 2))), 3, -1.0)
+    assert sum(times for _, times in moved.levels or ()) == moved.n == 3
+
+
 # --- What is refused.
+
+
+@pytest.mark.parametrize(
+    ("split", "outputs", "sentence"),
+    [
+        (lambda: signs(labels=0, kind=torch.float32), 2, "labels are torch.float32 of shape"),
+        (lambda: (signs(labels=0)[0], signs(labels=0)[0][:, 0]), 1, "the model has one output per label, whose sign"),
+        (
+            lambda: (signs(labels=0)[0], signs(labels=0)[0][:, :4]),
+            4,
+            r"the labels run from -\d.* in torch.float32; give",
+        ),
+        (
+            lambda: (signs(labels=0)[0], nn.functional.one_hot(torch.arange(1600) % 4)),
+            4,
+            "one 1 in every row, as classes in one-hot form have",
+        ),
+        (lambda: (signs(labels=0)[0], torch.arange(1600) % 3), 1, "but the labels run from 0 to 2"),
+        (lambda: (torch.randn(1600, 13), signs(labels=0)[1]), 1, r"the model cannot take examples of shape \(13,\)"),
+    ],
+)
+def test_labels_and_inputs_that_do_not_fit_are_refused_before_training(
+    split: Callable[[], tuple[torch.Tensor, torch.Tensor]], outputs: int, sentence: str, tmp_path: Path
+) -> None:
+    trained: list[str] = []
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        compress_signs(
+            pp.data.split(*split(), seed=1),
+            outputs,
+            max_error=0.4,
+            folder=tmp_path,
+            progress=lambda stage, *_: trained.append(stage),
+        )
+    assert "\n" not in str(refusal.value)
+    assert trained == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -281,3 +407,11 @@ def test_a_bound_set_that_was_looked_at_before_is_refused() -> None:
 def test_a_model_that_has_seen_the_bound_set_is_refused() -> None:
     with pytest.raises(ValueError, match="the model has seen the bound set"):
         pp.compress(trained_reference(SPLIT.train), SPLIT, CONFIG, dense=DENSE, max_error=0.5)
+
+
+def test_a_front_in_which_nothing_passes_says_so() -> None:
+    result = compress(max_drop=None, max_disagreement=0.02, sparsities=[0.9, 0.97], refinements=0, front=True)
+    assert result.passed == 0
+    assert result.statement.startswith("No candidate is proved to keep the limit 0.02. With probability")
+    with pytest.raises(ValueError, match="nothing to save: No candidate is proved"):
+        result.save("nothing")

@@ -114,6 +114,11 @@ def use_of(data: Data) -> Trace:
 def look_at(data: Data) -> None:
     """Notes that something is evaluated on these data."""
     refuse_stream(data, "an evaluation")
+    if isinstance(data, splits.Part) and not data.has_labels:
+        raise ValueError(
+            f"the {len(data)} examples of the {data.name} part have no labels, so that nothing can be counted as right or "
+            "wrong; give labelled ones, or certify a disagreement"
+        )
     part, pair = _part(data), tensors(data)
     if part is not None:
         trace.look(part.known.examples)
