@@ -130,7 +130,7 @@ def _paint(canvas: Any, rows: Table, sparse: Table, by: str, styles: Mapping[str
     budget = f"{int(sparse[0]['epochs'])} epochs {start}"
     painting.heading(axes, f"{painting.subject(rows)}, {budget}; {painting.over_seeds(rows)}")
     painting.error_axis(axes, [*means(sparse, "test_error", by, "sparsity").values(), *dense])
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def margins(setting: Setting[Contest], rows: Table) -> dict[str, float]:
