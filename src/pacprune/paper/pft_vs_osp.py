@@ -77,16 +77,6 @@ SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
 """Data sets, networks and grids: `smoke` shows that it runs, `paper` has the paper's number of epochs."""
 
 
-def at_paper_length(setting: Setting[Contest], **changes: Any) -> Setting[Contest]:
-    """A setting for CIFAR-10 with the paper's dense training, epochs and seeds."""
-    return setting.changed(
-        seeds=5,
-        dense=Config(epochs=120, lr=0.1, schedule="step", augment=True, weight_decay=5e-4),
-        pruning=replace(setting.pruning, epochs=180),
-        **changes,
-    )
-
-
 def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     """Test error against sparsity, and the margins of PFT."""
     yield Figure(
