@@ -116,8 +116,8 @@ def look_at(data: Data) -> None:
     refuse_stream(data, "an evaluation")
     if isinstance(data, splits.Part) and not data.has_labels:
         raise ValueError(
-            f"the {len(data)} examples of the {data.name} part have no labels, so that nothing can be counted as right or "
-            "wrong; give labelled ones, or certify a disagreement"
+            f"the {len(data)} examples of the {data.name} part have no labels, so that nothing can be counted as right "
+            "or wrong; give labelled ones, or certify a disagreement"
         )
     part, pair = _part(data), tensors(data)
     if part is not None:

@@ -14,8 +14,8 @@ from pacprune.types import Table
 SKY, RED = "#56B4E9", "#D55E00"
 PALETTE = (plots.BLUE, RED, plots.GREEN, plots.PURPLE, plots.ORANGE, SKY, "black")
 """Colours of values without an order, one after another."""
-GAP = 3.5
-"""Points between lines that lie side by side."""
+GAP, SPREAD = 3.5, 30.0
+"""Points between lines that lie side by side, and between the first and the last of them at most."""
 FAR = 4.0
 """Errors that differ by a larger factor have a logarithmic axis."""
 _CRITERION_COLOURS = {
@@ -60,17 +60,19 @@ def lines(
 ) -> None:
     """One line per value of `by` that the rows have: the mean of y over the rows with equal x, and its interval.
 
-    Intervals are bands. Lines that lie `side_by_side` have bars, and every line is moved a little to a side of its own,
-    so that none hides another.
+    Intervals are bands. Lines that lie `side_by_side` have bars, every line is moved a little to a side of its own, and
+    every second one is dashed, so that none hides another.
     """
     present = [(key, style) for key, style in styles.items() if any(row[by] == key for row in rows)]
     for number, (key, style) in enumerate(present):
         places = groups([row for row in rows if row[by] == key], x)
         along = sorted(place for (place,) in places)
         spans = [interval([row[y] for row in places[place,]]) for place in along]
-        where = moved_aside(axes, number - (len(present) - 1) / 2) if side_by_side else axes.transData
+        where = moved_aside(axes, number, len(present)) if side_by_side else axes.transData
         look = {"color": style.colour, "transform": where}
-        axes.plot(along, [span.mean for span in spans], marker=style.marker, ms=5, lw=1.8, label=style.label, **look)
+        dash = (0, (5, 2)) if side_by_side and number % 2 else "-"
+        line = {"marker": style.marker, "ms": 5, "lw": 1.8, "ls": dash, "label": style.label}
+        axes.plot(along, [span.mean for span in spans], **line, **look)
         if any(math.isnan(span.low) for span in spans):
             continue
         ends = [span.low for span in spans], [span.high for span in spans]
@@ -80,11 +82,12 @@ def lines(
             axes.fill_between(along, *ends, alpha=0.2, **(look | {"lw": 0}))
 
 
-def moved_aside(axes: Any, places: float) -> Any:
-    """The transform of the data, moved by so many widths of GAP."""
+def moved_aside(axes: Any, number: int, count: int) -> Any:
+    """The transform of the data for one of so many lines side by side, which together are at most SPREAD wide."""
     from matplotlib.transforms import offset_copy
 
-    return offset_copy(axes.transData, fig=axes.figure, x=GAP * places, units="points")
+    gap = min(GAP, SPREAD / count)
+    return offset_copy(axes.transData, fig=axes.figure, x=gap * (number - (count - 1) / 2), units="points")
 
 
 def seed_marks(axes: Any, at: float, values: Sequence[float], style: Style, *, label: str | None = None) -> None:

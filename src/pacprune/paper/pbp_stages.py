@@ -25,7 +25,7 @@ from pacprune.training.evaluate import gibbs_error, reestimate_batchnorm
 from pacprune.training.fit import fit
 from pacprune.training.posterior import fit_posterior
 
-TEST_DRAWS = 20
+TEST_DRAWS = 50
 """Networks drawn from a distribution to estimate its Gibbs error on the test part."""
 RANDOM = "random"
 

@@ -77,16 +77,6 @@ SETTINGS: dict[str, tuple[Setting[Contest], ...]] = {
 """Data sets, networks and grids: `smoke` shows that it runs, `full` has the paper's number of epochs."""
 
 
-def at_paper_length(setting: Setting[Contest], **changes: Any) -> Setting[Contest]:
-    """A setting for CIFAR-10 with the paper's dense training, epochs and seeds."""
-    return setting.changed(
-        seeds=5,
-        dense=Config(epochs=120, lr=0.1, schedule="step", augment=True, weight_decay=5e-4),
-        pruning=replace(setting.pruning, epochs=180),
-        **changes,
-    )
-
-
 def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     """Test error against sparsity, and the margins of PFT."""
     yield Figure(
@@ -130,7 +120,7 @@ def _paint(canvas: Any, rows: Table, sparse: Table, by: str, styles: Mapping[str
     budget = f"{int(sparse[0]['epochs'])} epochs {start}"
     painting.heading(axes, f"{painting.subject(rows)}, {budget}; {painting.over_seeds(rows)}")
     painting.error_axis(axes, [*means(sparse, "test_error", by, "sparsity").values(), *dense])
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def margins(setting: Setting[Contest], rows: Table) -> dict[str, float]:

@@ -221,7 +221,7 @@ def _paint_drawn(axes: Any, rows: Table, looks: dict[str, Style]) -> None:
     """A mark for every trained mask, with the interval over its draws; a line through the means over seeds."""
     for number, (line, style) in enumerate(looks.items()):
         part = [row | {"place": painting.sparsity_place(row["sparsity"])} for row in rows if row["line"] == line]
-        look = {"color": style.colour, "transform": painting.moved_aside(axes, number - (len(looks) - 1) / 2)}
+        look = {"color": style.colour, "transform": painting.moved_aside(axes, number, len(looks))}
         average = sorted((place, mean) for (place,), mean in means(part, "gibbs_error", "place").items())
         axes.plot(*zip(*average, strict=True), lw=1.8, marker=style.marker, ms=5, label=style.label, **look)
         for row in part:
