@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import pacprune as pp
 from pacprune.bounds.numeric import rounded_up
-from pacprune.certification import bounds_table, held_out, risks
+from pacprune.certification import bounds_table, held_out, risks, rules
 from pacprune.certification.certificate import percent, rounded_down
 from pacprune.certification.drawn_networks import Counts
 from pacprune.data import trace
@@ -711,9 +711,9 @@ def _invented_tests(files: Files, record: Record, n: int, delta: float, rng: ran
     ledger = bounds_table.BOUNDS["held_out"].ledger(delta)
     record["bounds"] = {"held_out": {"bound": bound, "ledger": ledger.as_dict()}}
     record["claim"]["bound"] = bound
-    old = re.search("over the draw of the ([0-9,]+) bound", record["statement"])
+    old = re.search("over the draw of the ([0-9,]+ bound examples?)", record["statement"])
     assert old is not None
-    words = record["statement"].replace(f" {old[1]} bound", f" {n:,} bound", 1)
+    words = record["statement"].replace(old[1], rules.bound_examples(n), 1)
     words = re.sub("at least [0-9.]+ %", f"at least {percent(delta)} %", words)
     record["statement"] = re.sub("(at most|that is) -?[0-9]+[.][0-9]{4}", rf"\1 {rounded_up(bound)}", words, count=1)
     record["assumptions"] = arithmetic.assumptions(record)
@@ -769,9 +769,9 @@ def _with_bounds(
 def _restated(files: Files, record: Record, family: str, delta: float, *, chance: str, network: str) -> Files:
     """Claim, sentence and assumptions as they follow."""
     bound = record["bounds"][family]["bound"]
-    record["claim"] = {"family": family, "bound": bound}
+    record["claim"], examples = {"family": family, "bound": bound}, rules.bound_examples(record["n"])
     record["statement"] = (
-        f"With probability at least {percent(delta)} % over the draw of the {record['n']:,} bound examples{chance}, "
+        f"With probability at least {percent(delta)} % over the draw of the {examples}{chance}, "
         f"the error rate on new data of {network} {rounded_down(record['sparsity'])}) is at most {rounded_up(bound)}."
     )
     if record["declaration"] is not None:

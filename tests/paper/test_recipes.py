@@ -174,7 +174,8 @@ def test_numbers_by_the_papers_procedure_are_of_a_recipe_with_the_papers_constan
     only = {line.only for line in recipe.lines if line.procedure in ("paper", "reduced")}
     settings = recipe.at("paper") if only and "paper" in recipe.scales else ()
     for setting in settings:
-        if ("" in only or setting.name in only) and setting.dense.epochs:
+        # The flow chart is of numbers that it makes itself.
+        if ("" in only or setting.name in only) and setting.data and setting.dense.epochs:
             dense = setting.dense
             assert (dense.schedule, dense.lr, dense.epochs) == STAGE_1[setting.data]
             assert (dense.momentum, dense.batch_size, dense.weight_decay, dense.warmup) == (0.9, 128, 0.0, 0.0)
@@ -189,7 +190,7 @@ def test_the_list_has_the_papers_figures_in_their_order_and_then_ours() -> None:
     assert drawn == sorted(drawn)
     assert [bool(number) for number in first] == [True] * len(drawn) + [False] * (len(rows) - len(drawn))
     assert {row["recipe"] for row in rows} == set(NAMES)
-    assert [row["figure"] for row in recipes.listing("keep-probs")] == ["10", "11", "12-14"]
+    assert [row["figure"] for row in recipes.listing("keep-probs")] == ["11", "12-14"]
     for row in rows:
         words = row["command"].split()
         assert words[:3] == ["pacprune", "reproduce", row["recipe"]]
