@@ -1,7 +1,7 @@
 """Builds the site: the pages of this folder, and the reference, whose pages come from the program itself.
 
-python docs/build.py [FOLDER]: what zensical reads is left in build/docs, the site in FOLDER, build/site by default.
-Every link and every anchor is checked; the network is not asked for anything.
+python docs/build.py [FOLDER]: the site is left in FOLDER/site, and what it is made of in FOLDER/pages; FOLDER is `build`
+unless given. Every link and every anchor is checked, and the network is not asked for anything.
 """
 
 import ast
@@ -18,8 +18,6 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-PROJECT = ROOT / "build" / "docs"
-PAGES = PROJECT / "pages"
 SECTIONS = {
     "Prune": "pft Pruner compress osp gmp dpf imp feather rigl acdc str_ probmask l0 svd together Pruned Compressed",
     "Train and evaluate": "Config fit keep_zeros error gibbs_error reestimate_batchnorm Budget",
@@ -40,30 +38,30 @@ CODE = re.compile(r"(`+)(.+?)\1", re.DOTALL)
 CALL = re.compile(r"pp\.([A-Za-z_][\w.]*)(\(.*\))?", re.DOTALL)
 
 
-def main(site: Path) -> None:
+def main(folder: Path) -> None:
     """Writes all pages, and has them made into a site."""
-    shutil.rmtree(PAGES, ignore_errors=True)
-    shutil.copytree(DOCS, PAGES, ignore=shutil.ignore_patterns("*.py", "*.toml", "__pycache__"))
-    (PAGES / "reference").mkdir()
-    places = write_api(PAGES / "reference")
-    (PAGES / "reference" / "command-line.md").write_text(command_line())
-    (PAGES / "reference" / "certificate.md").write_text(certificate())
-    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
-        (PAGES / name.lower()).write_text((ROOT / name).read_text().replace("](docs/", "]("))
+    pages, site = folder / "pages", folder / "site"
+    shutil.rmtree(pages, ignore_errors=True)
+    shutil.copytree(DOCS, pages, ignore=shutil.ignore_patterns("*.py", "*.toml", "__pycache__"))
+    (pages / "reference").mkdir()
+    places = write_api(pages / "reference")
+    (pages / "reference" / "command-line.md").write_text(command_line())
+    (pages / "reference" / "certificate.md").write_text(certificate())
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
+        (pages / name.lower()).write_text((ROOT / name).read_text().replace("](docs/", "]("))
     outside = set()
-    for page in PAGES.glob("*.md"):
+    for page in pages.glob("*.md"):
         text = with_links(page.read_text(), places)
         outside |= {link.rstrip("/") for link in OUTSIDE.findall(text)}
         page.write_text(OUTSIDE.sub(beside, text))
-    shutil.copy(DOCS / "zensical.toml", PROJECT)
+    shutil.copy(DOCS / "zensical.toml", folder)
     program = Path(sys.executable).with_name("zensical")
-    subprocess.run([program, "build", "--strict", "--clean"], cwd=PROJECT, check=True)
-    built = PROJECT / "site"
-    for page in built.rglob("*.html"):
+    subprocess.run([program, "build", "--strict", "--clean"], cwd=folder, check=True)
+    for page in site.rglob("*.html"):
         page.write_text(with_maths(page.read_text()))
     for path in sorted(outside):
-        copy_beside(ROOT / path, built / "files" / path)
-    shutil.copytree(built, site, dirs_exist_ok=True)
+        copy_beside(ROOT / path, site / "files" / path)
+    print(f"{site / 'index.html'}; to search it, serve it: python -m http.server -d {site}")
 
 
 # --- The library, from its docstrings.
@@ -159,8 +157,7 @@ def signature(name: str, value: Any) -> str:
     short = name.rpartition(".")[2] if inspect.isclass(value) else name
     prefix = "" if "." not in name and not hasattr(__import__("pacprune"), name) else "pp."
     if isinstance(node, ast.FunctionDef):
-        inside = ast.unparse(node.args)
-        arguments = [part for part in split_arguments(inside) if part != "self"]
+        arguments = [part for part in split_arguments(ast.unparse(node.args)) if part != "self"]
         result = f" -> {ast.unparse(node.returns)}" if node.returns is not None else ""
         result = re.sub(r"Pipeline\[(.*)\]", r"\1", result)
     else:
@@ -189,7 +186,13 @@ def split_arguments(text: str) -> list[str]:
         if character == "," and depth == 0:
             parts.append(text[start:i].strip())
             start = i + 1
-    return [part for part in (*parts, text[start:].strip()) if part]
+    return [spaced(part) for part in (*parts, text[start:].strip()) if part]
+
+
+def spaced(argument: str) -> str:
+    """An argument with its default, written as people write it: `x: int = 1`, `x=1`."""
+    name, equals, default = argument.partition("=")
+    return f"{name} = {default}" if equals and ":" in name else argument
 
 
 def docstring_lines(doc: str, value: Any) -> list[str]:
@@ -224,7 +227,7 @@ def entry_table(text: str) -> list[str]:
             rows.append([named[1], named[2]])
         elif rows:
             rows[-1][1] += " " + line.strip()
-    return ["| | |", "|---|---|", *(f"| `{name}` | {cell(words)} |" for name, words in rows), ""]
+    return ["| name | |", "|---|---|", *(f"| `{name}` | {cell(words)} |" for name, words in rows), ""]
 
 
 def text_lines(text: str) -> list[str]:
@@ -247,7 +250,7 @@ def escaped(text: str) -> str:
     """Text in which nothing but `code` is marked up."""
     pieces = re.split(r"(`[^`]+`)", text)
     return "".join(
-        p if p.startswith("`") else re.sub(r"([*_\[\]~^$])", r"\\\1", html.escape(p, quote=False)) for p in pieces
+        p if p.startswith("`") else re.sub(r"([*_\[\]])", r"\\\1", html.escape(p, quote=False)) for p in pieces
     )
 
 
@@ -347,7 +350,7 @@ def copy_beside(source: Path, target: Path) -> None:
 def with_links(text: str, places: dict[str, str]) -> str:
     """`pp.name` in the text becomes a link to its reference; links, headings and blocks of code stay as they are."""
     pieces = re.split(
-        r"(^```.*?^```$|^#.*$|!?\[[^\]]*\]\([^)]*\)|^\[[^\]]+\]: .*$)", text, flags=re.DOTALL | re.MULTILINE
+        r"(^```.*?^```$|^#[^\n]*$|!?\[[^\]]*\]\([^)]*\)|^\[[^\]]+\]: [^\n]*$)", text, flags=re.DOTALL | re.MULTILINE
     )
     return "".join(
         piece if i % 2 else CODE.sub(lambda code: linked(code, places), piece) for i, piece in enumerate(pieces)
@@ -373,4 +376,4 @@ def with_maths(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "build" / "site")
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build").resolve())
