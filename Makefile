@@ -5,7 +5,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # pyright would otherwise ask the network for its newest version before every run.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: venv demo test test-all lint format clean
+.PHONY: venv demo docs test test-all lint format clean
 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 CHECK_TORCH = $(BIN)/python -c "from importlib.metadata import version; v = version('torch'); \
@@ -17,7 +17,7 @@ venv: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) -e '.[plot,export,track,sweep,transformers,lightning,dev]'
+	$(INSTALL) -e '.[plot,export,track,sweep,transformers,lightning,docs,dev]'
 	touch .venv/.demo $@
 
 # The library and its figures alone, which install in a fraction of the time; make venv adds the rest to them.
@@ -29,6 +29,10 @@ venv: .venv/.installed
 demo: .venv/.demo
 	@$(CHECK_TORCH)
 	$(BIN)/pacprune demo
+
+# The site, in build/site: every link and anchor is checked, and nothing is asked of the network.
+docs: venv
+	$(BIN)/python docs/build.py
 
 # Files in their order: by number of tests, those with few long ones would come last, and one worker would wait.
 test: lint
@@ -50,5 +54,5 @@ format: venv
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .cache .pytest_cache .ruff_cache .import_linter_cache src/pacprune.egg-info
+	rm -rf .venv .cache build .pytest_cache .ruff_cache .import_linter_cache src/pacprune.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,6 +25,7 @@ from pacprune.paper import (
     mask_stability,
     monitor_delay,
     new_ground,
+    overview,
     pair_plot,
     paper_pbp,
     paper_pft,
@@ -60,6 +61,9 @@ RECIPES: dict[str, Recipe] = {
         flow_chart.SETTINGS,
         flow_chart.figures,
         lines=(Line("stages of OSP, PFT, PBP", "3", "paper", "agrees", "tutorial.md", scale="paper", cpu=0.1),),
+    ),
+    "overview": Recipe(
+        overview.SETTINGS, overview.figures, lines=(Line("the picture of the README", see="../README.md", cpu=0.1),)
     ),
     "pft-vs-osp": Recipe(
         pft_vs_osp.SETTINGS,
