@@ -221,7 +221,7 @@ def test_a_trainer_that_has_trained_already() -> None:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     callback = PruningCallback(sparsity=0.8)
     trainer = pl.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **quiet)
-    trainer.fit(module, loader)
+    trainer.fit(module, loader, loader)
     trainer.fit_loop.max_epochs = 2
     with pytest.raises(ValueError, match=r"has taken .* steps already, and a PruningCallback prunes once"):
-        trainer.fit(module, loader)
+        trainer.fit(module, loader, loader)
