@@ -141,3 +141,7 @@ def test_a_certificate_that_does_not_verify_is_refused(certificate: Certificate,
 def test_a_limit_of_zero_or_one_is_refused(limit: float) -> None:
     with pytest.raises(ValueError, match=f"the limit is {limit}, but it must lie strictly between 0 and 1"):
         pp.Monitor(limit)
+
+
+def test_several_values_for_an_example_are_refused() -> None:
+    assert "the shape (3, 2), but there is one value for each example" in refusal(pp.Monitor(0.1), np.zeros((3, 2)))

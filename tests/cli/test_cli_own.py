@@ -215,6 +215,6 @@ def test_a_bad_factory_gets_one_sentence(model: str, message: str) -> None:
 def test_bad_data_get_one_sentence() -> None:
     np.savez("mine.npz", x=np.zeros((9, 2)), y=np.zeros(9))
     Path("photos/only").mkdir(parents=True)
-    assert "labels are one whole number per example" in refusal("osp", "--data", "mine.npz")
+    assert "labels are integers or Booleans: one number per example" in refusal("osp", "--data", "mine.npz")
     assert "photos has 1 sub-folder;" in refusal("osp", "--data", "folder:photos")
     assert "cannot be made" in refusal("pbp", "--data", "mine:absent")

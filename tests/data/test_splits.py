@@ -426,3 +426,9 @@ def test_what_needs_labels_refuses_a_bound_part_without_any():
         pp.error(model, split.bound)
     with pytest.raises(ValueError, match="labels run from -1 to -1"):
         pp.fit(model, split.bound, pp.Config(epochs=1))
+
+
+@pytest.mark.parametrize("y", [None, ["cat"] * 3, object()])
+def test_labels_that_are_no_numbers(y: object) -> None:
+    with pytest.raises(ValueError, match=r"y is a .* that is no array of numbers"):
+        pp.data.split(torch.zeros(3, 2), y, seed=0)  # type: ignore[arg-type]

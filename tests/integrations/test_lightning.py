@@ -14,7 +14,11 @@ import pacprune as pp
 
 pl = pytest.importorskip("lightning.pytorch")
 
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 
 from pacprune.integrations.lightning import PruningCallback  # noqa: E402
 
@@ -204,3 +208,20 @@ def test_a_run_that_stops_before_the_sparsity_is_reached(tmp_path: Path) -> None
     )
     with pytest.raises(ValueError, match=words):
         fit(Classifier(), tmp_path, PruningCallback(sparsity=SPARSITY), Stop())
+
+
+@pytest.mark.parametrize("average", [EMAWeightAveraging(decay=0.9), StochasticWeightAveraging(1e-2)])
+def test_averages_in_place_of_the_weights_are_refused(average: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{type(average).__name__} puts averages in place of the weights"):
+        fit(Classifier(), tmp_path, PruningCallback(sparsity=0.8), average)
+
+
+def test_a_trainer_that_has_trained_already() -> None:
+    module, loader = Classifier(), DataLoader(TensorDataset(X, Y), batch_size=8)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    callback = PruningCallback(sparsity=0.8)
+    trainer = pl.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **quiet)
+    trainer.fit(module, loader, loader)
+    trainer.fit_loop.max_epochs = 2
+    with pytest.raises(ValueError, match=r"has taken .* steps already, and a PruningCallback prunes once"):
+        trainer.fit(module, loader, loader)

@@ -415,3 +415,8 @@ def test_a_front_in_which_nothing_passes_says_so() -> None:
     assert result.statement.startswith("No candidate is proved to keep the limit 0.02. With probability")
     with pytest.raises(ValueError, match="nothing to save: No candidate is proved"):
         result.save("nothing")
+
+
+def test_a_pattern_is_refused() -> None:
+    with pytest.raises(ValueError, match="compress walks along sparsities, and a pattern has one"):
+        compress(pattern="2:4")

@@ -64,6 +64,15 @@ def test_the_error_of_a_language_model_is_a_fraction_of_its_tokens() -> None:
     assert pp.error(model, (tokens, tokens)) == pytest.approx(float(wrong))
 
 
+def test_several_labels_are_counted_one_by_one() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.data = torch.eye(2)
+    x = torch.tensor([[1.0, -1.0], [1.0, 1.0]])
+    assert pp.error(model, (x, torch.tensor([[1, 0], [0, 1]]))) == 0.25
+    with pytest.raises(ValueError, match="labels run from 0 to 2"):
+        pp.error(model, (x, torch.tensor([[1, 0], [2, 1]])))
+
+
 def test_ties_go_to_the_lowest_class() -> None:
     assert evaluate.mistakes(torch.zeros(3, 4), torch.tensor([0, 1, 3])).tolist() == [False, True, True]
 

@@ -76,11 +76,11 @@ class Monitor:
             What is known now: `examples`, `alarm_at`, and `point` with the mean and the interval.
 
         Raises:
-            ValueError: If a value lies outside [0, 1], there is none, or the examples are not the next ones.
+            ValueError: If a value lies outside [0, 1] (of a drop: is not -1, 0 or 1), if there is none, if an example
+                has several, or if the examples are not the next ones.
         """
         self._read()
-        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
-        x = sequential.check_values((1.0 + np.asarray(array, dtype=np.float64)) / 2.0 if self._is_drop else array)
+        x = self._values(values.detach().cpu().numpy() if isinstance(values, Tensor) else values)
         first = check_count("first", first)
         counted, last = self.watch.examples, first + x.size - 1
         if first <= counted:
@@ -98,6 +98,25 @@ class Monitor:
             write_atomically(self.path, (json.dumps(self._header() | asdict(watch)) + "\n").encode())
         self.watch = watch
         return watch
+
+    def _values(self, values: ArrayLike) -> np.ndarray:
+        """One value in [0, 1] for every example; a difference D becomes (1 + D)/2."""
+        array = np.asarray(values, dtype=np.float64)
+        if array.ndim > 1 and array[:1].size != 1:
+            raise ValueError(
+                f"the values have the shape {array.shape}, but there is one value for each example: take the mean of "
+                "each row"
+            )
+        if not self._is_drop:
+            return sequential.check_values(array)
+        array = array.reshape(-1)
+        bad = np.flatnonzero(~np.isin(array, (-1.0, 0.0, 1.0)))
+        if bad.size:
+            raise ValueError(
+                f"value {bad[0] + 1} of the batch is {array[bad[0]]:g}, but a drop is watched by differences: give 1 "
+                "where the network alone is wrong, -1 where the reference alone is, else 0"
+            )
+        return sequential.check_values((1.0 + array) / 2.0)
 
     @property
     def statement(self) -> str:
@@ -129,11 +148,11 @@ class Monitor:
         return f"{sentence}; together with the certificate's delta of {self.delta:g} the error is at most {total}."
 
     def _interval(self) -> str:
-        point = self.watch.point
-        lower = math.floor(point.lower * 1e4) / 1e4
+        what, risk = ("drop", "drop") if self._is_drop else ("loss", "risk")
+        mean, lower, upper = (2 * value - 1 if self._is_drop else value for value in self.watch.point[1:4])
         return (
-            f"Mean loss {point.mean:.4f}. If the risk is constant, it lies between {lower:.4f} and "
-            f"{rounded_up(point.upper)}, with probability at least {percent(self.watch.alpha)} % at all times at once."
+            f"Mean {what} {mean:.4f}. If the {risk} is constant, it lies between {math.floor(lower * 1e4) / 1e4:.4f} "
+            f"and {rounded_up(upper)}, with probability at least {percent(self.watch.alpha)} % at all times at once."
         )
 
     def _header(self) -> dict[str, Any]:

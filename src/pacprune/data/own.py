@@ -162,8 +162,9 @@ def _tensor(name: str, array: str, values: Any) -> Tensor:
     if array.startswith("y"):
         if tensor is None or not _are_labels(tensor):
             raise ValueError(
-                f"{array} in {name} has shape {shape} and type {kind}; labels are one whole number per example, from "
-                "0 to the number of classes less 1, or a row of 0 and 1 where an example has several"
+                f"{array} in {name} has shape {shape} and type {kind}; labels are integers or Booleans: one "
+                "number per example, from 0 to the number of classes less 1, or a row of 0 and 1 where an example has "
+                "several; write y.astype(int)"
             )
         return tensor
     if tensor is None or tensor.ndim < 2 or tensor[0:1].numel() == 0:

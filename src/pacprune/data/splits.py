@@ -423,8 +423,19 @@ class Examples:
 
 
 def _hashed(x: Tensor, y: Tensor, prefix: str = "") -> Examples:
-    x, y = _channels_first(torch.as_tensor(x)), torch.as_tensor(y)
+    x, y = _channels_first(_as_tensor(x, f"{prefix}x")), _as_tensor(y, f"{prefix}y")
     return Examples(x, y, {f"{prefix}x": _sha256(x), f"{prefix}y": _sha256(y)})
+
+
+def _as_tensor(values: Any, name: str) -> Tensor:
+    """Numbers as a tensor; anything else is refused."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"{name} is a {type(values).__name__} that is no array of numbers; give a tensor or a numpy array (of a "
+            "Dataset, its tensors; of words, their numbers)"
+        ) from None
 
 
 def _joined(examples: Examples, bound: Tensor, *, declared: bool) -> Examples:

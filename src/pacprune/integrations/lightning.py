@@ -8,6 +8,7 @@ from pacprune.methods.pruner import Pruner
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 except ImportError as error:
     raise ImportError(f'lightning cannot be imported ({error}); pip install "pacprune[lightning]"') from None
 
@@ -31,7 +32,8 @@ class PruningCallback(Callback):
 
     Raises:
         ValueError: If an option is unknown or is the Trainer's to say, if the Trainer does not know how many steps
-            there will be, if a checkpoint holds no pruner, or if training ends before the sparsity is reached.
+            there will be, if a checkpoint holds no pruner, if another callback averages the weights, or if training
+            ends before the sparsity is reached.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -64,6 +66,12 @@ class PruningCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes the pruner; weights and optimisers are those of the checkpoint already, where a run goes on."""
+        _refuse_averages(trainer)
+        if trainer.global_step and trainer.ckpt_path is None and self._state is None:
+            raise ValueError(
+                f"this Trainer has taken {trainer.global_step} steps already, and a PruningCallback prunes once; make "
+                "a new Trainer and a new PruningCallback, or train on with pp.keep_zeros in configure_optimizers"
+            )
         steps = trainer.estimated_stepping_batches
         if not 0 < steps < float("inf"):
             raise ValueError("the Trainer does not know how many steps there will be; give it max_epochs or max_steps")
@@ -103,3 +111,13 @@ class PruningCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state for the pruner, which is made when training starts."""
         self._state = state_dict
+
+
+def _refuse_averages(trainer: Trainer) -> None:
+    """Refuses callbacks that replace the weights when training ends: an average of masks is not sparse."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} puts averages in place of the weights when training ends, which are not "
+                "sparse; leave it out, or average in a loop of your own with pp.Pruner"
+            )

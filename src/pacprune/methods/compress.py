@@ -728,6 +728,11 @@ def _check_provable(task: _Task) -> None:
 def _rehearse(task: _Task, sparsity: float) -> None:
     """Prunes a copy without an epoch, on a few examples, so that what the method refuses is refused at once."""
     row = METHODS[task.method]
+    if "pattern" in task.options:
+        raise ValueError(
+            f"pattern is {task.options['pattern']!r}, but compress walks along sparsities, and a pattern has one; "
+            f"prune by pp.{task.method}, and certify the outcome with pp.certify_held_out"
+        )
     for name in task.options:
         if not row.takes(name):
             raise ValueError(f"{name} is no argument of the method {task.method!r}; leave it out, or see its help")

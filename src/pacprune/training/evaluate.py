@@ -97,7 +97,8 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data, *, forward: Forwar
     Args:
         model: The network; or a list of networks of one architecture, which are evaluated in one call.
         data: Examples with labels, such as split.test. Of a mapping, such as transformers have, `labels` are compared
-            with the `logits` of model(**batch). One output per example is the logit of class 1 against class 0.
+            with the `logits` of model(**batch). One output per example is the logit of class 1 against class 0. Several
+            labels of 0 and 1 per example, with a logit for each, are counted one by one.
         forward: (model, batch) -> logits, for one network that is called otherwise. Labels are those of a pair (x, y),
             or `labels`, as without it.
 
@@ -120,7 +121,9 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data, *, forward: Forwar
     with evaluating(model), isolated_rng(device, data):
         for batch in batches(data, BATCH, device=device):
             out, y = _logits_and_labels(model, batch, forward)
-            wrong, count = wrong + int(mistakes(out, y).sum()), count + y.numel()
+            # Where an example has several labels, with a logit for each, every label is an answer of its own.
+            labelled = isinstance(out, Tensor) and y.ndim > 1 and out.shape == y.shape and y.shape[-1] > 1
+            wrong, count = wrong + int(mistakes(out[..., None] if labelled else out, y).sum()), count + y.numel()
     return wrong / count
 
 
