@@ -1,7 +1,7 @@
 """Builds the site: the pages of this folder, and the reference, whose pages come from the program itself.
 
-python docs/build.py [FOLDER]: the site is left in FOLDER/site, and what it is made of in FOLDER/pages; FOLDER is `build`
-unless given. Every link and every anchor is checked, and the network is not asked for anything.
+python docs/build.py [FOLDER]: the site is left in FOLDER/site, and what it is made of in FOLDER/pages; else in build.
+Every link and every anchor is checked, and the network is not asked for anything.
 """
 
 import ast

@@ -1,0 +1,136 @@
+"""Numbers in the README and in docs/ are those of the published rows in results/."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pacprune.methods.table import METHODS
+from pacprune.paper import frame
+from pacprune.paper.statistics import interval, paired
+from pacprune.types import Table
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+HEADINGS = {METHODS[name].label.split(",")[0]: name for name in METHODS if not name.startswith("pft-")}
+NEW_GROUND = {
+    "ViT, CIFAR-10": "cifar10-vit",
+    "ConvNeXt, CIFAR-10": "cifar10-convnext",
+    "wide ResNet, CIFAR-10": "cifar10-wide-resnet",
+    "ResNet20, CIFAR-10": "cifar10-resnet20",
+    "GPT, characters (loss)": "tinyshakespeare-gpt",
+    "LSTM, Fashion-MNIST": "fashion-mnist-lstm",
+    "MLP, Fashion-MNIST": "fashion-mnist-mlp",
+    "LeNet-5, Fashion-MNIST": "fashion-mnist-lenet5",
+    "VGG, CIFAR-10 (untouched)": "cifar10-vgg-untouched",
+    "Mixer, CIFAR-10 (untouched)": "cifar10-mixer-untouched",
+}
+COMPRESSED = {
+    "LeNet-5, MNIST": "mnist-lenet5",
+    "LeNet-5, Fashion-MNIST": "fashion-mnist-lenet5",
+    "ResNet20, CIFAR-10": "cifar10-resnet20",
+}
+ARMS = {
+    "chain, paired": "chain",
+    "union bound, paired": "union",
+    "chain, two bounds": "separate",
+    "union bound, two bounds": "ordinary",
+}
+
+
+def tables(page: str) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """The tables of a page: the headings, and the rows as cells without marks."""
+    for block in re.findall(r"(?:^\|.*\|\n)+", (ROOT / page).read_text(), re.MULTILINE):
+        lines = [[cell.strip().strip("*") for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        yield lines[0], lines[2:]
+
+
+def table(page: str, *headings: str) -> list[dict[str, str]]:
+    """The rows of the one table that has these headings."""
+    (found,) = [(names, rows) for names, rows in tables(page) if set(headings) <= set(names)]
+    return [dict(zip(found[0], row, strict=False)) for row in found[1]]
+
+
+def new_ground(name: str) -> Table:
+    return [json.loads(line) for line in (RESULTS / "new-ground" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def values(rows: Table, **wanted: object) -> dict[int, float]:
+    """The errors by seed of the rows with these values, or the losses."""
+    same = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return {row["seed"]: row["test_error"] if "test_error" in row else row["validation_loss"] for row in same}
+
+
+def assert_shown(shown: str, measured: float, where: str) -> None:
+    """A number in the text is the measured one, rounded to as many digits as it has."""
+    digits = len(shown.partition(".")[2])
+    assert abs(float(shown) - measured) <= 0.5 * 10**-digits + 1e-9, (
+        f"{where}: {shown} in the text, {measured} measured"
+    )
+
+
+def test_methods_on_new_ground() -> None:
+    network, checked = "", 0
+    for row in table("docs/results.md", "network, data", "pruned", "Feather", "AC/DC"):
+        network = row["network, data"] or network
+        rows, sparsity = new_ground(NEW_GROUND[network]), float(row["pruned"].rstrip(" %")) / 100
+        for heading, method in HEADINGS.items():
+            if heading not in row or row[heading] == "–":
+                continue
+            errors = list(values(rows, method=method, sparsity=sparsity).values())
+            scale = 1 if "loss" in network else 100
+            assert_shown(row[heading], scale * interval(errors).mean, f"{network}, {row['pruned']}, {heading}")
+            checked += 1
+    assert checked > 280
+
+
+def test_compress_with_a_guarantee() -> None:
+    network, checked = "", 0
+    for row in table("docs/results.md", "network, data", "promise", *ARMS):
+        label = re.sub(r" \(.*", "", row["network, data"])
+        network = label or network
+        promise = re.fullmatch(r"(drop|disagreement) ≤ ([0-9.]+) %", row["promise"])
+        if promise is None:  # several limits at which nothing could be proved
+            continue
+        rows = frame.read(RESULTS / f"compress-{COMPRESSED[network]}.csv")
+        for heading, arm in ARMS.items():
+            if not row[heading]:
+                continue
+            same = [r for r in rows if (r["risk"], r["limit"], r["arm"]) == (promise[1], float(promise[2]) / 100, arm)]
+            sparsities = [r["sparsity"] or 0.0 for r in same]
+            assert_shown(row[heading], 100 * interval(sparsities).mean, f"{network}, {row['promise']}, {heading}")
+            checked += 1
+    assert checked > 40
+
+
+def differences(name: str, other: str) -> str:
+    """How far PFT is below another method at 98 %, as the README says it."""
+    rows = new_ground(name)
+    ours, theirs = values(rows, method="pft", sparsity=0.98), values(rows, method=other, sparsity=0.98)
+    difference = paired([100 * (theirs[seed] - ours[seed]) for seed in ours])
+    return f"{difference.mean:.1f} ± {difference.high - difference.mean:.1f}"
+
+
+def left(network: str) -> list[str]:
+    """The weights that a drop of at most 1 point leaves, in % by seed."""
+    rows = frame.read(RESULTS / f"compress-{network}.csv")
+    same = [r for r in rows if (r["risk"], r["limit"], r["arm"]) == ("drop", 0.01, "chain")]
+    return [f"{100 * (1 - r['sparsity']):.1f}" for r in same]
+
+
+README: dict[str, Callable[[], bool]] = {
+    "10.7 ± 3.6": lambda: differences("cifar10-convnext", "gmp") == "10.7 ± 3.6",
+    "5.1 ± 1.2": lambda: differences("cifar10-vit", "gmp") == "5.1 ± 1.2",
+    "2.4 ± 1.2 points below": lambda: differences("cifar10-resnet20", "gmp") == "2.4 ± 1.2",
+    "15 to 20 % of the weights of a ResNet20": lambda: {"14.9", "20.1"} == set(left("cifar10-resnet20")),
+    "1.0 to 1.5 % on MNIST": lambda: {"1.0", "1.5"} == set(left("mnist-lenet5")),
+    "to 5.2 % of a LeNet-5 on Fashion-MNIST": lambda: {"2.3", "3.5", "5.2"} == set(left("fashion-mnist-lenet5")),
+}
+
+
+@pytest.mark.parametrize("words", README)
+def test_the_readme(words: str) -> None:
+    assert words in " ".join((ROOT / "README.md").read_text().split())
+    assert README[words]()
