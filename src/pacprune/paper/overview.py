@@ -66,7 +66,6 @@ def paint(canvas: Any, rows: Table) -> None:
     left, right = canvas.subplots(1, 2, width_ratios=(1.15, 1))
     _paint_errors(left, [row for row in rows if row["half"] == ERRORS])
     _paint_guarantees(right, [row for row in rows if row["half"] == GUARANTEES])
-    canvas.tight_layout()
 
 
 def _paint_errors(axes: Any, rows: Table) -> None:
