@@ -45,6 +45,22 @@ def test_the_kl_is_that_of_the_log_uniform_prior_up_to_what_its_authors_fitted()
         assert float(dropout_kl(torch.tensor(number))) == pytest.approx(exact, abs=0.01)
 
 
+def test_a_log_uniform_prior_bounds_nothing() -> None:
+    """KL(Q||P), Q = N(.1, .01^2), p(w) = 1 / (2 |w| log(b/a)) on a < |w| < b: a prior only while it is cut off."""
+    q = torch.distributions.Normal(torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.01, dtype=torch.float64))
+    w = torch.linspace(0.02, 0.18, 100_001, dtype=torch.float64)
+    share = q.log_prob(w).exp() * (w[1] - w[0])
+    # Beyond the cut, say at b = 0.3, Q has a share and P none: the KL is infinite for every a and b.
+    assert math.erfc((0.3 - 0.1) / 0.01 / math.sqrt(2)) > 0
+    # Cut off as well, Q pays log(2 log(b/a)) for every weight beside what does not depend on the cut: no b/a is the last.
+    costs = []
+    for reach in (1e2, 1e4, 1e8, 1e16):
+        log_p = -torch.log(w) - math.log(2 * reach)
+        costs.append(float((share * (q.log_prob(w) - log_p)).sum()))
+    for before, after, factor in zip(costs, costs[1:], (1e2, 1e4, 1e8), strict=False):
+        assert after - before == pytest.approx(math.log(factor), rel=1e-6)
+
+
 def test_alpha_is_the_variance_by_the_squared_mean_and_a_zero_is_all_noise() -> None:
     mean, std = torch.tensor([0.5, -2.0]), torch.tensor([0.1, 3.0])
     torch.testing.assert_close(log_alpha(mean, std.log()), (std**2 / mean**2).log())
