@@ -52,7 +52,7 @@ def test_a_log_uniform_prior_bounds_nothing() -> None:
     share = q.log_prob(w).exp() * (w[1] - w[0])
     # Beyond the cut, say at b = 0.3, Q has a share and P none: the KL is infinite for every a and b.
     assert math.erfc((0.3 - 0.1) / 0.01 / math.sqrt(2)) > 0
-    # Cut off as well, Q pays log(2 log(b/a)) for every weight beside what does not depend on the cut: no b/a is the last.
+    # Cut off as well, Q pays log(2 log(b/a)) for every weight, beside what the cut leaves alone: no b/a is the last.
     costs = []
     for reach in (1e2, 1e4, 1e8, 1e16):
         log_p = -torch.log(w) - math.log(2 * reach)
