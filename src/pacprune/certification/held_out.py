@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from pacprune.bounds.numeric import rounded_up
-from pacprune.certification import certify, risks, rules, tries
+from pacprune.certification import certify, documents, risks, rules, tries
 from pacprune.certification.bounds_table import BOUNDS
 from pacprune.certification.certificate import Certificate, beside_the_claim, percent, rounded_down
 from pacprune.certification.commitment import split_hashes
 from pacprune.certification.record import FORMAT, VERSION, BoundEntry, RiskRecord, RiskTest
 from pacprune.certification.risks import Loss, Risk, Sample, Tally
 from pacprune.certification.tries import Tries
-from pacprune.certification.verify import LEAST_TESTED, LEAVES, MOST_EFFORT, assumptions, digest
+from pacprune.certification.verify import LEAST_TESTED, LEAVES, MOST_EFFORT, SIGNED, assumptions, digest
 from pacprune.data.batches import tensors
 from pacprune.data.splits import Split, refuse_unlabelled
 from pacprune.data.splits import whole as whole_split
@@ -54,9 +54,11 @@ def certify_held_out(
             examples; y may be None for a risk that needs no labels.
         risk: "error", "top2" to "top100" (the label is not among the k largest outputs), "drop" (how much more often
             it errs than the reference), "disagreement" with the reference, which needs no labels, "brier" or
-            "cross-entropy". Or a function (output, (x, y)) -> one loss in [0, 1] per example; Booleans are counted.
-        reference: The network to compare with, for "drop" and "disagreement"; it must not have seen the examples,
-            either.
+            "cross-entropy". Of a language model, "token-error", "token-loss", "token-drop", "token-loss-rise" or
+            "token-disagreement": the mean over the tokens of a document, one of which is an example. Or a function
+            (output, (x, y)) -> one loss in [0, 1] per example; Booleans are counted.
+        reference: The network to compare with, for a drop, a rise and a disagreement; it must not have seen the
+            examples, either.
         groups: None for all examples together. Or "class", a key for each bound example, or a Boolean mask for each
             name: the certificate then holds for all groups at once, each at its part of delta. Groups must be fixed
             before anything is known about the bound examples.
@@ -229,10 +231,12 @@ class _Trial:
             rules.refuse_random(network)
             rules.refuse_batch_statistics(network)
             rules.refuse_untraced(weights.origin(network), split, who, declaration)
+        documents.refuse_misread(split, entry, risk_name, declaration)
         if isinstance(risk, str):
             risks.refuse_unfit(entry, networks, reference, split)
         for network in [*networks, *([] if reference is None else [reference])]:
             rules.refuse_unsteady(network, split.bound.x, values=not risk_is_of_classes(risk_name, split))
+            documents.refuse_foresight(network, split.bound)
         if not isinstance(risk, str):
             risks.refuse_batch_loss(entry, networks[0], reference, split.bound)
         hashes = tuple(certify.tensor_hash(_state(network)) for network in networks)
@@ -470,7 +474,7 @@ def tallies_of(certificate: Certificate) -> list[Tally]:
     """What every test of a certificate follows from: its counts, or its levels in the file beside it."""
     record = certificate.record
     assert record["kind"] == "risk"
-    lowest = -1 if record["risk"]["name"] == "drop" else 0
+    lowest = -1 if record["risk"]["name"] in SIGNED else 0
     stored = certificate.tensors.get("examples.safetensors", {})
     tallies = []
     for place, test in enumerate(record["tests"]):

@@ -17,6 +17,7 @@ from pacprune.bounds.sequential import Point, Watch
 from pacprune.certification import audit
 from pacprune.certification.certificate import Certificate, digest, percent, rounded_up
 from pacprune.certification.decode import load
+from pacprune.certification.verify import SIGNED
 from pacprune.files import write_atomically
 
 FORMAT = 1
@@ -57,7 +58,7 @@ class Monitor:
     def __init__(
         self, certificate: Certificate | str | Path | float, *, alpha: float = 0.05, path: str | Path | None = None
     ) -> None:
-        limit, self._identity, self.delta, self._is_drop = _promise(certificate)
+        limit, self._identity, self.delta, self._signed = _promise(certificate)
         self.watch = Watch(limit, float(alpha))
         self.path = None if path is None else Path(path)
         self._read()
@@ -76,7 +77,8 @@ class Monitor:
             What is known now: `examples`, `alarm_at`, and `point` with the mean and the interval.
 
         Raises:
-            ValueError: If a value lies outside [0, 1] (of a drop: is not -1, 0 or 1), if there is none, if an example
+            ValueError: If a value lies outside [0, 1] (of a drop: is not -1, 0 or 1; of one per document: lies outside
+                [-1, 1]), if there is none, if an example
                 has several, or if the examples are not the next ones.
         """
         self._read()
@@ -107,9 +109,17 @@ class Monitor:
                 f"the values have the shape {array.shape}, but there is one value for each example: take the mean of "
                 "each row"
             )
-        if not self._is_drop:
+        if self._signed is None:
             return sequential.check_values(array)
         array = array.reshape(-1)
+        if self._signed != "drop":
+            bad = np.flatnonzero(~(np.abs(array) <= 1.0))
+            if bad.size:
+                raise ValueError(
+                    f"value {bad[0] + 1} of the batch is {array[bad[0]]:g}, but a {self._difference} is watched by "
+                    "differences in [-1, 1]: give each document's loss less that of the reference"
+                )
+            return sequential.check_values((1.0 + array) / 2.0)
         bad = np.flatnonzero(~np.isin(array, (-1.0, 0.0, 1.0)))
         if bad.size:
             raise ValueError(
@@ -117,6 +127,11 @@ class Monitor:
                 "where the network alone is wrong, -1 where the reference alone is, else 0"
             )
         return sequential.check_values((1.0 + array) / 2.0)
+
+    @property
+    def _difference(self) -> str:
+        """What a difference to the reference is called."""
+        return "rise" if str(self._signed).endswith("rise") else "drop"
 
     @property
     def statement(self) -> str:
@@ -130,8 +145,8 @@ class Monitor:
     def _verdict(self) -> str:
         watch = self.watch
         limit = f"the {'limit' if self.delta is None else 'certified'} {rounded_up(watch.limit)}"
-        if self._is_drop:
-            limit += f", that is a drop of {rounded_up(2.0 * watch.limit - 1.0)}"
+        if self._signed is not None:
+            limit += f", that is a {self._difference} of {rounded_up(2.0 * watch.limit - 1.0)}"
         if watch.alarm_at is not None:
             return f"ALARM at example {watch.alarm_at:,} of {watch.examples:,}: the risk has exceeded {limit}."
         wealth = math.exp(watch.log_wealth)
@@ -148,8 +163,9 @@ class Monitor:
         return f"{sentence}; together with the certificate's delta of {self.delta:g} the error is at most {total}."
 
     def _interval(self) -> str:
-        what, risk = ("drop", "drop") if self._is_drop else ("loss", "risk")
-        mean, lower, upper = (2 * value - 1 if self._is_drop else value for value in self.watch.point[1:4])
+        signed = self._signed is not None
+        what, risk = (self._difference, self._difference) if signed else ("loss", "risk")
+        mean, lower, upper = (2 * value - 1 if signed else value for value in self.watch.point[1:4])
         return (
             f"Mean {what} {mean:.4f}. If the {risk} is constant, it lies between {math.floor(lower * 1e4) / 1e4:.4f} "
             f"and {rounded_up(upper)}, with probability at least {percent(self.watch.alpha)} % at all times at once."
@@ -183,10 +199,10 @@ class Monitor:
         self.watch = watch
 
 
-def _promise(certificate: Certificate | str | Path | float) -> tuple[float, str | None, float | None, bool]:
-    """The limit, and of a certificate what identifies it (however it was saved), its delta, and whether it is a drop.
+def _promise(certificate: Certificate | str | Path | float) -> tuple[float, str | None, float | None, str | None]:
+    """The limit, and of a certificate what identifies it (however it was saved), its delta, and its risk if signed.
 
-    Of a drop D, (1 + D)/2 is watched.
+    Of a difference D in [-1, 1], (1 + D)/2 is watched.
     """
     if isinstance(certificate, str | Path):
         report = audit.verify(certificate)
@@ -196,13 +212,13 @@ def _promise(certificate: Certificate | str | Path | float) -> tuple[float, str 
             )
         certificate = load(certificate)
     if not isinstance(certificate, Certificate):
-        return sequential.check_limit(certificate), None, None, False
+        return sequential.check_limit(certificate), None, None, None
     content = {name: value for name, value in certificate.record.items() if name != "files"}
     record = certificate.record
     _refuse_partial_groups(certificate)
-    is_drop = record["kind"] == "risk" and record["risk"]["name"] == "drop"
-    limit = (1.0 + certificate.bound) / 2.0 if is_drop else certificate.bound
-    return sequential.check_limit(limit), digest(content), certificate.ledger.delta, is_drop
+    signed = record["risk"]["name"] if record["kind"] == "risk" and record["risk"]["name"] in SIGNED else None
+    limit = certificate.bound if signed is None else (1.0 + certificate.bound) / 2.0
+    return sequential.check_limit(limit), digest(content), certificate.ledger.delta, signed
 
 
 def _refuse_partial_groups(certificate: Certificate) -> None:

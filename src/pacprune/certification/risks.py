@@ -20,7 +20,7 @@ from pacprune import bounds
 from pacprune.bounds import held_out, montecarlo
 from pacprune.bounds.numeric import ROUNDING
 from pacprune.data.batches import device_of, refusing_unfit
-from pacprune.data.splits import NO_LABEL, Part, Split
+from pacprune.data.splits import IGNORED, NO_LABEL, Part, Split
 from pacprune.training.evaluate import evaluating, mistakes
 from pacprune.types import check_name
 
@@ -31,6 +31,8 @@ TOPS = (2, 3, 5, 10, 20, 50, 100)
 NEAR = 8
 """Rounding moves a value by at most so many levels, unless it makes it jump."""
 _BATCH = 1000
+_AT_ONCE = 2**25
+"""About how many outputs of a network on tokens are in memory at once: a vocabulary has many for every token."""
 _STEADY = 64
 """So many examples are looked at one by one, to see whether a loss looks at its own example alone."""
 
@@ -55,6 +57,7 @@ class Risk:
         labels: Whether labels are needed.
         against: How the sentence names the reference network; empty for a risk without one.
         lowest: The least value there can be: 0, or -1 for a difference.
+        tokens: Whether an example is a document, of whose tokens the values are averaged.
     """
 
     phrase: str
@@ -62,6 +65,7 @@ class Risk:
     labels: bool = True
     against: str = ""
     lowest: int = 0
+    tokens: bool = False
 
 
 def logits_of(output: Any) -> Any:
@@ -180,13 +184,65 @@ def _cross_entropy(answers: Answers) -> Tensor:
     return surprise.clamp_max(math.log(1e4)) / math.log(1e4)
 
 
+def _by_document(values: Callable[[Answers], Tensor]) -> Callable[[Answers], Tensor]:
+    """The mean of a value per token over the tokens of every document that count, which are documents' labels."""
+
+    def means(answers: Answers) -> Tensor:
+        logits, y = logits_of(answers.output), answers.y
+        shape = tuple(getattr(logits, "shape", ()))
+        if len(shape) != 3 or shape[-1] < 2 or (y.ndim > 1 and shape[:2] != y.shape):
+            raise ValueError(
+                f"the model's outputs have shape {shape} and the labels {tuple(y.shape)}; a risk of tokens needs "
+                "outputs (n, length, vocabulary) and a label for each of the n * length tokens, as pp.data.documents "
+                "makes them"
+            )
+        # Without labels there is no telling what does not count.
+        counted = y != IGNORED if y.ndim > 1 else torch.ones(shape[:2], dtype=torch.bool, device=logits.device)
+        each = values(answers._replace(y=y.masked_fill(y == IGNORED, 0))).double()
+        return (each * counted).sum(1) / counted.sum(1)
+
+    return means
+
+
+def _loss_rise(answers: Answers) -> Tensor:
+    return _cross_entropy(answers) - _cross_entropy(answers._replace(output=answers.reference))
+
+
+def _other_token(answers: Answers) -> Tensor:
+    return logits_of(answers.output).argmax(-1) != logits_of(answers.reference).argmax(-1)
+
+
+_AGAINST, _WITH = " against the reference network", " with the reference network"
 RISKS: dict[str, Risk] = {
     "error": Risk("error rate", lambda answers: _wrong(answers.output, answers.y)),
     **{f"top{k}": Risk(f"top-{k} error rate", _not_among_top(k)) for k in TOPS},
-    "drop": Risk("drop in accuracy", _drop, against=" against the reference network", lowest=-1),
-    "disagreement": Risk("rate of disagreement", _disagreement, labels=False, against=" with the reference network"),
+    "drop": Risk("drop in accuracy", _drop, against=_AGAINST, lowest=-1),
+    "disagreement": Risk("rate of disagreement", _disagreement, labels=False, against=_WITH),
     "brier": Risk("mean Brier loss", _brier),
     "cross-entropy": Risk("mean bounded cross-entropy", _cross_entropy),
+    "token-error": Risk(
+        "token error rate per document", _by_document(lambda answers: _wrong(answers.output, answers.y)), tokens=True
+    ),
+    "token-loss": Risk(
+        "token log-loss per document (clipped at log 10000, in units of it)", _by_document(_cross_entropy), tokens=True
+    ),
+    "token-drop": Risk(
+        "drop in token accuracy per document", _by_document(_drop), against=_AGAINST, lowest=-1, tokens=True
+    ),
+    "token-loss-rise": Risk(
+        "rise of the token log-loss per document (clipped at log 10000, in units of it)",
+        _by_document(_loss_rise),
+        against=_AGAINST,
+        lowest=-1,
+        tokens=True,
+    ),
+    "token-disagreement": Risk(
+        "rate of token disagreement per document",
+        _by_document(_other_token),
+        labels=False,
+        against=_WITH,
+        tokens=True,
+    ),
 }
 """The risks by name; a function (output, (x, y)) -> one loss in [0, 1] per example serves as well."""
 
@@ -300,6 +356,7 @@ def evaluate(risk: Risk, model: nn.Module, reference: nn.Module | None, part: Pa
     """The values of a risk on every example of a part, in eval mode and float32."""
     device = device_of(model)
     pieces: list[Tensor] = []
+    batch = at_once(model, part.x, batch)
     for x, y in zip(part.x.split(batch), part.y.split(batch), strict=True):
         x, y = x.to(device), y.to(device)
         with evaluating(model), refusing_unfit(x, "the network"):
@@ -311,8 +368,22 @@ def evaluate(risk: Risk, model: nn.Module, reference: nn.Module | None, part: Pa
             raise ValueError(
                 f"the loss of a batch of {len(x)} examples has the shape {tuple(values.shape)}; give one value for each"
             )
+        if values.ndim > 1 and values.shape == y.shape and not y.is_floating_point() and bool((y == IGNORED).any()):
+            raise ValueError(
+                f"the loss has a value for each of {tuple(y.shape)} tokens, and {int((y == IGNORED).sum())} of these "
+                f"have the label {IGNORED}, which does not count; return the mean over each document's other tokens"
+            )
         pieces.append(values.cpu())
     return sample(torch.cat(pieces), risk.lowest)
+
+
+def at_once(model: nn.Module, x: Tensor, most: int) -> int:
+    """How many of these examples a network answers in one call: of documents, as many as memory has room for."""
+    if x.is_floating_point() or x.ndim != 2 or most < 2:
+        return most
+    with evaluating(model), refusing_unfit(x, "the network"):
+        logits = logits_of(model(x[:1].to(device_of(model))))
+    return min(most, max(2, _AT_ONCE // max(1, logits.numel()))) if isinstance(logits, Tensor) else most
 
 
 @torch.no_grad()

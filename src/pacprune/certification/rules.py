@@ -11,7 +11,7 @@ from pacprune import philox
 from pacprune.certification import drawn_networks
 from pacprune.certification.bounds_table import FAMILIES, RISK_BOUNDS
 from pacprune.certification.record import Group, Shares
-from pacprune.certification.risks import logits_of
+from pacprune.certification.risks import at_once, logits_of
 from pacprune.certification.verify import LEAVES
 from pacprune.data import trace
 from pacprune.data.batches import device_of
@@ -243,7 +243,7 @@ def refuse_unsteady(network: nn.Module | Callable[[Tensor], Tensor], x: Tensor, 
     together than rounding can tell. With `values`, the outputs themselves are the answer, and not their largest one.
     """
     if isinstance(network, nn.Module):
-        x = x[:_STEADY].to(device_of(network))
+        x = x[: at_once(network, x, _STEADY)].to(device_of(network))
     with evaluating(network) if isinstance(network, nn.Module) else torch.no_grad():
         batch = logits_of(network(x[:_STEADY]))
         if not isinstance(batch, Tensor):

@@ -67,7 +67,16 @@ RISKS = {
     "disagreement": ("rate of disagreement", " with the reference network"),
     "brier": ("mean Brier loss", ""),
     "cross-entropy": ("mean bounded cross-entropy", ""),
+    "token-error": ("token error rate per document", ""),
+    "token-loss": ("token log-loss per document (clipped at log 10000, in units of it)", ""),
+    "token-drop": ("drop in token accuracy per document", " against the reference network"),
+    "token-loss-rise": (
+        "rise of the token log-loss per document (clipped at log 10000, in units of it)",
+        " against the reference network",
+    ),
+    "token-disagreement": ("rate of token disagreement per document", " with the reference network"),
 }
+SIGNED = ("drop", "token-drop", "token-loss-rise")  # the risks whose values lie in [-1, 1]
 LEAST_TESTED = 1e-8  # p-values are exact to 1e-12, so that at a smaller delta a false one could pass
 RISK_LEVELS = 2**16  # values that are no whole numbers are so many parts of their range
 LEVELS = {
@@ -209,7 +218,7 @@ def assumptions(record: dict[str, Any]) -> list[str]:
 def _risk_assumptions(record: dict[str, Any]) -> list[str]:
     """The same for a certificate of a risk."""
     split, ledger, risk = record["split"], record["bounds"]["held_out"]["ledger"], record["risk"]["name"]
-    labels = "" if risk == "disagreement" else ", with labels as noisy as these"
+    labels = "" if risk in ("disagreement", "token-disagreement") else ", with labels as noisy as these"
     lines = [f"bound examples and new data are independent draws from one distribution{labels}"]
     if split["sizes"]["prior"] == 0:
         lines.append("no network was trained on a bound example, nor on a changed copy of one")
@@ -231,6 +240,11 @@ def _risk_assumptions(record: dict[str, Any]) -> list[str]:
         lines.append("the candidates and their order were fixed before anything was known about the bound examples")
     if any(test["group"] is not None for test in record["tests"]):
         lines.append("the groups were fixed before anything was known about the bound examples")
+    if risk.startswith("token-"):
+        lines.append(
+            "every bound example is a document or its first tokens, no two are of one document, and new data are "
+            "documents that are cut in the same way"
+        )
     if ":" in risk:
         lines.append("the loss is the issuer's function of that name, and looks at one example at a time")
     return lines
@@ -464,7 +478,7 @@ class _Tally:
 
 def _risk_rows(record: dict[str, Any], n: int, examples: Tensors) -> list[_Tally]:
     """What every test has counted, once its counts, levels and groups fit."""
-    lowest = -1 if record["risk"]["name"] == "drop" else 0
+    lowest = -1 if record["risk"]["name"] in SIGNED else 0
     limit = record["limit"]
     _require(limit is None or lowest < limit < 1, f"limit is {limit}, but must lie between {lowest} and 1")
     rows = []

@@ -20,6 +20,8 @@ _CHANNELS = (1, 3, 4)
 """How many channels images of bytes have: grey, colour, or colour with transparency."""
 NO_LABEL = -1
 """What stands for the label of an example that has none."""
+IGNORED = -100
+"""The label of a token that does not count, such as padding: torch's cross_entropy and transformers leave it out."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -559,6 +561,8 @@ def _count_classes(y: Tensor, test_y: Tensor, classes: int | None) -> int:
     if y.is_floating_point():
         return 0
     labels = torch.cat([y.flatten(), test_y.flatten()])
+    if y.ndim > 1 and bool((labels != IGNORED).any()):  # an example of several labels may have some that do not count
+        labels = labels[labels != IGNORED]
     low, high = int(labels.min()), int(labels.max())
     if classes is None:
         classes = high + 1

@@ -21,6 +21,7 @@ from pacprune.data.batches import (
     refusing_unfit,
     tensors,
 )
+from pacprune.data.splits import IGNORED
 from pacprune.distributed import across_model, count, ranks, refuse_sharded
 from pacprune.masking import weights
 from pacprune.training.config import MASKS, Config
@@ -96,9 +97,10 @@ def _note_arrival(model: nn.Module, data: Data, objective: Objective) -> None:
             return
         if not isinstance(out, Tensor) or y.is_floating_point() or out.shape[:-1] != y.shape or out.shape[-1] < 2:
             return
-        wrong.append((out.argmax(-1) != y).reshape(-1))
-        labels.append(y.reshape(-1))
-    if errs_as_trained(torch.cat(wrong), torch.cat(labels)):
+        counted = y != IGNORED
+        wrong.append((out.argmax(-1) != y)[counted])
+        labels.append(y[counted])
+    if len(torch.cat(labels)) and errs_as_trained(torch.cat(wrong), torch.cat(labels)):
         weights.mark_seen(model, trace.foreign())
 
 

@@ -20,6 +20,7 @@ from pacprune.data.batches import (
     rows,
     use_of,
 )
+from pacprune.data.splits import IGNORED
 from pacprune.masking import attachment, weights
 from pacprune.training.population import Population
 from pacprune.types import Data, Forward, Loss
@@ -91,8 +92,9 @@ def error(model: Sequence[nn.Module], data: Data, *, forward: None = None) -> li
 def error(model: nn.Module | Sequence[nn.Module], data: Data, *, forward: Forward | None = None) -> float | list[float]:
     """The fraction of wrong predictions, in eval mode and float32; an attached model is taken with its present draw.
 
-    There is one prediction per label, so that of a language model every token counts. The examples are noted as looked
-    at: what is trained afterwards may have been chosen by them, so no held-out certificate on them is issued for it.
+    There is one prediction per label, so that of a language model every token counts whose label is not -100. The
+    examples are noted as looked at: what is trained afterwards may have been chosen by them, so no held-out
+    certificate on them is issued for it.
 
     Args:
         model: The network; or a list of networks of one architecture, which are evaluated in one call.
@@ -123,8 +125,10 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data, *, forward: Forwar
             out, y = _logits_and_labels(model, batch, forward)
             # Where an example has several labels, with a logit for each, every label is an answer of its own.
             labelled = isinstance(out, Tensor) and y.ndim > 1 and out.shape == y.shape and y.shape[-1] > 1
-            wrong, count = wrong + int(mistakes(out[..., None] if labelled else out, y).sum()), count + y.numel()
-    return wrong / count
+            counted = y != IGNORED
+            wrong += int((mistakes(out[..., None] if labelled else out, y) & counted).sum())
+            count += int(counted.sum())
+    return wrong / _some(count)
 
 
 def _logits_and_labels(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, Tensor]:
@@ -146,9 +150,17 @@ def _errors(population: Population, data: Data) -> list[float]:
         for x, y in batches(data, BATCH, device=device):
             out = population.outputs(x, separate=False)
             out = out[..., None] if out.ndim == 2 and y.ndim == 1 else out  # one logit
-            wrong += mistakes(out, y.expand(len(population), *y.shape)).flatten(1).sum(1)
-            count += y.numel()
-    return (wrong.double() / count).tolist()
+            counted = y != IGNORED
+            wrong += (mistakes(out, y.expand(len(population), *y.shape)) & counted).flatten(1).sum(1)
+            count += int(counted.sum())
+    return (wrong.double() / _some(count)).tolist()
+
+
+def _some(count: int) -> int:
+    """The number of labels that count, once there is one."""
+    if not count:
+        raise ValueError(f"all labels are {IGNORED}, which does not count, so there are 0 answers; give labels")
+    return count
 
 
 def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10, forward: Forward | None = None) -> float:
