@@ -17,6 +17,7 @@ __all__ = [
     "MLP",
     "MODELS",
     "NAMES",
+    "NextToken",
     "build",
     "convnext",
     "gpt",
@@ -644,6 +645,30 @@ class GPT(nn.Module):
             raise ValueError(f"this gpt reads {most} tokens at most but the batch has {length}; build another one")
         x = F.dropout(self.tokens(x) + self.places.weight[:length], self.dropout, self.training)
         return self.head(self.norm(self.blocks(x)))
+
+
+class NextToken(nn.Module):
+    """A language model as a classifier of the token that follows a text: the rows of `pp.data.one_token`.
+
+    Args:
+        network: A network with a causal mask, which gives scores (n, length, vocabulary), alone or as `logits`.
+
+    Example:
+        >>> net = pp.models.NextToken(pp.models.gpt(65, width=32, depth=2, heads=2, context=16))
+        >>> net(torch.tensor([[3, 1, 4, -1, -1], [1, 5, 9, 2, 6]])).shape
+        torch.Size([2, 65])
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores (n, vocabulary) of the token after each row of x, which ends before its first -1."""
+        scores = self.network(x.clamp_min(0))
+        scores = getattr(scores, "logits", scores)
+        last = ((x >= 0).sum(1) - 1).clamp_min(0)
+        return scores.gather(1, last[:, None, None].expand(-1, 1, scores.shape[-1])).squeeze(1)
 
 
 class _Transformer(nn.Module):

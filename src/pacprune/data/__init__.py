@@ -1,7 +1,7 @@
 """Data sets cut into parts that are named by their use."""
 
 from pacprune.data.datasets import DATA_SETS, NAMES, DataSet, cifar10, digits, fashion_mnist, fetch, load, mnist
-from pacprune.data.documents import documents
+from pacprune.data.documents import documents, one_token
 from pacprune.data.download import data_folder
 from pacprune.data.splits import Part, Split, split
 
@@ -19,5 +19,6 @@ __all__ = [
     "fetch",
     "load",
     "mnist",
+    "one_token",
     "split",
 ]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pacprune import philox
 from pacprune.data.splits import IGNORED
 
 
@@ -49,6 +50,45 @@ def documents(texts: Sequence[Any] | Mapping[str, Any], *, length: int) -> tuple
                 "with the document that it belongs to"
             )
     return x, y
+
+
+def one_token(x: Tensor, y: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Draws one token of every document, as an example of a classifier: the text before it, and the token itself.
+
+    Every token that counts has the same chance. So a wrong answer has the probability that a wrong token has in the
+    mean over its document, and errors of 0 and 1 have the same risk as the risk "token-error". This makes a language
+    model a classifier for `pp.certify` and `pp.choose`, whose draws count whole errors.
+
+    Args:
+        x: Token numbers, one document per row, as `pp.data.documents` gives them.
+        y: The token after each of them, or -100 where none counts.
+        seed: Chooses the tokens, by the number of the row and not by what it holds.
+
+    Returns:
+        x with -1 from the token that is to be predicted on, for `pp.models.NextToken`; and that token of each row.
+
+    Raises:
+        ValueError: If a document has no token that counts.
+
+    Example:
+        >>> x, y = pp.data.documents([[5, 1, 2], [3, 4, 6, 2, 1, 7]], length=4)
+        >>> inputs, labels = pp.data.one_token(x, y, seed=1)
+        >>> inputs.shape, labels.shape
+        (torch.Size([2, 4]), torch.Size([2]))
+    """
+    if x.ndim != 2 or x.shape != y.shape:
+        raise ValueError(
+            f"x has the shape {tuple(x.shape)} and y {tuple(y.shape)}; give both as (n, length), a label for each token"
+        )
+    counted = y != IGNORED
+    sizes = counted.sum(1)
+    if bool((sizes == 0).any()):
+        raise ValueError(f"document {int((sizes == 0).nonzero()[0])} has no token that counts; leave it out")
+    word = philox.words(2 * len(x), seed=seed, step=0, stream=philox.BATCH)
+    chosen = ((word[0::2] << 31) ^ (word[1::2] >> 1)).remainder(sizes)  # the number of the token among those that count
+    place = ((counted.cumsum(1) - 1 == chosen[:, None]) & counted).int().argmax(1, keepdim=True)
+    later = torch.arange(x.shape[1]) > place
+    return x.masked_fill(later, -1), y.gather(1, place).squeeze(1)
 
 
 def _of_lists(texts: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:

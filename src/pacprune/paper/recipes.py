@@ -16,6 +16,7 @@ from pacprune.paper import (
     choosing,
     compress,
     data_scarce,
+    documents,
     error_vs_sparsity,
     flow_chart,
     keep_probs,
@@ -195,6 +196,11 @@ RECIPES: dict[str, Recipe] = {
         choosing.SETTINGS,
         choosing.figures,
         lines=(Line("which certificate", see="choosing.md#measured-over-bound-examples-and-over-what-is-tried"),),
+    ),
+    "documents": Recipe(
+        documents.SETTINGS,
+        documents.figures,
+        lines=(Line("documents, not tokens", see="language_models.md#why-documents-and-not-tokens"),),
     ),
     "monitor-delay": Recipe(
         monitor_delay.SETTINGS,
