@@ -27,7 +27,7 @@ def rate(rows: list[coverage.Row], name: str) -> float:
 
 def test_every_bound_holds_and_every_planted_fault_is_caught(rows):
     assert [row for row in rows if not row.ok] == []
-    assert sum(row.planted_fault for row in rows) == 19
+    assert sum(row.planted_fault for row in rows) == 23
     assert rate(rows, "Seeger-Maurer, n counted twice") > 0.2
     assert rate(rows, "Clopper-Pearson, delta not divided") > 0.5
     assert rate(rows, "Seeger-Maurer at the mean of the draws") > 0.3
@@ -36,6 +36,8 @@ def test_every_bound_holds_and_every_planted_fault_is_caught(rows):
     assert rate(rows, "sequence, own bound of each") > 0.3
     assert rate(rows, "compress, ordered by the bound set") > 0.2
     assert rate(rows, "bounded loss, bets chosen afterwards") > 0.6
+    assert rate(rows, "documents, tokens counted") > 0.3
+    assert rate(rows, "documents, windows of the same") > 0.1
     assert rate(rows, "Seeger-Maurer at the draws that chose") > 0.9
     assert rate(rows, "disintegrated, delta not divided") > 0.9
 
@@ -96,6 +98,12 @@ def test_ten_thousand_trials_of_a_monitor(monkeypatch, at_full_size):
 
 def test_ten_thousand_trials_of_every_risk(monkeypatch, at_full_size):
     monkeypatch.setattr(coverage, "STUDIES", risk_studies.STUDIES)
+    rows = coverage.run(10_000 if at_full_size else 100)
+    assert [row for row in rows if not row.ok] == []
+
+
+def test_ten_thousand_trials_of_documents(monkeypatch, at_full_size):
+    monkeypatch.setattr(coverage, "STUDIES", (risk_studies.of_documents,))
     rows = coverage.run(10_000 if at_full_size else 100)
     assert [row for row in rows if not row.ok] == []
 

@@ -15,7 +15,13 @@ from pacprune.bench.synthetic import Violations
 from pacprune.bounds.numeric import check_count, check_delta
 from pacprune.types import Progress
 
-STUDIES = (*synthetic.STUDIES, *risk_studies.STUDIES, *compress_study.STUDIES, synthetic.choosing)
+STUDIES = (
+    *synthetic.STUDIES,
+    *risk_studies.STUDIES,
+    *compress_study.STUDIES,
+    synthetic.choosing,
+    risk_studies.of_documents,
+)
 CONFIDENCE = 0.999
 """Of the two-sided Clopper-Pearson interval around an observed rate."""
 FEWEST = 60

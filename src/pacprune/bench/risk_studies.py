@@ -111,6 +111,60 @@ def bounded(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Vio
     yield Violations("bounded loss, bets chosen afterwards", "held-out", population, np.array(failed), True)
 
 
+# --- Documents.
+
+TOKENS, WINDOWS = 100, 50
+"""Tokens of a document, and the windows that one is cut into by mistake."""
+
+
+def _documents(
+    rng: np.random.Generator, shape: tuple[int, ...], *, risk: float, correlation: float
+) -> NDArray[np.float64]:
+    """The chance of an error in every document: a beta variable, so that two tokens of one have this correlation."""
+    if correlation == 1.0:
+        return (rng.random(shape) < risk).astype(np.float64)
+    both = 1.0 / correlation - 1.0
+    return rng.beta(risk * both, (1.0 - risk) * both, shape)
+
+
+def _below(losses: Floats, risk: float, delta: float, lowest: int = 0) -> bool:
+    """Whether the bound by these losses of documents lies below the risk."""
+    tally = _tally((losses - lowest) / (1 - lowest))
+    return Tally(tally.n, lowest, levels=tally.levels).p_value(risk) < delta
+
+
+def of_documents(rng: np.random.Generator, trials: int, delta: float) -> Iterator[Violations]:
+    """Means over the tokens of documents, which are alike within one; and tokens, or windows, counted instead."""
+    n, risk = 100, 0.3
+    for correlation in (0.05, 0.3, 1.0):
+        wrong = rng.binomial(TOKENS, _documents(rng, (trials, n), risk=risk, correlation=correlation))
+        population = f"{n} of {TOKENS} tokens, correlation {correlation:g}"
+        failed = [_below(row / TOKENS, risk, delta) for row in wrong]
+        yield Violations("documents", "held-out", population, np.array(failed))
+        failed = _each(lambda k: bounds.clopper_pearson(k, n=n * TOKENS, delta=delta) < risk, wrong.sum(axis=1))
+        yield Violations("documents, tokens counted", "held-out", population, failed, True)
+    yield Violations(
+        "documents", "held-out", f"{n} of 1 to 1,000 tokens, correlation 0.1", _of_any_length(rng, trials, n, delta)
+    )
+    chances = _documents(rng, (2, trials, n), risk=risk, correlation=0.1)
+    drops = np.diff(rng.binomial(TOKENS, chances) / TOKENS, axis=0)[0]
+    failed = np.array([_below(row, 0.0, delta, lowest=-1) for row in drops])
+    yield Violations("drop of documents", "held-out", f"{n} of {TOKENS} tokens, correlation 0.1", failed)
+    chances = _documents(rng, (trials, n // WINDOWS), risk=risk, correlation=0.1).repeat(WINDOWS, axis=1)
+    failed = np.array([_below(row / TOKENS, risk, delta) for row in rng.binomial(TOKENS, chances)])
+    population = f"{n} windows of {n // WINDOWS} documents, correlation 0.1"
+    yield Violations("documents, windows of the same", "held-out", population, failed, True)
+
+
+def _of_any_length(rng: np.random.Generator, trials: int, n: int, delta: float) -> Bools:
+    """Whether the bound fails where long documents have other errors than short ones: 0.2 against 0.4."""
+    long = rng.random((trials, n)) < 0.5
+    lengths = np.where(long, rng.integers(500, 1001, (trials, n)), rng.integers(1, 11, (trials, n)))
+    low, high = (_documents(rng, (trials, n), risk=risk, correlation=0.1) for risk in (0.2, 0.4))
+    wrong = rng.binomial(lengths, np.where(long, low, high))
+    return np.array([_below(row, 0.3, delta) for row in wrong / lengths])
+
+
 # --- Several groups, or several networks.
 
 

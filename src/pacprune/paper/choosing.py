@@ -3,11 +3,14 @@
 For every number of examples and seed: a dense network is trained and pruned on the prior part, at the end with noise on
 its weights, and P is read. Several posteriors of P are trained on the bound part; `choose` takes the best, at no price.
 All certificates of the cell follow from the same counts, and so does what a choice among m networks costs each of them.
+
+Of a text, an example is one token of a document, drawn at random. Its errors of 0 and 1 have the risk that the mean
+over the document has, so that the held-out certificate of these means can be compared with all others.
 """
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +19,16 @@ from torch import Tensor, nn
 from pacprune import bounds, data, models, philox
 from pacprune.certification import bounds_table, decode, drawn_networks
 from pacprune.certification.certificate import Certificate
-from pacprune.certification.choose import choose
+from pacprune.certification.choose import Choice, choose
 from pacprune.data.batches import device_of
 from pacprune.data.splits import Part, Split
 from pacprune.masking.attachment import attach, harden, read
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic
 from pacprune.methods.gradual import gmp
 from pacprune.methods.pipeline import together
-from pacprune.paper import data_scarce, painting
+from pacprune.paper import data_scarce, documents, painting
 from pacprune.paper.data_scarce import CHOSEN_ON, ORDER, Sizes
+from pacprune.paper.documents import Corpus
 from pacprune.paper.frame import Figure, Job, Setting, compute_rows, in_steps
 from pacprune.paper.painting import Style
 from pacprune.paper.statistics import groups, interval, means
@@ -42,6 +46,7 @@ KL_WEIGHTS = (0.3, 1.0, 3.0)
 """Posteriors that are tried beside Q = P: by the weight of the KL in training."""
 ARMS = {
     "held_out": Style("held-out, the pruned network", plots.BLUE, "o"),
+    "documents": Style("held-out, means over documents", painting.SKY, "p"),
     "q_equals_p": Style("Q = P", plots.GREY, "D"),
     "chosen": Style("Q, the best of any number (choose)", painting.RED, "^"),
     "certified": Style("Q, every one certified (certified = m)", plots.ORANGE, "v"),
@@ -49,7 +54,10 @@ ARMS = {
     "transfer": Style("dense network held-out, plus disagreement", plots.GREEN, "P"),
     "disagreement": Style("disagreement with the dense network (no labels)", "black", "x"),
 }
-"""Certificates at the same delta: of an error rate all but the last; the last two take inputs without labels."""
+"""Certificates at the same delta: of an error rate all but the last; the last two take inputs without labels.
+
+Only texts have documents.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +66,13 @@ class Cells(Sizes):
 
     Args:
         inputs: Inputs without labels, on which the pruned network is compared with the dense one.
+        length: Tokens of a document of a text, of which `sizes` are the bound examples alone.
+        network: The sizes of a network that reads texts.
     """
 
     inputs: int = 10_000
+    length: int = 0
+    network: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _setting(scale: str, draws: int, options: Cells) -> Setting[Cells]:
@@ -71,6 +83,24 @@ def _setting(scale: str, draws: int, options: Cells) -> Setting[Cells]:
 
 _SMALL = _setting("reduced", 3_000, Cells(sizes=(24, 100, 300, 1_000, 3_000, 10_000, 40_000)))
 _LARGE = _SMALL.changed(seeds=10, draws=20_000, dense_steps=1_000, prune_steps=1_500, prior_steps=1_000)
+_TEXT = replace(
+    documents.SETTINGS["reduced"][0],
+    std=5e-3,
+    eps=1e-5,
+    draws=2_000,
+    prior=replace(documents.SETTINGS["reduced"][0].dense, lr=1e-3, gate_lr=None, warmup=0.0),
+    posterior=replace(_SMALL.posterior, lr=0.05),
+    options=Cells(
+        sizes=(50, 200, 800, 2_000),
+        inputs=500,
+        length=64,
+        network=documents.SETTINGS["reduced"][0].options.network,
+        dense_steps=800,
+        prune_steps=300,
+        prior_steps=150,
+    ),
+)
+"""A character GPT. Its prior is made from half of the speeches, whatever the number of bound examples from the rest."""
 SETTINGS: dict[str, tuple[Setting[Cells], ...]] = {
     "smoke": (
         _setting(
@@ -78,9 +108,22 @@ SETTINGS: dict[str, tuple[Setting[Cells], ...]] = {
             100,
             Cells(sizes=(24, 400), inputs=200, dense_steps=20, prune_steps=20, prior_steps=10, posterior_steps=10),
         ).changed(seeds=1),
+        _TEXT.changed(
+            data="babble",
+            seeds=1,
+            draws=60,
+            sizes=(30, 60),
+            inputs=40,
+            length=16,
+            network={"width": 16, "depth": 1, "heads": 2, "dropout": 0.0, "context": 16},
+            dense_steps=20,
+            prune_steps=10,
+            prior_steps=5,
+            posterior_steps=5,
+        ),
     ),
-    "reduced": (_SMALL,),
-    "full": (_LARGE,),
+    "reduced": (_SMALL, _TEXT),
+    "full": (_LARGE, _TEXT.changed(seeds=5, draws=20_000, dense_steps=6_000, prune_steps=2_000, prior_steps=1_000)),
 }
 
 
@@ -111,14 +154,23 @@ def figures(setting: Setting[Cells], job: Job) -> Iterator[Figure]:
 
 def rows(setting: Setting[Cells], job: Job) -> Table:
     """One row per cell and number of networks tried; the cells of an interrupted run are kept."""
-    base = data.load(setting.data, seed=job.seed, data_dir=job.data_dir)
-    cells = [Entry(n, seed) for n in setting.options.sizes for seed in job.seeds(setting.seeds)]
+    if setting.options.length:
+        cells = [Entry(n, seed) for seed in job.seeds(setting.seeds) for n in setting.options.sizes]
+    else:
+        base = data.load(setting.data, seed=job.seed, data_dir=job.data_dir)
+        cells = [Entry(n, seed) for n in setting.options.sizes for seed in job.seeds(setting.seeds)]
+
+    def compute(portion: list[Entry]) -> Table:
+        if setting.options.length:
+            return _text_cells(setting, portion, job)
+        return [_cell(setting, cell, base, job) for cell in portion]
+
     table = compute_rows(
         cells,
-        lambda portion: [_cell(setting, cell, base, job) for cell in portion],
+        compute,
         path=job.out / f"choosing-{setting.name}.jsonl",
         terms=setting.terms,
-        group=lambda cell: cell,
+        group=lambda cell: cell.seed if setting.options.length else cell,
     )
     common = {"dataset": setting.data, "model": setting.model}
     return [common | line for cell in table for line in _lines(cell, setting.options)]
@@ -167,9 +219,21 @@ def _certificates(setting: Setting[Cells], split: Split, seed: int, job: Job) ->
     net = models.build(setting.model, split, seed=seed).to(job.device)
     expected, dense = _dense(setting, net, split, seed, job)
     prior = _prior(setting, net, split, seed, job)
-    posteriors = _posteriors(setting, net, prior, split, seed, job)
-    choice = choose(
-        posteriors,
+    choice = _choice(setting, net, prior, split, expected, seed, job)
+    plain = harden(copy.deepcopy(net))
+    counts = _counts(choice, dense, plain, drawn_networks.thresholded(prior), split, split.unlabelled)
+    return counts | {
+        "bounds": {tried: arms(choice.certificate, counts, tried) for tried in TRIED},
+        "computed": _computed(choice.certificate, counts),
+    }
+
+
+def _choice(
+    setting: Setting[Cells], net: nn.Module, prior: SpikeSlab, split: Split, expected: float, seed: int, job: Job
+) -> Choice:
+    """The best of the posteriors, with its certificate."""
+    return choose(
+        _posteriors(setting, net, prior, split, seed, job),
         prior,
         split,
         delta=setting.options.delta,
@@ -177,14 +241,19 @@ def _certificates(setting: Setting[Cells], split: Split, seed: int, job: Job) ->
         expected_risk=expected,
         draws=setting.draws,
         choosing_draws=max(20, setting.draws // 10),
+        declare=_WORDS if setting.options.length else None,
         progress=job.progress,
     )
-    plain = harden(copy.deepcopy(net))
-    pruned = drawn_networks.thresholded(prior)
-    disagreements = _disagreements(dense, plain, pruned, split.unlabelled)
-    counts = {
+
+
+def _counts(
+    choice: Choice, dense: nn.Module, plain: nn.Module, pruned: dict[str, Tensor], split: Split, inputs: Part
+) -> dict[str, Any]:
+    """What is counted in a cell."""
+    disagreements = _disagreements(dense, plain, pruned, inputs)
+    return {
         "n": len(split.bound),
-        "inputs": len(split.unlabelled),
+        "inputs": len(inputs),
         "dense_errors": int(drawn_networks.errors(dense, {}, split.bound).sum()),
         "pruned_errors": int(drawn_networks.errors(plain, pruned, split.bound).sum()),
         "disagreements": disagreements,
@@ -195,10 +264,96 @@ def _certificates(setting: Setting[Cells], split: Split, seed: int, job: Job) ->
         "test_error": float(drawn_networks.errors(plain, pruned, split.test).double().mean()),
         "gibbs_test_error": gibbs_error(choice.model, split.test, draws=3),
     }
-    return counts | {
-        "bounds": {tried: arms(choice.certificate, counts, tried) for tried in TRIED},
-        "computed": _computed(choice.certificate, counts),
-    }
+
+
+# --- The cells of a text.
+
+_WORDS = (
+    "the prior was trained on other speeches of the same plays alone, and short contexts repeat in new ones as often"
+)
+
+
+def _text_cells(setting: Setting[Cells], cells: list[Entry], job: Job) -> Table:
+    """The cells of a seed: one prior from half of the documents, and so many of the other half as bound examples."""
+    seed, options = cells[0].seed, setting.options
+    halves = documents.corpus(setting.data, options.length, seed, job)
+    dense, net, mask = documents.trained(setting, halves, seed, job)
+    dense, net = models.NextToken(dense), models.NextToken(net)
+    attach(net, block_isotropic(net, {f"network.{name}": t for name, t in mask.items()}, **_noise(setting)), seed=seed)
+    x, y = (t.to(job.device) for t in halves.training)
+    fit(
+        net,
+        (x, y),
+        in_steps(setting.prior, options.prior_steps, len(x)),
+        seed=seed,
+        stage="prior",
+        loss=lambda out, batch: models.next_character(out, batch[1]),
+        forward=lambda model, batch: model.network(batch[0]),
+        progress=job.progress,
+    )
+    prior = read(net)
+    # By documents that P was made from, and so too small: a guess, which decides Catoni's constant alone.
+    expected = float(drawn_networks.errors(dense, {}, _tokens(halves.training, seed)).double().mean())
+    splits = [_text_split(setting, halves, cell) for cell in cells]
+    # Test examples are looked at when all posteriors are trained: some have short contexts that bound examples have.
+    choices = [_choice(setting, copy.deepcopy(net), prior, split, expected, seed, job) for split, _ in splits]
+    plain, pruned = harden(copy.deepcopy(net)), drawn_networks.thresholded(prior)
+    table = []
+    for cell, choice, (split, inputs) in zip(cells, choices, splits, strict=True):
+        counts = _counts(choice, dense, plain, pruned, split, inputs)
+        bound = halves.others[0][: cell.examples], halves.others[1][: cell.examples]
+        tally = documents.losses(_with(plain, pruned).network, bound).tally()
+        bounds_of = {
+            tried: arms(choice.certificate, counts, tried) | {"documents": tally.bound(options.delta / tried)}
+            for tried in TRIED
+        }
+        table.append(counts | {"bounds": bounds_of, "computed": _computed(choice.certificate, counts) | _NO_DOCUMENTS})
+    return table
+
+
+_NO_DOCUMENTS = {"documents": None}
+
+
+def _noise(setting: Setting[Cells]) -> dict[str, float]:
+    return {"eps": setting.eps, "std": setting.std}
+
+
+def _tokens(half: tuple[Tensor, Tensor], seed: int) -> Part:
+    """One token of each document."""
+    x, y = data.one_token(*half, seed=seed)
+    return Part("bound", x, y, torch.arange(len(x)))
+
+
+def _text_split(setting: Setting[Cells], halves: Corpus, cell: Entry) -> tuple[Split, Part]:
+    """One token of every document: of the first half as prior examples, of so many others as bound ones, and the rest.
+
+    Documents of the other half that are not in any cell are inputs without labels, and test examples behind them.
+    """
+    first, other = (_tokens(half, cell.seed) for half in (halves.training, halves.others))
+    options, used = setting.options, max(setting.options.sizes)
+    if used + options.inputs >= len(other):
+        raise ValueError(f"{used + options.inputs} documents are asked for, but there are {len(other)}; use fewer")
+    x, y = torch.cat([first.x, other.x[: cell.examples]]), torch.cat([first.y, other.y[: cell.examples]])
+    split = data.split(
+        x,
+        y,
+        indices=(torch.arange(len(first)), torch.arange(len(first), len(x))),
+        split_declared_random=True,
+        test=(other.x[used + options.inputs :], other.y[used + options.inputs :]),
+        dataset=setting.data,
+        classes=halves.vocabulary,
+    )
+    return split, other.subset(torch.arange(used, used + options.inputs))
+
+
+def _with(plain: nn.Module, weights: dict[str, Tensor]) -> Any:
+    """A copy of a network with these weights."""
+    network = copy.deepcopy(plain)
+    network.load_state_dict(weights, strict=False)
+    return network
+
+
+# --- The stages.
 
 
 def _dense(setting: Setting[Cells], net: nn.Module, split: Split, seed: int, job: Job) -> tuple[float, nn.Module]:
@@ -319,6 +474,8 @@ def paint(canvas: Any, table: Table) -> None:
     for axes, size in zip(over_tried, (sizes[len(sizes) // 2], sizes[-1]), strict=True):
         part = [row for row in table if row["examples"] == size and not row["computed"]]
         for arm, style in ARMS.items():  # without intervals: seeds differ more than arms, and all arms share a seed
+            if part[0].get(arm) is None:
+                continue
             values = means(part, arm, "tried")
             x = sorted(tried for (tried,) in values)
             y = [values[tried,] for tried in x]
@@ -333,7 +490,8 @@ def paint(canvas: Any, table: Table) -> None:
 
 def _long(table: Table) -> Table:
     """A row for every arm."""
-    return [row | {"arm": arm, "bound": row[arm]} for row in table for arm in ARMS if row[arm] is not None]
+    present = ((row, arm) for row in table for arm in ARMS)
+    return [row | {"arm": arm, "bound": row[arm]} for row, arm in present if row.get(arm) is not None]
 
 
 def _paint_over_n(axes: Any, table: Table) -> None:

@@ -53,8 +53,8 @@ class Speeches:
     network: Mapping[str, Any] = field(
         default_factory=lambda: {"width": 64, "depth": 2, "heads": 4, "dropout": 0.0, "context": 64}
     )
-    dense_steps: int = 1_500
-    prune_steps: int = 500
+    dense_steps: int = 800
+    prune_steps: int = 300
     sizes: tuple[int, ...] = in_entries()
     trials: int = 10_000
     delta: float = 0.05

@@ -195,7 +195,11 @@ RECIPES: dict[str, Recipe] = {
     "choosing": Recipe(
         choosing.SETTINGS,
         choosing.figures,
-        lines=(Line("which certificate", see="choosing.md#measured-over-bound-examples-and-over-what-is-tried"),),
+        several=True,
+        lines=(
+            Line("which certificate", see="choosing.md#measured-over-bound-examples-and-over-what-is-tried"),
+            Line("the same, language model", see="choosing.md#a-language-model", only="tinyshakespeare-gpt"),
+        ),
     ),
     "documents": Recipe(
         documents.SETTINGS,
