@@ -150,6 +150,29 @@ def _sequence(**options: Any) -> pp.Certificate:
     return held_out.certify_sequence(candidates, split, reference=reference, **options)
 
 
+def language(documents: int = 120) -> tuple[pp.data.Split, nn.Module, nn.Module]:
+    """Documents of different lengths, a network that predicts their next tokens, and the same pruned."""
+    generator = torch.Generator().manual_seed(0)
+    chain = torch.softmax(3 * torch.randn(12, 12, generator=generator), -1)
+    texts = []
+    for length in torch.randint(3, 30, (documents,), generator=generator).tolist():
+        tokens = [int(torch.randint(12, (1,), generator=generator))]
+        for _ in range(length):
+            tokens.append(int(torch.multinomial(chain[tokens[-1]], 1, generator=generator)))
+        texts.append(tokens)
+    split = pp.data.split(*pp.data.documents(texts, length=20))
+    dense = pp.models.gpt(12, width=16, depth=1, heads=2, context=20, dropout=0.0)
+    pp.fit(dense, split.prior, pp.Config(epochs=10, lr=3e-3, optimizer="adamw"), loss=pp.models.next_character)
+    network = copy.deepcopy(dense)
+    pp.apply_mask(network, pp.top_k(pp.scores.magnitude(network), sparsity=0.5))
+    return split, dense, network
+
+
+def _tokens(risk: str, *, compare: bool = False, **options: Any) -> pp.Certificate:
+    split, dense, network = language()
+    return pp.certify_held_out(network, split, risk=risk, reference=dense if compare else None, **options)
+
+
 def confidence(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     """A loss of one's own."""
     return 1 - output.softmax(-1).gather(-1, batch[1][:, None])[:, 0]
@@ -182,6 +205,8 @@ SORTS: dict[str, Callable[[], pp.Certificate]] = {
     "disagreement, all examples, packed": lambda: _risk("disagreement", pair=True, compare=True),
     "loss, declared": lambda: _risk(confidence, declare="its first weights came from elsewhere"),
     "Brier by key, packed": lambda: _risk("brier", groups=["odd" if i % 2 else "even" for i in range(719)]),
+    "tokens, packed": lambda: _tokens("token-error", groups=["odd" if i % 2 else "even" for i in range(60)]),
+    "tokens, a rise": lambda: _tokens("token-loss-rise", compare=True),
     "sequence, packed": lambda: _sequence(risk="drop", limit=0.3),
     "sequence of losses": lambda: _sequence(risk="cross-entropy", limit=0.5, delta=0.2),
     "sequence, all pass": lambda: _sequence(risk="error", limit=0.99),
