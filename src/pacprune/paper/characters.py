@@ -123,7 +123,7 @@ def task(setting: Setting[Text], name: str, train: Tensor, validation: Tensor, v
     )
 
 
-def encoded(setting: Setting[Text], job: Job) -> tuple[Tensor, int]:
+def encoded(setting: Setting[Any], job: Job) -> tuple[Tensor, int]:
     """The text as numbers of its characters, which are sorted, and how many different ones there are."""
     content = babble(4000) if setting.data == "babble" else datasets.read(setting.data, "input.txt", job.data_dir)
     alphabet, text = torch.unique(torch.frombuffer(bytearray(content), dtype=torch.uint8), return_inverse=True)

@@ -9,8 +9,9 @@ over the document has, so that the held-out certificate of these means can be co
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,18 +84,22 @@ def _setting(scale: str, draws: int, options: Cells) -> Setting[Cells]:
 
 _SMALL = _setting("reduced", 3_000, Cells(sizes=(24, 100, 300, 1_000, 3_000, 10_000, 40_000)))
 _LARGE = _SMALL.changed(seeds=10, draws=20_000, dense_steps=1_000, prune_steps=1_500, prior_steps=1_000)
-_TEXT = replace(
-    documents.SETTINGS["reduced"][0],
+_SPEECHES = documents.SETTINGS["reduced"][0]
+_TEXT = _SMALL.changed(
+    data=_SPEECHES.data,
+    model=_SPEECHES.model,
+    sparsities=_SPEECHES.sparsities,
+    dense=_SPEECHES.dense,
+    pruning=_SPEECHES.pruning,
     std=5e-3,
-    eps=1e-5,
     draws=2_000,
-    prior=replace(documents.SETTINGS["reduced"][0].dense, lr=1e-3, gate_lr=None, warmup=0.0),
+    prior=replace(_SPEECHES.dense, lr=1e-3, gate_lr=None, warmup=0.0),
     posterior=replace(_SMALL.posterior, lr=0.05),
     options=Cells(
-        sizes=(50, 200, 800, 2_000),
-        inputs=500,
+        sizes=(50, 150, 500, 1_400),
+        inputs=400,
         length=64,
-        network=documents.SETTINGS["reduced"][0].options.network,
+        network=_SPEECHES.options.network,
         dense_steps=800,
         prune_steps=300,
         prior_steps=150,
@@ -154,17 +159,14 @@ def figures(setting: Setting[Cells], job: Job) -> Iterator[Figure]:
 
 def rows(setting: Setting[Cells], job: Job) -> Table:
     """One row per cell and number of networks tried; the cells of an interrupted run are kept."""
+    cells = [Entry(n, seed) for n in setting.options.sizes for seed in job.seeds(setting.seeds)]
+    compute: Callable[[list[Entry]], Table]
     if setting.options.length:
-        cells = [Entry(n, seed) for seed in job.seeds(setting.seeds) for n in setting.options.sizes]
+        cells = sorted(cells, key=lambda cell: cell.seed)  # a seed has one prior for all its cells
+        compute = partial(_text_cells, setting, job=job)
     else:
         base = data.load(setting.data, seed=job.seed, data_dir=job.data_dir)
-        cells = [Entry(n, seed) for n in setting.options.sizes for seed in job.seeds(setting.seeds)]
-
-    def compute(portion: list[Entry]) -> Table:
-        if setting.options.length:
-            return _text_cells(setting, portion, job)
-        return [_cell(setting, cell, base, job) for cell in portion]
-
+        compute = lambda portion: [_cell(setting, cell, base, job) for cell in portion]  # noqa: E731
     table = compute_rows(
         cells,
         compute,
@@ -288,7 +290,7 @@ def _text_cells(setting: Setting[Cells], cells: list[Entry], job: Job) -> Table:
         seed=seed,
         stage="prior",
         loss=lambda out, batch: models.next_character(out, batch[1]),
-        forward=lambda model, batch: model.network(batch[0]),
+        forward=_every_token,
         progress=job.progress,
     )
     prior = read(net)
@@ -312,6 +314,11 @@ def _text_cells(setting: Setting[Cells], cells: list[Entry], job: Job) -> Table:
 
 
 _NO_DOCUMENTS = {"documents": None}
+
+
+def _every_token(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The scores after each token, and not after the last one alone."""
+    return model.network(batch[0])
 
 
 def _noise(setting: Setting[Cells]) -> dict[str, float]:
