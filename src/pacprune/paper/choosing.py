@@ -278,7 +278,7 @@ _WORDS = (
 def _text_cells(setting: Setting[Cells], cells: list[Entry], job: Job) -> Table:
     """The cells of a seed: one prior from half of the documents, and so many of the other half as bound examples."""
     seed, options = cells[0].seed, setting.options
-    halves = documents.corpus(setting.data, options.length, seed, job)
+    halves = documents.speeches(setting.data, options.length, seed, job)
     dense, net, mask = documents.trained(setting, halves, seed, job)
     dense, net = models.NextToken(dense), models.NextToken(net)
     attach(net, block_isotropic(net, {f"network.{name}": t for name, t in mask.items()}, **_noise(setting)), seed=seed)

@@ -1,8 +1,8 @@
 """Documents or tokens: what a certificate of a character GPT is worth that counts tokens as if they were independent.
 
-Speeches are cut at random into two halves. A network trains on the one and is pruned. Its errors on the other half are
-a population whose mean is known. Documents are drawn from it again and again: a bound that counts their tokens, and one
-that counts documents, fail where they lie below that mean.
+A text is cut into passages, and these at random into two halves. A network trains on the one half and is pruned. Its
+errors on the other half are a population whose mean is known. Documents, which are parts of passages, are drawn from it
+again and again: a bound that counts their tokens, and one that counts documents, fail where they lie below that mean.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from pacprune.methods.pipeline import together
 from pacprune.paper import characters, painting
 from pacprune.paper.frame import Figure, Job, Setting, compute_rows, in_entries, in_steps
 from pacprune.paper.painting import Style
-from pacprune.paper.statistics import interval
+from pacprune.paper.statistics import groups, interval
 from pacprune.runs import plots
 from pacprune.training.config import Config
 from pacprune.training.fit import fit
@@ -36,11 +36,12 @@ ARMS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speeches:
+class Passages:
     """Documents, the network that reads them, and how often they are drawn.
 
     Args:
-        length: Tokens of a document; shorter speeches are left out.
+        length: Tokens that the network reads at once.
+        windows: How many times as long documents are; the last number is that of a passage, which all others divide.
         network: The network's sizes.
         dense_steps: Steps of dense training.
         prune_steps: Steps of pruning.
@@ -50,6 +51,7 @@ class Speeches:
     """
 
     length: int = 64
+    windows: tuple[int, ...] = in_entries()
     network: Mapping[str, Any] = field(
         default_factory=lambda: {"width": 64, "depth": 2, "heads": 4, "dropout": 0.0, "context": 64}
     )
@@ -68,9 +70,9 @@ _REDUCED = Setting(
     seeds=3,
     dense=_TRAINING,
     pruning=_TRAINING,
-    options=Speeches(sizes=(20, 50, 100, 200, 500, 1_000)),
+    options=Passages(windows=(1, 4, 8, 16, 32), sizes=(20, 100)),
 )
-SETTINGS: dict[str, tuple[Setting[Speeches], ...]] = {
+SETTINGS: dict[str, tuple[Setting[Passages], ...]] = {
     "smoke": (
         _REDUCED.changed(
             data="babble",
@@ -78,7 +80,8 @@ SETTINGS: dict[str, tuple[Setting[Speeches], ...]] = {
             network={"width": 16, "depth": 1, "heads": 2, "dropout": 0.0, "context": 24},
             dense_steps=20,
             prune_steps=10,
-            sizes=(20, 50),
+            windows=(1, 8),
+            sizes=(20,),
             trials=60,
             seeds=1,
         ),
@@ -95,23 +98,23 @@ class Entry(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Documents of equal length in two halves, cut at random, and how many different tokens there are."""
+    """Rows of tokens and their successors in two halves, cut at random, and how many different tokens there are."""
 
     training: tuple[Tensor, Tensor]
     others: tuple[Tensor, Tensor]
     vocabulary: int
 
 
-def corpus(data: str, length: int, seed: int, job: Job) -> Corpus:
+def speeches(data: str, length: int, seed: int, job: Job) -> Corpus:
     """The speeches of a text that have more than `length` characters, their first ones; the halves are of the seed."""
     text, vocabulary = characters.encoded(Setting(data=data, options=None), job)
-    x, y = documents(_speeches(text, data, length), length=length)
+    x, y = documents(_pieces(text, data, length), length=length)
     halves = philox.permutation(len(x), seed=seed).chunk(2)
     training, others = ((x[half], y[half]) for half in halves)
     return Corpus(training, others, vocabulary)
 
 
-def _speeches(text: Tensor, data: str, length: int) -> list[Tensor]:
+def _pieces(text: Tensor, data: str, length: int) -> list[Tensor]:
     """Speeches end with two newlines, which sort first; made-up words have no speeches, and are cut into pieces."""
     if data == "babble":
         return list(text.unfold(0, length + 1, length + 1))
@@ -119,6 +122,19 @@ def _speeches(text: Tensor, data: str, length: int) -> list[Tensor]:
     ends = ((text[:-1] == newline) & (text[1:] == newline)).nonzero().flatten() + 2
     pieces = torch.tensor_split(text, ends)
     return [piece for piece in pieces if len(piece) > length]
+
+
+def passages(setting: Setting[Passages], seed: int, job: Job) -> Corpus:
+    """All windows of the passages of a text, one passage after another; the halves are of the seed."""
+    options = setting.options
+    text, vocabulary = characters.encoded(setting, job)
+    size = options.length * options.windows[-1]
+    cut = text.unfold(0, size + 1, size)
+    halves = philox.permutation(len(cut), seed=seed).chunk(2)
+    first, second = (
+        (cut[half, :-1].reshape(-1, options.length), cut[half, 1:].reshape(-1, options.length)) for half in halves
+    )
+    return Corpus(first, second, vocabulary)
 
 
 def trained(setting: Setting[Any], half: Corpus, seed: int, job: Job) -> tuple[nn.Module, nn.Module, Any]:
@@ -141,58 +157,55 @@ def losses(net: nn.Module, half: tuple[Tensor, Tensor], risk: str = "token-error
     return risks.evaluate(risks.RISKS[risk], net, None, Part("bound", x, y, torch.arange(len(x))))
 
 
-def figures(setting: Setting[Speeches], job: Job) -> Iterator[Figure]:
+def figures(setting: Setting[Passages], job: Job) -> Iterator[Figure]:
     """The one figure."""
     options = setting.options
     yield Figure(
         f"documents-{setting.name}",
         f"{setting.data}: how often an upper bound at delta = {options.delta:g} on the token error of a character GPT "
-        f"({setting.sparsities[0]:.0%} pruned) lies below it, over documents of {options.length} characters; "
-        f"{options.trials:,} draws for each of {setting.seeds} networks and halves of the speeches; 95 % interval.",
+        f"({setting.sparsities[0]:.0%} pruned) lies below it, over the length of a document; {options.sizes[-1]} "
+        f"documents, drawn {options.trials:,} times for each of {setting.seeds} networks and halves of the text; 95 % "
+        "interval.",
         lambda: rows(setting, job),
         paint,
         lambda table: {
-            f"{setting.name}, n = {n:g}: failures by {arm}": interval(
-                [row[f"{arm}_failures"] for row in table if row["n"] == n]
+            f"{setting.name}, {n:g} documents of {length:g}: failures by {arm}": interval(
+                [row[f"{arm}_failures"] for row in part]
             ).mean
-            for n in sorted({row["n"] for row in table})
+            for (n, length), part in groups(table, "n", "length").items()
             for arm in ARMS
         },
     )
 
 
-def rows(setting: Setting[Speeches], job: Job) -> Table:
-    """One row per network and number of documents; networks of an interrupted run are kept."""
+def rows(setting: Setting[Passages], job: Job) -> Table:
+    """One row per network, length and number of documents; networks of an interrupted run are kept."""
     table = compute_rows(
         [Entry(seed) for seed in job.seeds(setting.seeds)],
-        lambda portion: [_network(setting, entry.seed, job) for entry in portion],
+        lambda portion: [{"lines": _network(setting, entry.seed, job)} for entry in portion],
         path=job.out / f"documents-{setting.name}.jsonl",
         terms=setting.terms,
         group=lambda entry: entry,
     )
     common = {"dataset": setting.data, "model": setting.model}
-    return [
-        common | {name: row[name] for name in row if name != "sizes"} | {"n": int(n)} | failures
-        for row in table
-        for n, failures in row["sizes"].items()
-    ]
+    return [common | {"seed": row["seed"]} | line for row in table for line in row["lines"]]
 
 
-def _network(setting: Setting[Speeches], seed: int, job: Job) -> dict[str, Any]:
-    """The errors of one network on all documents of the other half, and what bounds make of some of them."""
+def _network(setting: Setting[Passages], seed: int, job: Job) -> Table:
+    """The errors of one network on the other half, in documents of every length, and what bounds make of some."""
     options = setting.options
-    half = corpus(setting.data, options.length, seed, job)
-    _, net, _ = trained(setting, half, seed, job)
-    wrong = np.round(losses(net, half.others).values.numpy() / risks.LEVELS * options.length).astype(np.int64)
-    rng = np.random.default_rng([seed, 26])
-    return {
-        "population": len(wrong),
-        "length": options.length,
-        "error": float(wrong.mean() / options.length),
-        "correlation": correlation(wrong, options.length),
-        "trials": options.trials,
-        "sizes": {n: failures(wrong, options.length, n, options, rng) for n in options.sizes},
-    }
+    halves = passages(setting, seed, job)
+    _, net, _ = trained(setting, halves, seed, job)
+    levels = losses(net, halves.others).values.numpy()
+    wrong = np.round(levels / risks.LEVELS * options.length).astype(np.int64)
+    rng, table = np.random.default_rng([seed, 26]), []
+    for times in options.windows:
+        length, counts = options.length * times, wrong.reshape(-1, times).sum(1)
+        for n in options.sizes:
+            line = {"length": length, "n": n, "population": len(counts), "error": float(counts.mean() / length)}
+            line["correlation"] = correlation(counts, length)
+            table.append(line | failures(counts, length, n, options, rng))
+    return table
 
 
 def correlation(wrong: np.ndarray, length: int) -> float:
@@ -206,7 +219,7 @@ def correlation(wrong: np.ndarray, length: int) -> float:
     return float((between - within) / (between + (length - 1) * within))
 
 
-def failures(wrong: np.ndarray, length: int, n: int, options: Speeches, rng: np.random.Generator) -> dict[str, float]:
+def failures(wrong: np.ndarray, length: int, n: int, options: Passages, rng: np.random.Generator) -> dict[str, float]:
     """How often a bound that counts tokens, and one that counts documents, lies below the mean of the population."""
     draws = wrong[rng.integers(len(wrong), size=(options.trials, n))]
     error, delta = float(wrong.mean() / length), options.delta
@@ -235,18 +248,17 @@ def _mean_bound(levels: np.ndarray, places: np.ndarray, n: int, delta: float, rn
 
 
 def paint(canvas: Any, table: Table) -> None:
-    """How often both bounds fail, over the number of documents."""
+    """How often both bounds fail, over the length of a document."""
     canvas.set_size_inches(6.4, 4.2)
     axes = canvas.subplots()
-    long = [row | {"arm": arm, "failures": row[f"{arm}_failures"]} for row in table for arm in ARMS]
-    painting.lines(axes, long, x="n", y="failures", by="arm", styles=ARMS)
+    n = max(row["n"] for row in table)
+    part = [row for row in table if row["n"] == n]
+    long = [row | {"arm": arm, "failures": row[f"{arm}_failures"]} for row in part for arm in ARMS]
+    painting.lines(axes, long, x="length", y="failures", by="arm", styles=ARMS)
     axes.axhline(0.05, color="black", lw=1, ls=":")
-    axes.set_xscale("log")
+    axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("documents (dotted: what delta allows)")
+    axes.set_xlabel("characters of a document (dotted: what delta allows)")
     axes.set_ylabel("bounds that lie below the error")
     axes.legend(frameon=False, fontsize=8)
-    length = round(table[0]["length"])
-    plots.title(
-        canvas, f"{painting.subject(table)}: documents of {length} characters", "halves of the text, weights, order"
-    )
+    painting.heading(axes, f"{painting.subject(table)}: {n:g} documents; {painting.over_seeds(table)}")
