@@ -92,7 +92,7 @@ _TEXT = _SMALL.changed(
     dense=_SPEECHES.dense,
     pruning=_SPEECHES.pruning,
     std=5e-3,
-    draws=2_000,
+    draws=1_000,
     prior=replace(_SPEECHES.dense, lr=1e-3, gate_lr=None, warmup=0.0),
     posterior=replace(_SMALL.posterior, lr=0.05),
     options=Cells(
@@ -103,6 +103,7 @@ _TEXT = _SMALL.changed(
         dense_steps=800,
         prune_steps=300,
         prior_steps=150,
+        posterior_steps=50,
     ),
 )
 """A character GPT. Its prior is made from half of the speeches, whatever the number of bound examples from the rest."""
@@ -128,7 +129,12 @@ SETTINGS: dict[str, tuple[Setting[Cells], ...]] = {
         ),
     ),
     "reduced": (_SMALL, _TEXT),
-    "full": (_LARGE, _TEXT.changed(seeds=5, draws=20_000, dense_steps=6_000, prune_steps=2_000, prior_steps=1_000)),
+    "full": (
+        _LARGE,
+        _TEXT.changed(
+            seeds=5, draws=20_000, posterior_steps=300, dense_steps=6_000, prune_steps=2_000, prior_steps=1_000
+        ),
+    ),
 }
 
 

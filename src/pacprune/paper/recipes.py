@@ -197,7 +197,11 @@ RECIPES: dict[str, Recipe] = {
         choosing.figures,
         several=True,
         lines=(
-            Line("which certificate", see="choosing.md#measured-over-bound-examples-and-over-what-is-tried"),
+            Line(
+                "which certificate",
+                see="choosing.md#measured-over-bound-examples-and-over-what-is-tried",
+                only="mnist-lenet5",
+            ),
             Line("the same, language model", see="choosing.md#a-language-model", only="tinyshakespeare-gpt"),
         ),
     ),
