@@ -296,6 +296,62 @@ def test_documents_without_a_token_are_refused() -> None:
     assert message.startswith("2 of the 80 documents have no label but -100, the first of them number 3")
 
 
+def test_tokens_may_not_be_left_out_in_silence() -> None:
+    """To count the tokens alone that a network gets right would be a lie."""
+    x, y = rows()
+    with torch.no_grad():
+        right = made()[2].eval()(x).argmax(-1) == y
+    right[:, -1] = True
+    chosen = y.masked_fill(~right, IGNORED)
+    assert "so that the mean is one over chosen tokens; say by declare= which tokens count" in refusal((x, chosen))
+    asked = y.clone()
+    asked[:, :5] = IGNORED
+    assert "400 of 1600 tokens have the label -100 and a token after them" in refusal((x, asked))
+    words = "only answers count, not the questions before them"
+    assert words in certify("token-error", data=(x, asked), declare=words).statement
+
+
+def test_labels_and_inputs_in_floating_point_do_not_hide_what_they_are() -> None:
+    x, y = rows()
+    assert "about documents: give token numbers (n, length)" in refusal((x, y.float()))
+    assert "about documents: give token numbers (n, length)" in refusal((x.float(), y))
+    assert "documents change with the tokens after them" in refusal(
+        (x, y.float()), "error", model=Sighted(), declare=WORDS
+    )
+
+
+class TwoAhead(Sighted):
+    """The same for labels that are one further ahead."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.roll(-1, 1))
+
+
+def test_labels_further_ahead_may_not_be_seen_either() -> None:
+    x, _ = rows()
+    y = torch.cat([x[:, 2:], x[:, :1], x[:, :1]], dim=1)
+    assert "documents change with the tokens after them" in refusal((x, y), model=TwoAhead(), declare=WORDS)
+
+
+def test_every_token_of_a_text_as_an_example_is_refused() -> None:
+    x, y = text_of(1)
+    assert "one token further on, as examples for every token of a text are" in refusal((x, y))
+    classifier = pp.models.NextToken(copy.deepcopy(made()[2]))
+    split = pp.data.split(x, y[:, -1].contiguous(), indices=HALVES, split_declared_random=True)
+    for risk in ("error", "cross-entropy"):
+        assert "one token further on" in refusal(split, risk, model=classifier)
+    pp.attach(classifier, pp.isotropic(classifier, sparsity=0.2, std=0.01))
+    prior = pp.read(classifier)
+    pp.fit_posterior(classifier, prior, split, pp.Config(epochs=0))
+    with pytest.raises(ValueError, match="one token further on"):
+        pp.certify(classifier, prior, split, draws=50)
+    single = x.reshape(-1, 1), y.reshape(-1, 1)
+    assert "are copies of others, and copies are not independent" in refusal(single)
+
+
+HALVES = torch.arange(40), torch.arange(40, 80)
+
+
 def test_padding_that_counts_is_refused_unless_declared() -> None:
     x, y = pp.data.documents([row[: 5 + i % 17].tolist() for i, row in enumerate(rows()[0])], length=20)
     counted = y.masked_fill(y == IGNORED, 0)
@@ -303,6 +359,9 @@ def test_padding_that_counts_is_refused_unless_declared() -> None:
     assert "give padding the label -100" in refusal((x, None), "token-disagreement")
     assert certify("token-error", data=(x, counted), declare=WORDS).n == 80
     assert certify("token-error", data=(x, y)).n == 80
+    left = [torch.cat([torch.zeros(16 - i % 17, dtype=torch.int64), row]) for i, row in enumerate(rows()[0])]
+    padded = torch.stack([row[:20] for row in left])
+    assert "begin with token 0 at least 4 times" in refusal((padded[:, :-1].contiguous(), padded[:, 1:].contiguous()))
 
 
 @pytest.mark.parametrize("risk", ["error", "cross-entropy", "drop", "disagreement", "top2", "brier"])

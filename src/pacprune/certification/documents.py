@@ -16,6 +16,8 @@ _ROWS = 4096
 """So many rows are looked at, in the order of their source."""
 _RUN = 4
 """A token that ends a row so many times in a row may be padding."""
+_AHEAD = 8
+"""So many tokens ahead a label may be, to be taken for a prediction of the text itself."""
 _CHANCE = 1e-6
 """What chance does less often is taken for a sign."""
 _COMPARED = 16
@@ -29,7 +31,7 @@ def has_tokens(part: Part) -> bool:
 
 def _is_labelled(part: Part) -> bool:
     """Whether every token of every example has a label."""
-    return has_tokens(part) and part.y.shape == part.x.shape and not part.y.is_floating_point()
+    return has_tokens(part) and part.y.shape == part.x.shape
 
 
 def refuse_misread(split: Split, risk: Risk, name: str, declaration: str | None) -> None:
@@ -40,14 +42,21 @@ def refuse_misread(split: Split, risk: Risk, name: str, declaration: str | None)
             f"{int((bound.y == IGNORED).sum())} labels are {IGNORED}, which does not count, but the risk {name!r} "
             "counts all; take 'token-error', 'token-loss', 'token-drop', 'token-loss-rise' or 'token-disagreement'"
         )
+    if risk.tokens and (not has_tokens(bound) or bound.y.is_floating_point()):
+        raise ValueError(
+            f"x is {bound.x.dtype} of shape {tuple(bound.x.shape)} and y {bound.y.dtype}, but the risk {name!r} is "
+            "about documents: give token numbers (n, length), as pp.data.documents makes them"
+        )
     if not has_tokens(bound):
         return
     if _is_labelled(bound):
         _refuse_empty(bound)
         _refuse_unshifted(bound)
     if declaration is None:
+        if _is_labelled(bound):
+            _refuse_holes(bound)
         _refuse_padding(bound, labelled=_is_labelled(bound))
-        _refuse_windows(split)
+    refuse_windows(split, declaration)
 
 
 def _refuse_empty(part: Part) -> None:
@@ -57,6 +66,19 @@ def _refuse_empty(part: Part) -> None:
         raise ValueError(
             f"{len(empty)} of the {len(part)} documents have no label but {IGNORED}, the first of them number "
             f"{int(empty[0])}, so that there is nothing to predict; leave them out"
+        )
+
+
+def _refuse_holes(part: Part) -> None:
+    """Which tokens inside a document count decides what the mean is: that has to be said."""
+    counted = part.y != IGNORED
+    later = counted.flip(1).int().cumsum(1).flip(1) > 0
+    holes = int((~counted & later).sum())
+    if holes:
+        raise ValueError(
+            f"{holes} of {int(later.sum())} tokens have the label {IGNORED} and a token after them that counts, so "
+            "that the mean is one over chosen tokens; say by declare= which tokens count, such as: only answers count, "
+            "not the questions before them"
         )
 
 
@@ -78,50 +100,60 @@ def _refuse_unshifted(part: Part) -> None:
         )
 
 
-def _next_tokens(part: Part) -> float:
-    """The share of labels that are the next token of their row, of those that have one."""
-    counted = part.y[:, :-1] != IGNORED
-    # The last token of a document that is padded has its label outside the row as well.
-    counted = counted & (part.y[:, 1:] != IGNORED)
-    return float((counted & (part.y[:, :-1] == part.x[:, 1:])).sum() / counted.sum().clamp_min(1))
+def _next_tokens(part: Part, ahead: int = 1) -> float:
+    """The share of labels that are the token so far ahead of their place, of those that have one in their row."""
+    counted = part.y[:, :-ahead] != IGNORED
+    # The last tokens of a document that is padded have their labels outside the row as well.
+    counted = counted & (part.y[:, ahead:] != IGNORED)
+    return float((counted & (part.y[:, :-ahead] == part.x[:, ahead:])).sum() / counted.sum().clamp_min(1))
 
 
 def _refuse_padding(part: Part, *, labelled: bool) -> None:
     """Padding that counts: a network that knows it well has a small mean."""
-    tokens = part.y if labelled else part.x
-    last = tokens[:, -1]
-    same = (tokens == last[:, None]).flip(1).int().cumprod(1).sum(1)  # how often the last token ends its row
-    same = torch.where((last != IGNORED) & (same >= _RUN), same, 0)
-    if not int(same.sum()):
-        return
-    padding = int(last[same > 0].mode().values)
-    count, runs = int(same[last == padding].sum()), int(((last == padding) & (same > 0)).sum())
-    if count * 100 > tokens.numel():
-        raise ValueError(
-            f"{runs} of the {len(part)} documents end in token {padding} at least {_RUN} times, together {count} of "
-            f"{tokens.numel()} {'labels' if labelled else 'tokens'}, as padding does; give padding the label {IGNORED} "
-            "(pp.data.documents does so), or say by declare= that documents end so"
-        )
+    for tokens, where in ((part.y if labelled else part.x, "end in"), (part.x.flip(1), "begin with")):
+        last = tokens[:, -1]
+        same = (tokens == last[:, None]).flip(1).int().cumprod(1).sum(1)  # how often the token stands there in a row
+        same = torch.where((last != IGNORED) & (same >= _RUN), same, 0)
+        if not int(same.sum()):
+            continue
+        padding = last[same > 0].mode().values
+        count, runs = int(same[last == padding].sum()), int(((last == padding) & (same > 0)).sum())
+        if count * 100 > tokens.numel():
+            raise ValueError(
+                f"{runs} of the {len(part)} documents {where} token {int(padding)} at least {_RUN} times, together "
+                f"{count} of {tokens.numel()} tokens, as padding does; give padding the label {IGNORED} and put it "
+                "last (pp.data.documents does so), or say by declare= that documents are so"
+            )
 
 
 # --- Windows of one document.
 
 
-def _refuse_windows(split: Split) -> None:
+def refuse_windows(split: Split, declaration: str | None) -> None:
     """Rows that were cut from one text, one after another or overlapping: they are not independent."""
+    if declaration is not None or not has_tokens(split.bound):
+        return
     parts = [part for part in (split.prior, split.bound) if len(part)]
     index, x, y = (torch.cat([getattr(part, name) for part in parts]) for name in ("index", "x", "y"))
     order = index.argsort()[:_ROWS]
     index, x, y = index[order], x[order], y[order]
     if y.shape == x.shape:
         _refuse_continued(index, x, y)
+    neighbours = index[1:] - index[:-1] == 1
+    moved = (x[1:, :-1] == x[:-1, 1:]).all(1) & (x[1:] != x[:-1]).any(1)
+    if x.shape[1] > 3 and int((moved & neighbours).sum()) * 2 > max(1, int(neighbours.sum())):
+        raise ValueError(
+            f"{int((moved & neighbours).sum())} rows are the row before them, one token further on, as examples for "
+            "every token of a text are, and these are not independent; give one row for each document (such as by "
+            "pp.data.one_token), or say by declare= why each row is a document"
+        )
     _refuse_overlapping(x, y)
 
 
 def _refuse_continued(index: Tensor, x: Tensor, y: Tensor) -> None:
     """Whether rows go on where the one before ends: the last label of a row is the first token of the next."""
     neighbours = index[1:] - index[:-1] == 1
-    last, first = y[:-1, -1][neighbours], x[1:, 0][neighbours]
+    last, first = y[:-1, -1][neighbours].long(), x[1:, 0][neighbours].long()
     pairs, hits = len(last), int((last == first).sum())
     if hits * 2 <= pairs:
         return
@@ -174,8 +206,9 @@ def _rolling(x: Tensor, size: int) -> Tensor:
 
 
 def refuse_foresight(network: nn.Module, part: Part) -> None:
-    """Where labels are the next tokens, an answer must not change with the tokens after it: it would know its label."""
-    if not _is_labelled(part) or part.x.shape[1] < 2 or _next_tokens(part) < 0.5:
+    """Where labels are tokens of the text, an answer must not change with tokens after it: it would know its label."""
+    width = part.x.shape[1] if _is_labelled(part) else 0
+    if not any(_next_tokens(part, ahead) >= 0.5 for ahead in range(1, min(width, _AHEAD + 1))):
         return
     x = part.x[: at_once(network, part.x, _COMPARED)].to(device_of(network))
     with evaluating(network):

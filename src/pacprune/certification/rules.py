@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pacprune import philox
-from pacprune.certification import drawn_networks
+from pacprune.certification import documents, drawn_networks
 from pacprune.certification.bounds_table import FAMILIES, RISK_BOUNDS
 from pacprune.certification.record import Group, Shares
 from pacprune.certification.risks import at_once, logits_of
@@ -158,12 +158,13 @@ def refuse_standardisation(split: Split) -> None:
 
 
 def refuse_repeats(split: Split, declaration: str | None) -> None:
-    """Copies made by oversampling are not independent: they need the issuer's word that new data repeat as often."""
+    """Copies made by oversampling, and windows of one text, are not independent: they need the issuer's word."""
     if split.repeats * 100 > len(split.bound) and declaration is None:
         raise ValueError(
             f"{split.repeats} of the {len(split.bound)} bound examples are copies of others, and copies are not "
             "independent; remove them, or say by declare= why new data repeat as often"
         )
+    documents.refuse_windows(split, declaration)
 
 
 # --- What training used.

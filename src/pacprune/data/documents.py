@@ -62,7 +62,8 @@ def one_token(x: Tensor, y: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     Args:
         x: Token numbers, one document per row, as `pp.data.documents` gives them.
         y: The token after each of them, or -100 where none counts.
-        seed: Chooses the tokens, by the number of the row and not by what it holds.
+        seed: Chooses the tokens, by the number of the row and not by what it holds. Fix it before you look: to try
+            several is a choice.
 
     Returns:
         x with -1 from the token that is to be predicted on, for `pp.models.NextToken`; and that token of each row.
