@@ -10,7 +10,7 @@ import torch
 import pacprune as pp
 from pacprune import bounds, philox
 from pacprune.data.splits import Part
-from pacprune.paper import choosing, data_scarce
+from pacprune.paper import choosing, data_scarce, documents
 
 TINY = choosing.SETTINGS["smoke"][0].changed(sizes=(60,), inputs=80, draws=60)
 
@@ -47,6 +47,26 @@ def test_networks_pay_for_a_choice_and_posteriors_do_not(rows: list[dict[str, An
         values = [row[arm] for row in part]
         assert values == sorted(values)
     assert part[0]["certified"] == pytest.approx(part[0]["chosen"], abs=1e-12)
+
+
+def test_a_text_has_one_prior_for_all_cells_and_means_over_documents_beside_them(make_job: Any, tmp_path: Path) -> None:
+    setting = choosing.SETTINGS["smoke"][1].changed(draws=30)
+    rows = choosing.rows(setting, make_job(tmp_path))
+    measured = [row for row in rows if not row["computed"]]
+    assert {row["n"] for row in measured} == {30, 60}
+    assert [row["documents"] for row in rows if row["computed"]] == [None]
+    for n in (30, 60):
+        values = [row["documents"] for row in measured if row["n"] == n]
+        assert values == sorted(values)
+    assert all(0 < row["single_draw"] <= 1 for row in measured)
+    halves = documents.speeches(setting.data, 16, 0, make_job(tmp_path))
+    split, inputs = choosing._text_split(setting, halves, choosing.Entry(30, 0))
+    (other, _) = choosing._text_split(setting, halves, choosing.Entry(60, 0))
+    assert torch.equal(split.prior.x, other.prior.x)
+    assert torch.equal(split.bound.x, other.bound.x[:30])
+    assert len(inputs) == 40
+    with pytest.raises(ValueError, match="documents are asked for, but there are"):
+        choosing._text_split(setting.changed(sizes=(100_000,)), halves, choosing.Entry(30, 0))
 
 
 def test_examples_that_settings_were_chosen_on_are_left_out() -> None:
