@@ -38,7 +38,7 @@ def made() -> tuple[pp.data.Split, nn.Module, nn.Module]:
 
 def certify(risk: str, model: nn.Module | None = None, data: Any = None, **options: Any) -> pp.Certificate:
     split, dense, network = made()
-    reference = {"reference": dense} if risk in COMPARED else {}
+    reference: dict[str, Any] = {"reference": dense} if risk in COMPARED else {}
     return pp.certify_held_out(model or network, data or split, risk=risk, **(reference | options))
 
 
@@ -81,7 +81,7 @@ def test_library_and_script_agree_at_both_levels(risk: str, tmp_path: Path) -> N
     report = arithmetic.verify(folder)
     assert report.valid, report
     assert any("no two are of one document" in line for line in report.trusted)
-    other = {"reference": dense} if risk in COMPARED else {}
+    other: dict[str, Any] = {"reference": dense} if risk in COMPARED else {}
     assert pp.verify(folder, split=split, model=network, **other).level == 2
     levels = certificate.tensors["examples.safetensors"]["levels/0"].double() / risks.LEVELS
     lowest = -1 if risk in arithmetic.SIGNED else 0
@@ -109,7 +109,7 @@ def test_values_of_other_documents_are_noticed_at_level_two(tmp_path: Path) -> N
 def audit_of(stated: Tensor, network: nn.Module) -> RiskAudit:
     """The audit of a certificate of token errors with these levels."""
     certificate = certify("token-error", network, declare=WORDS)
-    tensors = certificate.tensors | {"examples.safetensors": {"levels/0": stated}}
+    tensors = dict(certificate.tensors) | {"examples.safetensors": {"levels/0": stated}}
     record: Any = certificate.record
     forged = replace(certificate, tensors=tensors)
     return RiskAudit(forged, record, made()[0], network, None, risks.RISKS["token-error"])
