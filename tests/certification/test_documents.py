@@ -294,6 +294,7 @@ def test_documents_without_a_token_are_refused() -> None:
     y[[3, 7]] = IGNORED
     message = refusal((x, y), declare=WORDS)
     assert message.startswith("2 of the 80 documents have no label but -100, the first of them number 3")
+    assert "all 1600 labels are -100" in refusal((x, torch.full_like(y, IGNORED)), declare=WORDS)
 
 
 def test_tokens_may_not_be_left_out_in_silence() -> None:

@@ -561,8 +561,13 @@ def _count_classes(y: Tensor, test_y: Tensor, classes: int | None) -> int:
     if y.is_floating_point():
         return 0
     labels = torch.cat([y.flatten(), test_y.flatten()])
-    if y.ndim > 1 and bool((labels != IGNORED).any()):  # an example of several labels may have some that do not count
+    if y.ndim > 1:  # an example of several labels may have some that do not count
         labels = labels[labels != IGNORED]
+    if not len(labels):
+        raise ValueError(
+            f"all {y.numel()} labels are {IGNORED}, which does not count, so that there is nothing to predict; give "
+            "labels from 0 up, such as the next token of each"
+        )
     low, high = int(labels.min()), int(labels.max())
     if classes is None:
         classes = high + 1
