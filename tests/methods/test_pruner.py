@@ -1213,3 +1213,70 @@ def test_a_state_of_other_options_is_refused(options: dict[str, Any]) -> None:
     state = pp.Pruner(net(), sparsity=0.8, steps=20).state_dict()
     with pytest.raises(ValueError, match="make it like the first one"):
         pp.Pruner(net(), sparsity=0.8, steps=20, **options).load_state_dict(state)
+
+
+@pytest.mark.parametrize("method", MOVING)
+def test_gradients_that_are_copied_into_existing_ones_train_the_same(method: str) -> None:
+    """torch.autograd.grad leaves .grad alone, which still holds the zeros of the step before."""
+    models = net(), net()
+    for model, copies in zip(models, (False, True), strict=True):
+        pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=STEPS, method=method), sgd(model)
+        for ((x, y),) in batches():
+            loss = loss_of(model, x, y)
+            if copies:
+                parameters = list(model.parameters())
+                for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                    p.grad = gradient.clone() if p.grad is None else p.grad.copy_(gradient)
+            else:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            pruner.step()
+        pruner.finish()
+    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("method", ["pft", "feather"])
+def test_no_kept_weight_is_shrunk_to_zero_in_few_bits(method: str, dtype: torch.dtype) -> None:
+    model = net().to(dtype)
+    with torch.no_grad():
+        for weight in pp.prunable(model).values():
+            weight.mul_(1e-4)
+    pruner, optimizer = pp.Pruner(model, sparsity=0.5, steps=12, method=method), torch.optim.SGD(model.parameters(), 0)
+    for ((x, y),) in itertools.islice(batches(), 12):
+        loss_of(model, x.to(dtype), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+    kept = sum(int(keep.sum()) for keep in pruner.finish().mask.values())
+    assert sum(int((weight != 0).sum()) for weight in pp.prunable(model).values()) == kept
+
+
+@pytest.mark.parametrize("method", CARRIED)
+def test_an_optimiser_that_steps_inside_of_a_backward_pass_is_refused(method: str) -> None:
+    model = net()
+    pruner = pp.Pruner(model, sparsity=0.8, steps=STEPS, method=method)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    for p, optimizer in optimizers.items():
+        p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with pytest.raises(ValueError, match=r"takes a step inside of a backward pass.*call optimizer\.step"):
+        loss_of(model, X, Y).backward()
+    assert pruner.steps_done == 0
+
+
+def test_a_state_that_is_loaded_into_an_optimiser_forgets_what_the_final_mask_prunes() -> None:
+    model = net()
+    pruner, optimizer = pp.Pruner(model, sparsity=0.8, steps=STEPS, method="gmp"), sgd(model)
+    for step, ((x, y),) in enumerate(batches()):
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pruner.step()
+        if step == 2:
+            state = copy.deepcopy(optimizer.state_dict())
+        elif step == STEPS - 3:
+            optimizer.load_state_dict(state)
+    mask = pruner.finish().mask
+    for name, keep in mask.items():
+        assert not optimizer.state[model.get_parameter(name)]["momentum_buffer"][~keep].any()

@@ -241,3 +241,65 @@ def test_a_carrier_that_is_collected_during_a_step_of_another_optimiser_does_no_
     finally:
         handle.remove()
     assert not pruners
+
+
+def prune(model: nn.Sequential, optimizer: torch.optim.Optimizer, by: str) -> None:
+    """Prunes a network on to a sparsity of 0.95, while something keeps the zeros that it had."""
+    if by == "mask":
+        pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.95))
+    elif by == "osp":
+        pp.osp(model, (X, Y), pp.Config(epochs=1, lr=0.05), sparsity=0.95)
+    else:
+        pruner = pp.Pruner(model, sparsity=0.95, steps=6)
+        for _ in range(6):
+            train(model, optimizer, 1)
+            pruner.step()
+        pruner.finish()
+
+
+@pytest.mark.parametrize("by", ["mask", "osp", "pruner"])
+def test_zeros_of_a_later_mask_stay_as_well(by: str) -> None:
+    model = masked(0.5)
+    optimizer = MAKERS["sgd"](model.parameters())
+    handle = pp.keep_zeros(model, optimizer)
+    train(model, optimizer)
+    prune(model, optimizer, by)
+    assert set(train(model, optimizer)) == {380}
+    assert repr(handle) == "Carrier(Sequential, 380 of 400 weights stay zero)"
+
+
+def test_without_a_mask_all_weights_are_trained_again_until_the_next_one() -> None:
+    model = masked()
+    optimizer = MAKERS["sgd"](model.parameters())
+    pp.keep_zeros(model, optimizer)
+    pp.apply_mask(model, None)
+    assert train(model, optimizer)[-1] < ZEROS
+    pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.9))
+    assert set(train(model, optimizer)) == {ZEROS}
+
+
+def test_optimisers_that_share_the_model_are_all_kept_from_reviving_it() -> None:
+    model = net()
+    first, second = MAKERS["sgd"](model[0].parameters()), MAKERS["adamw"](model[2].parameters())
+    for optimizer in (first, second):
+        train(model, optimizer)  # gathers momentum for all weights
+    pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.9))
+    pp.keep_zeros(model, first)
+    for _ in range(3):
+        F.cross_entropy(model(X), Y).backward()
+        first.step()
+        second.step()
+        assert zeros(model) == ZEROS
+
+
+def test_a_state_that_is_loaded_later_is_forgotten_where_weights_are_pruned() -> None:
+    model = net()
+    optimizer = MAKERS["sgd"](model.parameters())
+    train(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.9))
+    pp.keep_zeros(model, optimizer)
+    optimizer.load_state_dict(state)
+    assert set(train(model, optimizer)) == {ZEROS}
+    for weight, keep in weights.masked(model):
+        assert not optimizer.state[weight]["momentum_buffer"][~keep].any()

@@ -160,6 +160,8 @@ class Pruner:
         """Whether some of them have moved weights, and the mask of the next step waits for the others."""
         self._cleared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """The optimisers that have forgotten the pruned weights of the final mask."""
+        self._heard: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those of them that tell when a state is loaded into them."""
         self._peak = 0.0
         """The largest learning rate of the weights so far."""
         self._moved_by: float | None = None
@@ -406,6 +408,13 @@ class Pruner:
             if optimizer not in self._cleared:
                 clear_states_(optimizer, self._stepper.subject.pairs)
                 self._cleared.add(optimizer)
+                if optimizer not in self._heard:
+                    optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
+                    self._heard.add(optimizer)
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        """A state that was loaded may tell of pruned weights again."""
+        self._cleared.discard(optimizer)
 
     def _show(self, *, fading: bool = True) -> None:
         """Shows the network of this step; what fades of the scores' start has done so in a run that goes on."""

@@ -10,7 +10,7 @@ evaluation, averages of weights and state dicts see the network. Inside of it th
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,11 @@ class Carrier:
         before: Called before an optimiser moves the weights, and may refuse to.
         look: Called when a backward pass begins, and may refuse what something else did to the weights.
         after: Called after that, with the weights as trained; it leaves them shown.
-        optimizer: The only one to listen to; None listens to every one that holds some of the weights.
+        optimizer: The one that keeps it alive, where nobody else does.
         scale: What losses are multiplied with, where a GradScaler does that.
+        refresh: Called before an optimiser's step and when a backward pass begins; False lets these pass by.
+
+    It listens to every optimiser that holds some of the weights.
     """
 
     def __init__(
@@ -48,30 +51,40 @@ class Carrier:
         look: Callable[[], None] = lambda: None,
         optimizer: Optimizer | None = None,
         scale: Callable[[], float | None] = lambda: None,
+        refresh: Callable[["Carrier"], bool] = lambda _: True,
     ) -> None:
-        self.stepper, self._before, self._after, self._look, self._scale = stepper, before, after, look, scale
-        self.weights = [weight for weight, _ in stepper.subject.pairs]
-        self._ids = {id(weight) for weight in self.weights}
+        self._before, self._after, self._look, self._scale, self._refresh = before, after, look, scale, refresh
         self._pass: weakref.ref[Callable[[], None]] | None = None
         """What ends the backward pass that is under way. Only the pass holds it: one that broke off has none."""
-        self._addresses = [local(weight).data_ptr() for weight in self.weights]
         _remove(_FORSAKEN)
-        self.handles: list[Any] = []
         # Global hooks must not keep alive what nobody else holds; those of one optimiser live as long as it does.
-        before_step, after_step = self._before_step, self._after_step
-        if optimizer is None:
-            self.handles += [
-                register_optimizer_step_pre_hook(weakly(before_step)),
-                register_optimizer_step_post_hook(weakly(after_step)),
-            ]
-        else:
-            self.handles += [
-                optimizer.register_step_pre_hook(before_step),
-                optimizer.register_step_post_hook(after_step),
-            ]
-        self._watch_backward()
+        self.handles: list[Any] = [
+            register_optimizer_step_pre_hook(weakly(self._before_step)),
+            register_optimizer_step_post_hook(weakly(self._after_step)),
+        ]
+        if optimizer is not None:
+            self.handles.append(optimizer.register_step_post_hook(self._hold))
+        self._lasting = len(self.handles)
+        """How many hooks stay when another stepper is followed."""
+        self.stepper = stepper
+        self.follow(stepper)
         weakref.finalize(self, _FORSAKEN.extend, self.handles)
+
+    def _hold(self, *_: Any) -> None:
+        """A hook that does nothing, by which an optimiser keeps the carrier alive."""
+
+    def follow(self, stepper: Stepper) -> None:
+        """Carries this stepper from now on, whose weights are shown already."""
+        CARRIED.discard(self.stepper)
+        self.stepper = stepper
         CARRIED.add(stepper)
+        self.weights = [weight for weight, _ in stepper.subject.pairs]
+        self._ids = {id(weight) for weight in self.weights}
+        self._addresses = [local(weight).data_ptr() for weight in self.weights]
+        for handle in self.handles[self._lasting :]:
+            handle.remove()
+        del self.handles[self._lasting :]
+        self._watch_backward()
 
     def _watch_backward(self) -> None:
         """Learns when a backward pass begins: by its first gradient or, of a sharded model, by that of its output."""
@@ -100,7 +113,7 @@ class Carrier:
         return f"Carrier({type(self.stepper.model).__name__}, {state})"
 
     def _backward_begins(self, gradient: Tensor) -> None:
-        if self._pass is not None and self._pass() is not None:
+        if self._in_backward() or not self._refresh(self):
             return
         if not self.stepper.shown:
             raise ValueError(
@@ -108,22 +121,32 @@ class Carrier:
                 "off; start again from a checkpoint"
             )
         self._look()
-        self.stepper.revert()
+        stepper, converted = self.stepper, sorted(self.stepper.converted)
+        stepper.revert()
+        before = _gradient_states(self.weights)
 
         def ends() -> None:
             self._pass = None
-            self.stepper.convert(self._scale())
+            # A pass by autograd.grad leaves .grad as it is: what others copy there later has not been converted.
+            after = _gradient_states(self.weights)
+            written = {i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new}
+            stepper.convert(self._scale(), written.union(converted))
 
         self._pass = weakref.ref(ends)
         engine = torch.autograd.Variable._execution_engine
         # What reduces gradients over ranks has its own callback at the end; this one comes after it.
         engine.queue_callback(lambda: engine.queue_callback(ends))
 
+    def _in_backward(self) -> bool:
+        """Whether a backward pass is under way."""
+        return self._pass is not None and self._pass() is not None
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Makes the weights those that are trained, or a closure one that does so at its end."""
-        if not self.holds(optimizer):
+        if not self._refresh(self) or not self.holds(optimizer):
             return None
         try:
+            self._check_outside()
             self._check_memory()
             self._before(optimizer)
         except Exception:
@@ -159,6 +182,14 @@ class Carrier:
             _HIDDEN.pop(self.stepper, None)
             self._after(optimizer)
 
+    def _check_outside(self) -> None:
+        """Refuses a step inside of a backward pass, which still needs the weights that the network computed with."""
+        if self._in_backward():
+            raise ValueError(
+                "an optimiser takes a step inside of a backward pass, such as by a hook of post-accumulated gradients, "
+                "where pruned weights cannot be kept; call optimizer.step() after backward()"
+            )
+
     def _check_memory(self) -> None:
         """Refuses weights that are no longer where they were: what is written to the old place would be lost."""
         for name, weight, address in zip(self.stepper.subject.names, self.weights, self._addresses, strict=True):
@@ -171,6 +202,12 @@ class Carrier:
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether it moves some of the weights."""
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+
+
+def _gradient_states(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Where every gradient is, and how often it has been written to."""
+    gradients = [weight.grad for weight in parameters]
+    return [(0, 0) if g is None else (id(g), local(g)._version) for g in gradients]
 
 
 _FORSAKEN: list[Any] = []
@@ -224,9 +261,13 @@ def keep_zeros(model: nn.Module, optimizer: Optimizer) -> Carrier:
     of every backward pass, so that they do not count where gradients are clipped, nor in the directions of LBFGS. What
     the optimiser had gathered for them is forgotten.
 
+    Other optimisers that move some of these weights are watched, too. Where the model gets another mask later, that is
+    the one that counts. Without a mask all weights are trained.
+
     Args:
         model: A plain model with zeros, on the device where it is trained.
-        optimizer: What trains it: any of torch.optim, also foreach, fused or capturable.
+        optimizer: What trains it: any of torch.optim, also foreach, fused or capturable. The zeros stay as long as it
+            lives.
 
     Returns:
         What does it, with a method `remove()` that ends it.
@@ -250,23 +291,67 @@ def keep_zeros(model: nn.Module, optimizer: Optimizer) -> Carrier:
     refuse_carried(model)
     _note_zeros(model)
     weights.refuse_sparse_gradients(model, weights.masked_names(model))
-    stepper = Stepper(model, None, clean=True)
-    stepper.show(None)
-
-    def after(optimizer: Optimizer) -> None:
-        stepper.settle()
-        stepper.show(None)
-
-    carrier = Carrier(stepper, before=lambda _: None, after=after, optimizer=optimizer)
+    keeper = _Keeper(model)
+    carrier = Carrier(
+        keeper.stepper, before=keeper.forget, after=keeper.settle, refresh=keeper.refresh, optimizer=optimizer
+    )
     if not carrier.holds(optimizer):
         carrier.remove()
-        names = ", ".join(stepper.subject.names[:3])
+        names = ", ".join(keeper.stepper.subject.names[:3])
         raise ValueError(
             f"the {type(optimizer).__name__} moves none of the pruned weights ({names}); make it from this model's "
             "parameters"
         )
-    clear_states_(optimizer, stepper.subject.pairs)
+    keeper.forget(optimizer)
     return carrier
+
+
+class _Keeper:
+    """Keeps the zeros of the mask that a model has at a moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.stepper = self._present()
+        self._cleared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """The optimisers that have forgotten what this mask prunes."""
+        self._heard: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """The optimisers that tell when a state is loaded into them."""
+
+    def _present(self) -> Stepper:
+        self._masks = [(note, note.mask) for _, note in weights.noted(self.model)]
+        stepper = Stepper(self.model, None, clean=True)
+        stepper.show(None)
+        return stepper
+
+    def refresh(self, carrier: Carrier) -> bool:
+        """Takes up the present mask; False while something else moves it."""
+        if all(note.mask is mask for note, mask in self._masks):
+            return True
+        if any(note.moving for note, _ in self._masks):
+            return False
+        if self.stepper.shown and not carrier._in_backward():
+            self.stepper = self._present()
+            self._cleared.clear()
+            carrier.follow(self.stepper)
+        return True
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Clears what an optimiser has gathered for pruned weights, once, and again when a state is loaded into it."""
+        if optimizer in self._cleared:
+            return
+        clear_states_(optimizer, self.stepper.subject.pairs)
+        self._cleared.add(optimizer)
+        if optimizer not in self._heard:
+            optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
+            self._heard.add(optimizer)
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        self._cleared.discard(optimizer)
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """After a step pruned weights are zero."""
+        self.stepper.settle()
+        self.stepper.show(None)
 
 
 def _note_zeros(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ A new control is one class, a function that says at which moments it acts, and o
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -359,7 +359,7 @@ class SoftThreshold:
                 taus = [masks.threshold([score], d) for score, d in zip(member_scores, shares, strict=True)]
             for weight, score, tau in zip(subject.member(subject.values, k), member_scores, taus, strict=True):
                 # At least 0.001 of it: a mask with a minimum may name some that are below.
-                weight.mul_((1 - torch.exp(tau - score)).clamp_min(LEAST_OPENING))
+                shrink_(weight, 1 - torch.exp(tau - score))
         weights.zero_pruned_(subject.pairs)
 
     def groups(self, configs: "Sequence[Config]") -> list[Group]:
@@ -377,6 +377,16 @@ def soft(subject: Subject) -> Control:
 
 LEAST_OPENING = 1e-3
 """What is left at least of a weight that is kept: a mask of exactly k may name some that are at the threshold."""
+
+
+@torch.no_grad()
+def shrink_(weight: Tensor, opening: Tensor) -> None:
+    """Multiplies weights with their openings; none becomes zero that was not, also where numbers have few bits."""
+    numbers = torch.finfo(weight.dtype)
+    # Numbers below `tiny` have fewer bits. Only float16 needs them, and has them everywhere.
+    least = numbers.tiny * (numbers.eps if weight.dtype == torch.float16 else 1.0)
+    size = (weight.abs() * opening.clamp_min(LEAST_OPENING)).clamp_min(least)
+    weight.copy_(weight.sign() * size)
 
 
 @torch.no_grad()
@@ -674,7 +684,7 @@ class Threshold:
         shares = [count / size for count in counts]
         density = torch.tensor(shares, dtype=torch.float64, device=self.density.device).reshape(self.density.shape)
         for row, score, tau in zip(self.rows, scores, self._thresholds(scores, density), strict=True):
-            row.mul_(kernels.opening(self.law, score - self._over(tau, score)).clamp_min(LEAST_OPENING))
+            shrink_(row, kernels.opening(self.law, score - self._over(tau, score)))
         weights.zero_pruned_(subject.pairs)
 
     def groups(self, configs: "Sequence[Config]") -> list[Group]:
@@ -863,14 +873,16 @@ class Stepper:
             self.uncover()
         self.converted.clear()
 
-    def convert(self, scale: float | None = None) -> None:
+    def convert(self, scale: float | None = None, among: Container[int] | None = None) -> None:
         """The gradients become those of what is trained; what has been converted stays as it is.
 
         Args:
             scale: What the loss was multiplied with, where the gradients are still scaled.
+            among: Only of these weights, by number; None is all.
         """
         gradients = (weight.grad for weight, _ in self.subject.pairs)
         which = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in self.converted]
+        which = which if among is None else [i for i in which if i in among]
         self.control.convert(which, scale)
         self.converted.update(which)
 
