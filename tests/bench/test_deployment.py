@@ -218,3 +218,6 @@ def test_an_exported_file_in_the_folder_does_not_count_as_its_weights(language_m
     deployment.export(folder, format="dense")
     assert (folder / "dense.safetensors").is_file()
     assert deployment._weight_files(folder) == before
+    assert [file.name for file in before] == sorted(file.name for file in language_model.glob("*.safetensors"))
+    with pytest.raises(ValueError, match=r"^model='mine:net' makes the network of a run, but .* leave it out$"):
+        deployment.export(folder, format="dense", model="mine:net")

@@ -73,7 +73,7 @@ def export(run: Path, *, format: str, out: Path | None = None, model: str | None
     """Writes the network of a finished run to `out`, or into its folder, in one of the formats of `pacprune.export`."""
     check_name("format", format, formats.FORMATS)
     path = run / formats.FORMATS[format].file if out is None else out
-    if _is_pretrained(run):
+    if _is_pretrained(run, model):
         net, pattern = pretrained.load(run), None
         x, details = _pretrained_example(net, format)
     else:
@@ -85,14 +85,19 @@ def export(run: Path, *, format: str, out: Path | None = None, model: str | None
     return {"run": str(run), "format": format, "file": str(path), "bytes": path.stat().st_size, "said": sentence}
 
 
-def _is_pretrained(folder: Path) -> bool:
-    """Whether a folder is one of transformers, and no run; refused if it is neither."""
+def _is_pretrained(folder: Path, factory: str | None) -> bool:
+    """Whether a folder is one of transformers, and no run; refused if it is neither, or needs no factory."""
     if (folder / store.CONFIG).is_file() or not folder.is_dir():  # the run's own errors say more
         return False
     if not pretrained.is_folder(folder):
         raise ValueError(
             f"{folder} holds no {store.CONFIG}, so it is not a run folder, and no {pretrained.CONFIG}, so it is none "
             "of transformers; name one, such as runs/demo"
+        )
+    if factory is not None:
+        raise ValueError(
+            f"model={factory!r} makes the network of a run, but {folder} is one of transformers, whose "
+            f"{pretrained.CONFIG} says what it is; leave it out"
         )
     return True
 
@@ -118,7 +123,7 @@ def profile(
 
     A latency ratio is the median over rounds in which all forms are timed in turn, its spread their middle half.
     """
-    if _is_pretrained(run):
+    if _is_pretrained(run, model):
         return _profile_tokens(run, seconds=seconds, progress=progress)
     net, x = network(run, model=model)
     rows, notes, forms = _forms(net, x)
@@ -359,10 +364,8 @@ def _token_forms(
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, but none that an export put beside them."""
-    exported = {row.file for row in formats.FORMATS.values()}
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    return [file for file in files if file.name not in exported]
+    """The files that hold the weights; others may lie beside them, such as exports."""
+    return sorted([*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")])
 
 
 def _gzipped(files: list[Path]) -> int:

@@ -423,7 +423,7 @@ def export(
     Of a text model of transformers, ONNX has the inputs input_ids and attention_mask and the output output, for any
     number of sequences of any length; packed files are for pacprune, and transformers reads the folder itself.
     """
-    with user_errors():
+    with user_errors(("model",)):
         exported = deployment.export(run, format=format, out=out, model=model)
         show(exported, json, exported["said"])
 
@@ -441,7 +441,7 @@ def measure(
 
     Of a text model of transformers: bytes on disk, and tokens per second in one window, by torch and by onnxruntime.
     """
-    with user_errors():
+    with user_errors(("model",)):
         with progress_bars() as progress:
             forms = deployment.profile(run, seconds=seconds, model=model, progress=progress)
         write(out, "profile.json", forms)
