@@ -193,6 +193,8 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
     ):
         export.load(path)
     with pytest.raises(ValueError, match="is not a file; name one"):
+        export.load(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor .*; name a folder"):
         export.load(tmp_path)
 
 
