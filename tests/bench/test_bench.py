@@ -1,5 +1,6 @@
 """The benchmark: its arithmetic, the networks it compares, and a tiny run of every subject."""
 
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from pacprune import kernels, models
-from pacprune.bench import sampler, step, subjects, timing
+from pacprune.bench import pattern, sampler, step, subjects, timing
 from pacprune.bench.timing import Row, Target, Times
 from pacprune.cli import app, console
 from pacprune.masking import attachment, weights
@@ -225,6 +226,37 @@ def test_a_missing_gpu_is_reported_in_one_sentence() -> None:
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("pacprune: error: the device 'cuda' cannot be used here")
+
+
+def test_kernels_are_timed_as_many_calls_of_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, a function stands for the graph; on a GPU, `pattern` takes the same way."""
+    counts = {"dense": 0, "sparse": 0}
+
+    def count(kind: str) -> None:
+        counts[kind] += 1
+
+    calls = {kind: functools.partial(count, kind) for kind in counts}
+    recorded = []
+
+    def record(call: timing.Call, device: torch.device) -> timing.Call:
+        recorded.append(call)
+        return call
+
+    monkeypatch.setattr(pattern, "cuda_graph", record)
+    settings = {"scale": "smoke", "kernels": "kernels (LIB)", "graphs": True}
+    eager, graph = pattern._compared("a layer", calls, CPU, **settings)
+    assert eager.name == "a layer, called from Python"
+    assert (graph.name, graph.relative_to) == ("a layer, 50 calls in one CUDA graph", "2:4 in torch's kernels (LIB)")
+    before = counts["sparse"]
+    recorded[1]()
+    assert counts["sparse"] - before == pattern.CALLS
+
+    def refuse(call: timing.Call, device: torch.device) -> timing.Call:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(pattern, "cuda_graph", refuse)
+    _, note = pattern._compared("a layer", calls, CPU, **settings)
+    assert note.endswith("since torch says: operation not permitted when stream is capturing")
 
 
 def test_the_decoder_takes_its_step_and_has_no_finding_for_a_cpu() -> None:

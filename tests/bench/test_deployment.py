@@ -1,8 +1,10 @@
 """The network of a run: every format, refusals that write nothing, and measurements of every form."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,7 +13,8 @@ from pacprune import models
 from pacprune.bench import deployment
 from pacprune.data import DATA_SETS, split
 from pacprune.deploy import export
-from pacprune.masking import weights
+from pacprune.integrations import pretrained
+from pacprune.masking import criteria, masks, weights
 from pacprune.runs import commands, store
 from pacprune.runs import options as opt
 
@@ -81,7 +84,7 @@ def test_a_refused_export_names_the_fault_and_writes_nothing(run: Path, tmp_path
             r"^the run in .*unfinished is not finished: it has no result.json; run its command again$",
         ),
         (run, "zip", r"^format 'zip' is unknown; use one of safetensors, onnx, dense, slim$"),
-        (tmp_path, "dense", r"holds no config.toml, so it is not a run folder"),
+        (tmp_path, "dense", r"holds no config.toml, so it is not a run folder, and no config.json, .*; name one"),
         (tmp_path / "none", "dense", r"does not exist; name the folder of a run"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -142,3 +145,79 @@ def test_a_missing_extra_is_a_note_of_the_profile(run: Path, monkeypatch: pytest
     assert 'ONNX: not measured: onnx cannot be imported; pip install "pacprune[export]"' in profile["notes"]
     *texts, _ = [part for part in deployment.render(profile) if isinstance(part, str)]
     assert "sparsity 0.9500" in texts[0]
+
+
+# --- Folders of transformers.
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in bfloat16, in several files, its linear layers 2:4."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    size = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 24}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **heads, **tokens))
+    layers = {name: scores for name, scores in criteria.magnitude(model).items() if "proj" in name}
+    weights.apply_mask(model, masks.top_k(layers, pattern="2:4"))
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    model.bfloat16().save_pretrained(folder, max_shard_size="8KB")
+    return folder
+
+
+def test_a_folder_of_transformers_is_exported(language_model: Path, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = pretrained.load(language_model)
+    exported = deployment.export(language_model, format="safetensors", out=tmp_path / "packed")
+    assert exported["bytes"] < 0.8 * sum(file.stat().st_size for file in language_model.glob("*.safetensors"))
+    state = export.load(tmp_path / "packed")
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    said = deployment.export(language_model, format="onnx", out=tmp_path / "net.onnx")["said"]
+    assert said.endswith(", in float32, since onnxruntime has no bfloat16 on a CPU")
+    session = runtime.InferenceSession(tmp_path / "net.onnx")
+    model.float()
+    for shape in ((3, 24), (1, 5)):
+        x = torch.randint(40, shape)
+        mask = torch.ones_like(x)
+        mask[0, -2:] = 0  # padding
+        feeds = {"input_ids": x.numpy(), "attention_mask": mask.numpy()}
+        (outputs,) = session.run(["output"], feeds)
+        with torch.no_grad():
+            logits = model(input_ids=x, attention_mask=mask).logits
+        assert np.allclose(outputs[mask == 1], logits[mask == 1].numpy(), atol=1e-5)
+
+
+def test_a_profile_of_a_language_model_has_bytes_and_tokens_per_second(language_model: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    profile = deployment.profile(language_model, seconds=0.0)
+    rows = {row["form"]: row for row in profile["rows"]}
+    assert list(rows) == ["dense", "dense, gzip", "packed", "ONNX", "CSR"]
+    assert rows["dense"]["bytes"] == sum(file.stat().st_size for file in language_model.glob("*.safetensors"))
+    assert rows["packed"]["bytes"] < 0.8 * rows["dense"]["bytes"]
+    assert rows["dense, gzip"]["bytes"] < rows["dense"]["bytes"]
+    assert profile["window"] == 24
+    for name in ("dense", "ONNX", "CSR"):
+        (latency,) = rows[name]["latency"]
+        assert latency["tokens_per_second"] == pytest.approx(24 / latency["ms"] * 1e3)
+        assert rows[name]["difference"] <= 1e-4
+    assert not rows["packed"]["latency"]
+    notes = " ".join(profile["notes"])
+    for words in ("2:4: 7 of 8 linear layers", "The files hold bfloat16", "Not measured: generation token by token"):
+        assert words in notes
+    text, table, *_ = deployment.render(profile)
+    assert "sparsity 0.4" in text
+    assert [column.header for column in table.columns][2:] == ["Latency, 1 x 24 tokens", "Tokens per second"]
+
+
+def test_an_exported_file_in_the_folder_does_not_count_as_its_weights(language_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(language_model, tmp_path / "copy")
+    before = deployment._weight_files(folder)
+    deployment.export(folder, format="dense")
+    assert (folder / "dense.safetensors").is_file()
+    assert deployment._weight_files(folder) == before
+    assert [file.name for file in before] == sorted(file.name for file in language_model.glob("*.safetensors"))
+    with pytest.raises(ValueError, match=r"^model='mine:net' makes the network of a run, but .* leave it out$"):
+        deployment.export(folder, format="dense", model="mine:net")

@@ -193,6 +193,8 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
     ):
         export.load(path)
     with pytest.raises(ValueError, match="is not a file; name one"):
+        export.load(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor .*; name a folder"):
         export.load(tmp_path)
 
 
@@ -230,6 +232,73 @@ def test_onnxruntime_gives_the_same_outputs(name: str, tmp_path: Path) -> None:
             (outputs,) = session.run(["output"], {"input": batch.numpy()})
             with torch.no_grad():
                 assert torch.allclose(torch.from_numpy(outputs), network(batch), atol=1e-5)
+
+
+def test_a_language_model_becomes_onnx_for_any_batch_and_length(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = models.gpt(20, width=16, depth=1, heads=2, context=12)
+    pp.apply_mask(model, pp.top_k(pp.scores.magnitude(model), sparsity=0.8))
+    tokens = torch.randint(20, (1, 5))
+    sentence = export.write(tmp_path / "net.onnx", model, format="onnx", example=tokens)
+    assert sentence.endswith("bytes in " + str(tmp_path / "net.onnx"))
+    assert model.training
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
+    model.eval()
+    for x in (tokens, torch.randint(20, (3, 12)), torch.randint(20, (2, 1))):
+        (outputs,) = session.run(["output"], {"input": x.numpy()})
+        with torch.no_grad():
+            assert torch.allclose(torch.from_numpy(outputs), model(x), atol=1e-5)
+
+
+class Named(nn.Module):
+    """Takes two inputs by name, and gives a mapping, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.layer(x)
+        return {"hidden": y, "logits": y if scale is None else y * scale}
+
+
+def test_named_inputs_and_outputs_keep_their_meaning(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = Named().eval()
+    inputs = {"scale": torch.rand(2, 1), "x": torch.randn(2, 4)}
+    export.save_onnx(tmp_path / "net.onnx", model, inputs)
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
+    batch = {"x": torch.randn(5, 4), "scale": torch.rand(5, 1)}
+    (outputs,) = session.run(["output"], {name: tensor.numpy() for name, tensor in batch.items()})
+    assert np.allclose(outputs, model(**batch)["logits"].detach().numpy(), atol=1e-6)
+    export.save_program(tmp_path / "net.pt2", model, batch["x"])
+    scores = torch.export.load(tmp_path / "net.pt2").module()(batch["x"][:3])
+    assert torch.allclose(scores, model(batch["x"][:3])["logits"])
+    with pytest.raises(ValueError, match=r"^slim takes networks with one input, but the example has scale and x; use"):
+        export.write(tmp_path / "slim", model, format="slim", example=inputs)
+    assert not (tmp_path / "slim").exists()
+
+
+def test_what_onnx_has_not_is_one_sentence_and_no_file(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+
+    class Bessel(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.special.bessel_j0(super().forward(x))
+
+    with pytest.raises(ValueError, match=r"^Bessel cannot be written as ONNX \(.*bessel_j0.*\); rewrite .* slim$") as e:
+        export.save_onnx(tmp_path / "net.onnx", Bessel(3, 2), torch.randn(2, 3))
+    assert "\n" not in str(e.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_length_that_a_model_fixes_is_known() -> None:
+    tokens = torch.randint(20, (2, 7))
+    assert slim.fixed_lengths(slim.trace(models.lstm(20, 3, width=4, tokens=True), tokens)) == [7]
+    assert slim.fixed_lengths(slim.trace(nn.Embedding(20, 4), tokens)) == []
+    assert slim.fixed_lengths(slim.trace(nn.Linear(7, 4), torch.randn(2, 7))) == []
 
 
 def test_a_refused_export_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

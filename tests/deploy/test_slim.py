@@ -252,3 +252,16 @@ def test_untraceable_models_and_bad_examples_are_refused() -> None:
     attached = pp.attach(copy.deepcopy(model), pp.isotropic(model, sparsity=0.5))
     with pytest.raises(ValueError, match="has a stochastic mask"):
         slim.slim(attached, torch.randn(2, 64))
+
+
+def test_dead_channels_of_a_language_model_go_at_every_length() -> None:
+    model = models.gpt(20, width=16, depth=1, heads=2, context=12).eval()
+    hidden = next(layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear) and layer.in_features == 64)
+    with torch.no_grad():
+        hidden.weight[:, ::2] = 0
+    slimmed = slim.slim(model, torch.randint(20, (1, 7)))
+    assert slimmed.removed == 32
+    with torch.no_grad():
+        for shape in ((2, 7), (3, 12), (1, 3)):
+            x = torch.randint(20, shape)
+            assert torch.allclose(slimmed.model(x), model(x), atol=1e-5)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from pacprune import data, files
+from pacprune import data, files, models
 from pacprune.certification import decode
 from pacprune.paper import frame, pft_vs_osp
 from pacprune.runs import commands, locks, store
@@ -364,3 +365,11 @@ def test_a_full_disk_is_named_by_the_file_that_did_not_fit(tmp_path: Path, monke
     monkeypatch.setattr(commands.report, "write", full)
     with pytest.raises(OSError, match=r"No space left on device: '.*run'"):
         run(Osp(**SHORT), tmp_path / "run")
+
+
+def test_a_network_with_tied_weights_is_stored_and_read(tmp_path: Path) -> None:
+    net, other = (models.gpt(9, width=8, depth=1, heads=2, context=4, seed=seed) for seed in (0, 1))
+    store.write_model(tmp_path / "model.safetensors", net)
+    store.read_model(tmp_path / "model.safetensors", other)
+    assert torch.equal(other.tokens.weight, net.head.weight)
+    assert other.head.weight is other.tokens.weight

@@ -1,9 +1,13 @@
-"""The network of a finished run: its file in every format, and the size, FLOPs and CPU latency of every form."""
+"""The network of a finished run, or of a folder of transformers: its file in every format, and what every form costs.
+
+That is bytes, FLOPs and CPU latency; of a language model, bytes and the time of one window of tokens.
+"""
 
 import copy
 import math
 import tempfile
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,13 +24,20 @@ from pacprune.data.datasets import DATA_SETS
 from pacprune.deploy import export as formats
 from pacprune.deploy import slim
 from pacprune.imports import extra
-from pacprune.masking import weights
+from pacprune.integrations import pretrained
+from pacprune.masking import patterns, weights
 from pacprune.runs import store
 from pacprune.types import Progress, check_name
 
 BATCHES = (1, 256)
 BLOCK = 4
 """Side of the blocks of the BSR form, where the layer can be divided by it."""
+WINDOW = 128
+"""Tokens that a language model reads at once, if it reads as many."""
+NOT_MEASURED = (
+    "Not measured: generation token by token, since these files return no keys and values to go on from; and GPUs, for "
+    "which there is pacprune bench pattern --device cuda."
+)
 CPU = torch.device("cpu")
 
 Network = Callable[[Tensor], Any]
@@ -61,13 +72,48 @@ def _sizes(folder: Path, data: str, result: dict[str, Any]) -> tuple[tuple[int, 
 def export(run: Path, *, format: str, out: Path | None = None, model: str | None = None) -> dict[str, Any]:
     """Writes the network of a finished run to `out`, or into its folder, in one of the formats of `pacprune.export`."""
     check_name("format", format, formats.FORMATS)
-    net, x = network(run, model=model)
     path = run / formats.FORMATS[format].file if out is None else out
+    if _is_pretrained(run, model):
+        net, pattern = pretrained.load(run), None
+        x, details = _pretrained_example(net, format)
+    else:
+        (net, x), details = network(run, model=model), ""
+        pattern = getattr(store.read_config(run)[1], "pattern", None)  # pbp has none
     if not path.parent.is_dir():
         raise ValueError(f"{path} lies in {path.parent}, which is no folder; make it first, or choose another --out")
-    pattern = getattr(store.read_config(run)[1], "pattern", None)  # pbp has none
-    sentence = formats.write(path, net, format=format, example=x, pattern=pattern)
+    sentence = formats.write(path, net, format=format, example=x, pattern=pattern) + details
     return {"run": str(run), "format": format, "file": str(path), "bytes": path.stat().st_size, "said": sentence}
+
+
+def _is_pretrained(folder: Path, factory: str | None) -> bool:
+    """Whether a folder is one of transformers, and no run; refused if it is neither, or needs no factory."""
+    if (folder / store.CONFIG).is_file() or not folder.is_dir():  # the run's own errors say more
+        return False
+    if not pretrained.is_folder(folder):
+        raise ValueError(
+            f"{folder} holds no {store.CONFIG}, so it is not a run folder, and no {pretrained.CONFIG}, so it is none "
+            "of transformers; name one, such as runs/demo"
+        )
+    if factory is not None:
+        raise ValueError(
+            f"model={factory!r} makes the network of a run, but {folder} is one of transformers, whose "
+            f"{pretrained.CONFIG} says what it is; leave it out"
+        )
+    return True
+
+
+def _pretrained_example(model: Any, format: str) -> tuple[formats.slim.Inputs, str]:
+    """What the network is traced with, and what the sentence about its file adds; ONNX gets a mask of padding, too."""
+    if format not in ("onnx", "slim"):
+        return torch.zeros(1, 1), ""
+    tokens = pretrained.example(model, length=WINDOW)
+    if format == "slim":
+        return tokens, ""
+    details = ""
+    if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+        model.float()
+        details = ", in float32, since onnxruntime has no bfloat16 on a CPU"
+    return {pretrained.TOKENS: tokens, pretrained.MASK: torch.ones_like(tokens)}, details
 
 
 def profile(
@@ -77,6 +123,8 @@ def profile(
 
     A latency ratio is the median over rounds in which all forms are timed in turn, its spread their middle half.
     """
+    if _is_pretrained(run, model):
+        return _profile_tokens(run, seconds=seconds, progress=progress)
     net, x = network(run, model=model)
     rows, notes, forms = _forms(net, x)
     with torch.inference_mode():
@@ -89,9 +137,7 @@ def profile(
             calls = {name: partial(form, x[:batch]) for name, form in forms.items()}
             times = timing.alternate(calls, CPU, seconds=seconds)
             for name in forms:
-                low, ratio, high = np.quantile(times.seconds[name] / times.seconds["dense"], (0.25, 0.5, 0.75)).tolist()
-                latency = {"batch": batch, "ms": times.median(name) * 1e3, "ratio": ratio, "spread": [low, high]}
-                rows[name]["latency"].append(latency | {"gain": high < 1})
+                rows[name]["latency"].append({"batch": batch} | _compared(times, name))
     if progress:
         progress("profile", len(BATCHES), len(BATCHES), {})
     return {
@@ -104,6 +150,12 @@ def profile(
     }
 
 
+def _compared(times: timing.Times, name: str) -> dict[str, Any]:
+    """The time of a form, and its ratio to the dense one's in the same round."""
+    low, ratio, high = np.quantile(times.seconds[name] / times.seconds["dense"], (0.25, 0.5, 0.75)).tolist()
+    return {"ms": times.median(name) * 1e3, "ratio": ratio, "spread": [low, high], "gain": high < 1}
+
+
 def render(result: dict[str, Any]) -> Iterator[Any]:
     """The machine, the table, and the notes."""
     machine = result["environment"]
@@ -112,6 +164,11 @@ def render(result: dict[str, Any]) -> Iterator[Any]:
         f"{machine['threads']} threads, torch {machine['torch']}; "
         "latency: median, and ratio to dense [middle half of the rounds]"
     )
+    yield _tokens_table(result) if "window" in result else _table(result)
+    yield from result["notes"]
+
+
+def _table(result: dict[str, Any]) -> Table:
     dense = result["rows"][0]
     table = Table("Form", "Bytes on disk", "FLOPs", *(f"Latency, batch {batch}" for batch in BATCHES))
     for row in result["rows"]:
@@ -122,8 +179,21 @@ def render(result: dict[str, Any]) -> Iterator[Any]:
             _number(row["flops"], dense["flops"], row is dense),
             *(times or ["" for _ in BATCHES]),
         )
-    yield table
-    yield from result["notes"]
+    return table
+
+
+def _tokens_table(result: dict[str, Any]) -> Table:
+    dense = result["rows"][0]
+    table = Table("Form", "Bytes on disk", f"Latency, 1 x {result['window']} tokens", "Tokens per second")
+    for row in result["rows"]:
+        (latency,) = row["latency"] or [None]
+        table.add_row(
+            row["form"],
+            _number(row["bytes"], dense["bytes"], row is dense),
+            "" if latency is None else _latency(latency, row is dense),
+            "" if latency is None else f"{latency['tokens_per_second']:,.0f}",
+        )
+    return table
 
 
 def _number(value: int | None, dense: int, is_dense: bool) -> str:
@@ -199,8 +269,9 @@ class _SparseLinear(nn.Module):
         self.skipped_flops = 2 * (layer.weight.numel() - stored)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = (self.weight @ x.T).T
-        return y if self.bias is None else y + self.bias
+        y = (self.weight @ x.reshape(-1, x.shape[-1]).T).T
+        y = y if self.bias is None else y + self.bias
+        return y.reshape(*x.shape[:-1], -1)
 
 
 def _csr(weight: Tensor) -> Tensor:
@@ -213,12 +284,12 @@ def _bsr(weight: Tensor) -> Tensor:
 
 
 def _sparse(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy in which every Linear layer has a sparse weight."""
+    """A copy in which every Linear layer that has zeros has a sparse weight."""
     sparse = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # sparse tensors are in beta state
         for name, layer in list(sparse.named_modules()):
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, nn.Linear) and not bool(layer.weight.all()):
                 owner, _, attribute = name.rpartition(".")
                 setattr(sparse.get_submodule(owner), attribute, _SparseLinear(layer, convert))
     return sparse
@@ -227,3 +298,102 @@ def _sparse(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
 def _skipped_flops(model: nn.Module) -> int:
     """FLOPs per example that the sparse layers skip."""
     return sum(module.skipped_flops for module in model.modules() if isinstance(module, _SparseLinear))
+
+
+# --- A language model.
+
+
+def _profile_tokens(folder: Path, *, seconds: float, progress: Progress | None) -> dict[str, Any]:
+    """Bytes of every form of the network in a folder, and the time of one window of tokens."""
+    model = pretrained.load(folder)
+    x = pretrained.example(model, length=WINDOW)
+    result = {
+        "run": str(folder),
+        "sparsity": weights.sparsity(model),
+        "weights": weights.total(model),
+        "window": x.shape[1],
+        "environment": timing.environment(CPU),
+    }
+    stored = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+    notes = [_pattern_note(model)]
+    if stored != {"float32"}:
+        notes.append(f"The files hold {' and '.join(sorted(stored))}; timed, and written as ONNX, in float32.")
+    rows, forms = _token_forms(folder, model, x, notes)
+    if progress:
+        progress("profile", 0, 1, {})
+    with torch.inference_mode():
+        expected = forms["dense"](x)
+        for name, form in forms.items():
+            rows[name]["difference"] = float((torch.as_tensor(form(x)) - expected).abs().max())
+        times = timing.alternate({name: partial(form, x) for name, form in forms.items()}, CPU, seconds=seconds)
+    for name in forms:
+        speed = {"batch": 1, "tokens_per_second": x.shape[1] / times.median(name)}
+        rows[name]["latency"].append(speed | _compared(times, name))
+    if progress:
+        progress("profile", 1, 1, {})
+    return result | {"rows": list(rows.values()), "notes": [*notes, NOT_MEASURED]}
+
+
+def _token_forms(
+    folder: Path, model: Any, x: Tensor, notes: list[str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Network]]:
+    """Rows without latencies, and the networks to time, dense first; says in `notes` what is not there."""
+    files = _weight_files(folder)
+    sizes = {"dense": sum(file.stat().st_size for file in files), "dense, gzip": _gzipped(files)}
+    forms: dict[str, Network] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "file"
+        formats.save(path, model)
+        sizes["packed"] = path.stat().st_size
+        model.float()
+        forms["dense"] = partial(_first_output, model)
+        try:
+            sparse = _sparse(model, _csr)
+            if any(isinstance(module, _SparseLinear) for module in sparse.modules()):
+                forms["CSR"] = partial(_first_output, sparse)
+                notes.append("CSR: in Linear layers alone, in torch.")
+        except (RuntimeError, NotImplementedError) as error:
+            notes.append(f"CSR: not here, since torch says: {str(error).splitlines()[0]}")
+        try:
+            formats.save_onnx(path, model, x)
+            sizes["ONNX"], forms["ONNX"] = path.stat().st_size, _session(path)
+        except ValueError as error:
+            notes.append(f"ONNX: not measured: {error}")
+    names = dict.fromkeys([*sizes, *forms])
+    return {name: {"form": name, "bytes": sizes.get(name), "latency": []} for name in names}, forms
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights; others may lie beside them, such as exports."""
+    return sorted([*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")])
+
+
+def _gzipped(files: list[Path]) -> int:
+    """Bytes of files that gzip compresses, at its usual level."""
+    total = 0
+    for file in files:
+        packer = zlib.compressobj(wbits=31)
+        with file.open("rb") as content:
+            while chunk := content.read(2**20):
+                total += len(packer.compress(chunk))
+        total += len(packer.flush())
+    return total
+
+
+def _first_output(model: nn.Module, x: Tensor) -> Tensor:
+    """The scores that a network of transformers gives for tokens, without keys and values."""
+    with slim.without_cache(model):
+        return next(iter(model(x).values()))
+
+
+def _pattern_note(model: nn.Module) -> str:
+    """How many layers a GPU's sparse kernels could take."""
+    n, m = patterns.KERNEL
+    rows = {}  # of a Linear layer and of GPT-2's Conv1D, which has them as columns
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            rows[name] = module.weight
+        elif type(module).__name__ == "Conv1D":
+            rows[name] = module.weight.T
+    fitting = sum(weight.shape[1] % m == 0 and patterns.follows(weight, n, m) for weight in rows.values())
+    return f"2:4: {fitting} of {len(rows)} linear layers follow it."

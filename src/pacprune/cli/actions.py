@@ -35,6 +35,9 @@ from pacprune.runs import sweep as sweeps
 PRUNING = ", ".join(name for name, method in pruning_methods().items() if method.flags is not None)
 WITH_NETWORK = ", ".join(name for name, method in METHODS.items() if method.flags is not None)
 
+NETWORK = (
+    f"Folder of a finished run of {WITH_NETWORK}; or one that save_pretrained of transformers wrote, with a text model."
+)
 
 OwnModel = Annotated[
     str | None, typer.Option(help="The run's network, if it is not one of pacprune: package.module:factory.")
@@ -403,7 +406,7 @@ def rebuild(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help=f"Folder of a finished run of {WITH_NETWORK}.")],
+    run: Annotated[Path, typer.Argument(help=NETWORK)],
     format: Annotated[
         str, typer.Option(help=", ".join(f"{name} ({row.sentence})" for name, row in FORMATS.items()) + ".")
     ] = "safetensors",
@@ -415,14 +418,18 @@ def export(
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
-    """Writes the network of a run to a file."""
-    with user_errors():
+    """Writes the network of a run to a file.
+
+    Of a text model of transformers, ONNX has the inputs input_ids and attention_mask and the output output, for any
+    number of sequences of any length; packed files are for pacprune, and transformers reads the folder itself.
+    """
+    with user_errors(("model",)):
         exported = deployment.export(run, format=format, out=out, model=model)
         show(exported, json, exported["said"])
 
 
 def measure(
-    run: Annotated[Path, typer.Argument(help=f"Folder of a finished run of {WITH_NETWORK}.")],
+    run: Annotated[Path, typer.Argument(help=NETWORK)],
     seconds: Annotated[float, typer.Option(help="Time to measure, per batch size.")] = 5.0,
     model: OwnModel = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write profile.json to.")] = None,
@@ -430,8 +437,11 @@ def measure(
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
-    """Size on disk, FLOPs and CPU latency of every form of a network."""
-    with user_errors():
+    """Size on disk, FLOPs and CPU latency of every form of a network.
+
+    Of a text model of transformers: bytes on disk, and tokens per second in one window, by torch and by onnxruntime.
+    """
+    with user_errors(("model",)):
         with progress_bars() as progress:
             forms = deployment.profile(run, seconds=seconds, model=model, progress=progress)
         write(out, "profile.json", forms)

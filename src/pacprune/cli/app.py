@@ -83,12 +83,15 @@ COMMANDS: dict[str, Command] = {
     ),
     "export": Command(
         "Writes the network of a run to a file.",
-        ("pacprune export runs/mine --format onnx", "pacprune export runs/mine --format slim --out net.pt2"),
+        (
+            "pacprune export runs/mine --format slim --out net.pt2",
+            "pacprune export models/llama --format onnx --out llama.onnx",
+        ),
         "pacprune.cli.actions:export",
     ),
     "profile": Command(
         "Size on disk, FLOPs and CPU latency of every form of a network.",
-        ("pacprune profile runs/mine", "pacprune profile runs/mine --json"),
+        ("pacprune profile runs/mine", "pacprune profile models/llama --json"),
         "pacprune.cli.actions:measure",
     ),
     "track": Command("TensorBoard event files of a run.", ("pacprune track runs/mine",), "pacprune.cli.actions:track"),

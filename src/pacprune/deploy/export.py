@@ -11,6 +11,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -45,6 +47,8 @@ __all__ = [
 
 FORMAT, VERSION, VERSIONS = "pacprune packed", "2", ("1", "2")
 """What is written, and which versions are read: the first had bits for all masks, and kept the sign of -0.0."""
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""What transformers calls a file of all weights, and the index of several files."""
 MOST_LAYOUT = 2**26
 """Bytes of the layout, before it is read."""
 ONNX_LIMIT = 2**31
@@ -84,18 +88,18 @@ class Format:
     """
 
     file: str
-    save: Callable[[Path, nn.Module, Tensor, str | None], str]
+    save: Callable[[Path, nn.Module, slim.Inputs, str | None], str]
     sentence: str
 
 
-def write(path: str | Path, model: nn.Module, *, format: str, example: Tensor, pattern: str | None = None) -> str:
+def write(path: str | Path, model: nn.Module, *, format: str, example: slim.Inputs, pattern: str | None = None) -> str:
     """Writes a model in one of FORMATS, whole or not at all.
 
     Args:
         path: The file to write; one that exists is replaced.
         model: A plain model, such as `harden` leaves it.
         format: safetensors, onnx, dense or slim.
-        example: One batch of inputs, of any size.
+        example: One batch of inputs, of any size; for onnx also tensors by the names of the forward's parameters.
         pattern: "2:4" or "1:4" checks that every weight follows the pattern. The returned sentence and a packed file
             say so.
 
@@ -119,23 +123,28 @@ def write(path: str | Path, model: nn.Module, *, format: str, example: Tensor, p
     return f"{format}: {path.stat().st_size:,} bytes in {path}{details}"
 
 
-def _write_packed(path: Path, model: nn.Module, example: Tensor, pattern: str | None) -> str:
+def _write_packed(path: Path, model: nn.Module, example: slim.Inputs, pattern: str | None) -> str:
     save(path, model, pattern=pattern)
     return _pattern_detail(pattern)
 
 
-def _write_dense(path: Path, model: nn.Module, example: Tensor, pattern: str | None) -> str:
+def _write_dense(path: Path, model: nn.Module, example: slim.Inputs, pattern: str | None) -> str:
     save_dense(path, model)
     return _pattern_detail(pattern)
 
 
-def _write_onnx(path: Path, model: nn.Module, example: Tensor, pattern: str | None) -> str:
-    save_onnx(path, model, example)
-    return _pattern_detail(pattern)
+def _write_onnx(path: Path, model: nn.Module, example: slim.Inputs, pattern: str | None) -> str:
+    content, details = _onnx(model, example)
+    write_atomically(path, content)
+    return f"{_pattern_detail(pattern)}{details}"
 
 
-def _write_slim(path: Path, model: nn.Module, example: Tensor, pattern: str | None) -> str:
+def _write_slim(path: Path, model: nn.Module, example: slim.Inputs, pattern: str | None) -> str:
     """Does not mention the pattern: without dead channels, the groups of a row change."""
+    if not isinstance(example, Tensor):
+        raise ValueError(
+            f"slim takes networks with one input, but the example has {' and '.join(example)}; use onnx or safetensors"
+        )
     slimmed = slim.slim(model, example)
     save_program(path, slimmed.model, example)
     return f" ({slimmed})"
@@ -369,20 +378,26 @@ class Packed(Mapping[str, Tensor]):
 def load(path: str | Path) -> dict[str, Tensor]:
     """The state dict of a packed file, bit for bit as it was but for the sign of zeros, once its hash is checked.
 
+    Of a folder, it is that of the plain safetensors which `save_pretrained` of transformers writes, in one file or in
+    several with an index.
+
     Args:
-        path: A file that `save` wrote.
+        path: A file that `save` wrote, or a folder with model.safetensors or model.safetensors.index.json.
 
     Returns:
-        A state dict for `load_state_dict`; the names of a tied tensor share one tensor.
+        A state dict for `load_state_dict`; the names of a tied tensor share one tensor. In a folder, transformers
+        leaves all names of a tied tensor out but one.
 
     Raises:
-        ValueError: If the file is not packed by pacprune, or is damaged.
+        ValueError: If the file is not packed by pacprune, or is damaged; if the folder lacks a file or a tensor.
 
     Example:
         >>> pp.export.save("packed.safetensors", model)
         >>> model.load_state_dict(pp.export.load("packed.safetensors"))
         <All keys matched successfully>
     """
+    if Path(path).is_dir():
+        return _load_folder(Path(path))
     packed = Packed(path)
     state: dict[str, Tensor] = {}
     try:
@@ -397,6 +412,37 @@ def load(path: str | Path) -> dict[str, Tensor]:
             f"but {noted[:12]}... was noted; export it again"
         )
     return state
+
+
+def _load_folder(folder: Path) -> dict[str, Tensor]:
+    """The state dict in plain safetensors, which may be several files with an index of what lies where."""
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / WHOLE).is_file():
+            raise ValueError(f"{folder} holds neither {WHOLE} nor {INDEX}; name a folder that save_pretrained wrote")
+        return _load_plain(folder / WHOLE)
+    try:
+        files = {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} cannot be read ({type(error).__name__}: {error}); write the model again") from None
+    shards = {}
+    for file in sorted(set(files.values())):
+        if Path(file).name != file:
+            raise ValueError(f"{index} names {file!r}, which is no file of its folder; write the model again")
+        shards[file] = _load_plain(folder / file)
+    lacking = [name for name, file in files.items() if name not in shards[file]]
+    if lacking:
+        raise ValueError(f"{folder / files[lacking[0]]} lacks {lacking[0]}, which {INDEX} has there; write it again")
+    return {name: shards[file][name] for name, file in files.items()}
+
+
+def _load_plain(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, although {INDEX} names it; write the model again")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read as safetensors ({error}); write the model again") from None
 
 
 def _entry(name: str, shape: list[int], dtype: str, *rest: Any) -> _Entry:
@@ -477,20 +523,32 @@ def save_program(path: str | Path, model: nn.Module, example: Tensor) -> None:
     write_atomically(Path(path), buffer.getvalue())
 
 
-def save_onnx(path: str | Path, model: nn.Module, example: Tensor) -> None:
+def save_onnx(path: str | Path, model: nn.Module, example: slim.Inputs) -> None:
     """Writes one ONNX file for batches of any size, with the input `input` and the output `output`.
+
+    Whole numbers of two dimensions are tokens, and a sequence may have any length. Of a model of transformers, the
+    output is its logits, without keys and values to go on from. The weights keep their type; onnxruntime has no
+    bfloat16 on a CPU, so call `model.float()` before.
 
     Args:
         path: The file to write, such as net.onnx.
         model: A plain model of less than 2 GiB.
-        example: One batch of inputs, of any size.
+        example: One batch of inputs, of any size. A mapping of tensors by the names of the forward's parameters, such
+            as input_ids and attention_mask, gives the file inputs of these names.
 
     Raises:
-        ValueError: If the extra `export` is not installed, or the model is too large for one file.
+        ValueError: If the extra `export` is not installed, or the model is too large for one file, or has an
+            operation that ONNX has not.
 
     Example:
         >>> pp.export.save_onnx("net.onnx", model, x)  # doctest: +SKIP
     """
+    content, _ = _onnx(model, example)
+    write_atomically(Path(path), content)
+
+
+def _onnx(model: nn.Module, example: slim.Inputs) -> tuple[bytes, str]:
+    """What `save_onnx` writes, and what the sentence about it adds: the length of sequences, if they have only one."""
     for name in ("onnx", "onnxscript"):
         extra(name, "export")
     if slim.size(model) >= ONNX_LIMIT:
@@ -499,21 +557,48 @@ def save_onnx(path: str | Path, model: nn.Module, example: Tensor) -> None:
             "use --format safetensors"
         )
     weights.warn_of_revived(model)
+    names = ["input"] if isinstance(example, Tensor) else list(example)
+    if isinstance(example, Tensor):
+        inputs = slim.batch(example)
+    else:
+        inputs = {name: slim.batch(tensor) for name, tensor in example.items()}
     with weights.modes_kept(model):
-        program = slim.trace(model.eval(), slim.batch(example))
+        program = slim.trace(model.eval(), inputs)
+    try:
+        with _quiet_exporter():
+            exported = torch.onnx.export(
+                program, dynamo=True, input_names=names, output_names=["output"], verbose=False, optimize=True
+            )
+    except Exception as error:  # the exporter lets through whatever its many parts raise
+        raise ValueError(
+            f"{type(model).__name__} cannot be written as ONNX ({type(error).__name__}: {_first_cause(error)}); "
+            "rewrite the part of its forward that is named, or use --format slim"
+        ) from error
+    assert exported is not None
+    lengths = slim.fixed_lengths(program)
+    details = f", for sequences of {' and '.join(map(str, lengths))} alone" if lengths else ""
+    return exported.model_proto.SerializeToString(), details
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Warnings and logs here are about the exporter itself."""
     log = logging.getLogger("torch.onnx")
     before = log.level
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings and logs here are about the exporter itself
+        warnings.simplefilter("ignore")
         log.setLevel(logging.ERROR)
         try:
-            exported = torch.onnx.export(
-                program, dynamo=True, input_names=["input"], output_names=["output"], verbose=False, optimize=True
-            )
+            yield
         finally:
             log.setLevel(before)
-    assert exported is not None
-    write_atomically(Path(path), exported.model_proto.SerializeToString())
+
+
+def _first_cause(error: BaseException) -> str:
+    """The first line of what was wrong in the first place."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 # --- Masks of torch.nn.utils.prune.

@@ -8,7 +8,8 @@ then added to that layer's bias. Channels that are added to each other go togeth
 import math
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ _POINTWISE = (
 )
 _POOL = ("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 _AVERAGE = ("avg_pool1d", "avg_pool2d", "avg_pool3d")
+Inputs = Tensor | Mapping[str, Tensor]
+"""What a network is called with: one tensor, or tensors by the names of its parameters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,19 +105,82 @@ def slim(model: nn.Module, example: Tensor) -> Slim:
     return Slim(small, removed, *zip(before, after, strict=True))
 
 
-def trace(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    """The graph of a module for batches of any size; a ValueError of one sentence if it cannot be traced."""
+def trace(model: nn.Module, example: Inputs) -> torch.export.ExportedProgram:
+    """The graph of a module for batches of any size; a ValueError of one sentence if it cannot be traced.
+
+    Whole numbers of two dimensions are tokens: their number per example is free as well, where the module allows it.
+    Where the module gives a mapping, as those of transformers do, the graph gives its logits.
+    """
+    tensors = {"input": example} if isinstance(example, Tensor) else dict(example)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_cache(model):
             warnings.simplefilter("ignore", FutureWarning)  # torch itself calls deprecated functions
-            program = torch.export.export(model, (example,), dynamic_shapes=({0: Dim.DYNAMIC},))
+            warnings.filterwarnings("ignore", "The tensor attributes", UserWarning)  # nn.LSTM keeps its weights twice
+            net, dims = _one_output(model, example), {name: _free_dims(tensor) for name, tensor in tensors.items()}
+            shapes = dims["input"] if isinstance(example, Tensor) else dims
+            inputs = example if isinstance(example, Tensor) else tensors
+            program = torch.export.export(net, (inputs,), dynamic_shapes=(shapes,))
             return program.run_decompositions({})  # without in-place operations, which would change their arguments
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
         reason = (str(error).strip() or "no message").splitlines()[0]
+        sizes = " and ".join(f"an {name} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(
-            f"{type(model).__name__} cannot be traced for batches of any size with an input of shape "
-            f"{tuple(example.shape)} ({type(error).__name__}: {reason}); rewrite the part of its forward that is named"
+            f"{type(model).__name__} cannot be traced for batches of any size with {sizes} "
+            f"({type(error).__name__}: {reason}); rewrite the part of its forward that is named"
         ) from error
+
+
+def _free_dims(tensor: Tensor) -> dict[int, Any]:
+    """The dimensions of an input that may be of any size: its batch, and the length of tokens."""
+    tokens = not tensor.is_floating_point() and tensor.ndim == 2
+    return {0: Dim.DYNAMIC} | ({1: Dim.AUTO} if tokens else {})
+
+
+def fixed_lengths(program: torch.export.ExportedProgram) -> list[int]:
+    """The lengths of tokens that a traced module does not leave free."""
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int  # imports sympy, as tracing has by now
+
+    names = set(program.graph_signature.user_inputs)
+    values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder") if node.name in names]
+    lengths = [value.shape[1] for value in values if 1 in _free_dims(value)]
+    return sorted({int(length) for length in lengths if is_concrete_int(length)})
+
+
+class _Logits(nn.Module):
+    """A network that takes all inputs as one value, and gives a tensor: its logits, or else its first output."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Inputs) -> Any:
+        outputs = self.model(inputs) if isinstance(inputs, Tensor) else self.model(**inputs)
+        if not isinstance(outputs, Mapping):
+            return outputs
+        return outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
+
+
+def _one_output(model: nn.Module, example: Inputs) -> nn.Module:
+    """The model itself, if it takes a tensor and gives no mapping."""
+    if not isinstance(example, Tensor):
+        return _Logits(model)
+    with weights.modes_kept(model), torch.no_grad():
+        return _Logits(model) if isinstance(model.eval()(example), Mapping) else model
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """While this lasts, a model of transformers does not return its keys and values."""
+    config: Any = getattr(model, "config", None)
+    before = getattr(config, "use_cache", None)
+    if before is None:
+        yield
+        return
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = before
 
 
 def flops(model: nn.Module, example: Tensor) -> int:

@@ -182,7 +182,11 @@ def _fits_kernel(weight: Tensor) -> bool:
     rows, columns = weight.shape
     if rows % 32 or columns % 64:
         return False
-    n, m = KERNEL
+    return follows(weight, *KERNEL)
+
+
+def follows(weight: Tensor, n: int, m: int) -> bool:
+    """Whether no group of M has more than N nonzeros."""
     return not bool(((grouped(weight, m) != 0).sum(-1) > n).any())
 
 

@@ -177,8 +177,8 @@ def refuse_failed(folder: Path, finished: dict[str, Any]) -> None:
 
 
 def write_model(path: Path, model: nn.Module) -> None:
-    """The plain state dict, zeros included, as safetensors."""
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    """The plain state dict, zeros included, as safetensors; a tied tensor under each of its names."""
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     write_atomically(path, save(state))
 
 
