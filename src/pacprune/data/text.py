@@ -25,7 +25,7 @@ SOURCES = (".c", ".h")
 """How the files of a package end that count as documents."""
 LARGEST = 100_000
 """Bytes of the largest document that is taken from a package: what is longer is mostly a table of a machine's making."""
-FORMS = "a text file, a folder of text files, a .jsonl file with a field \"text\", or a .deb of sources"
+FORMS = 'a text file, a folder of text files, a .jsonl file with a field "text", or a .deb of sources'
 
 
 class Document(NamedTuple):
@@ -165,7 +165,7 @@ def of_lines(content: bytes, file: str) -> Iterator[Document]:
         except json.JSONDecodeError as error:
             row = error
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise ValueError(f"line {number} of {file} is no JSON object with a field \"text\"; give one per document")
+            raise ValueError(f'line {number} of {file} is no JSON object with a field "text"; give one per document')
         yield Document(str(row.get("name", f"{file}#{number:06}")), row["text"])
 
 

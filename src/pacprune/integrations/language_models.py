@@ -178,9 +178,7 @@ def block_weights(model: Any) -> list[str]:
     """The names of the weights of all linear layers but the last one, which is the vocabulary's, as embeddings are."""
     kinds = (nn.Linear, _conv1d())
     kept = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
-    chosen = {
-        id(module.weight) for module in model.modules() if isinstance(module, kinds) and id(module) not in kept
-    }
+    chosen = {id(module.weight) for module in model.modules() if isinstance(module, kinds) and id(module) not in kept}
     return [name for name, weight in weights.all_weights(model).items() if id(weight) in chosen]
 
 

@@ -95,7 +95,9 @@ def _layerwise(solver: str) -> Callable[[Any, Work], Pruned]:
 def _trained(verb: str, **options: Any) -> Callable[[Any, Work], Pruned]:
     def prune(model: Any, work: Work) -> Pruned:
         own = {"loss": lm.next_token, "seed": work.seed, "progress": work.progress}
-        return imports.function(f"pacprune:{verb}")(model, work.data, work.config, **work.goal.options, **own, **options)
+        return imports.function(f"pacprune:{verb}")(
+            model, work.data, work.config, **work.goal.options, **own, **options
+        )
 
     return prune
 
@@ -255,7 +257,9 @@ def _goal(options: Options, model: Any) -> Goal:
     for entry in options.exclude:
         left = [name for name in shapes if lm.matches(entry, name)]
         if not left:
-            raise ValueError(f"exclude={entry!r} names none of the weights that could be pruned, such as {[*shapes][:3]}")
+            raise ValueError(
+                f"exclude={entry!r} names none of the weights that could be pruned, such as {[*shapes][:3]}"
+            )
         shapes = {name: shape for name, shape in shapes.items() if name not in left}
     if not shapes:
         raise ValueError("there is no linear layer to prune but that of the vocabulary; give another model")
