@@ -16,7 +16,7 @@ from pacprune.types import check_name
 
 __all__ = ["KERNEL", "PATTERNS", "check", "sparsity", "to_semi_structured", "top"]
 
-PATTERNS = {"1:4": (1, 4), "2:4": (2, 4)}
+PATTERNS = {"1:4": (1, 4), "2:4": (2, 4), "4:8": (4, 8)}
 """(N, M) of every pattern."""
 KERNEL = PATTERNS["2:4"]
 """What the sparse kernels of GPUs multiply with; 1:4 is a special case of it."""

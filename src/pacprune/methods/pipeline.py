@@ -457,7 +457,7 @@ def make_plan(
         overall = masks.sparsity(mask, total=everything)
     if prunable is weights.prunable and include is None and exclude is None and not isinstance(sparsity, Mapping):
         _warn_of_frozen(masks.asked_sparsity(sparsity, pattern), overall, size, everything)
-    _refuse_regrowth(model, overall)
+    refuse_regrowth(model, overall)
     return Plan(model, chosen, overall, layers, min_per_layer, pattern)
 
 
@@ -472,10 +472,12 @@ def set_up(arguments: Mapping[str, Any]) -> tuple[Stages, Plan]:
         return {name: arguments[name] for name in inspect.signature(function).parameters if name in arguments}
 
     check_request(**named(check_request))
-    return Stages(**named(Stages)), make_plan(**named(make_plan))
+    stages, plan = Stages(**named(Stages)), make_plan(**named(make_plan))
+    criteria.check_weights(arguments.get("criterion", "magnitude"), plan.model, plan.prunable)
+    return stages, plan
 
 
-def _refuse_regrowth(model: nn.Module, sparsity: float) -> None:
+def refuse_regrowth(model: nn.Module, sparsity: float) -> None:
     """Refuses a lower sparsity than that of the mask the model has: the weights that it lacks are zero."""
     size = weights.total(model)
     before = sum(keep.numel() - masks.kept({"": keep}) for _, keep in weights.masked(model)) / size
