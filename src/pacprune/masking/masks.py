@@ -98,8 +98,8 @@ def top_k(
         sparsity: Fraction to prune, such as 0.9. Leave it out where a pattern is given. A mapping from patterns of
             names to fractions, such as {"conv*": 0.5, "fc*": 0.9}, gives every tensor its own: that of the first
             pattern that fits. A tensor that none fits is kept whole.
-        pattern: "2:4" or "1:4": the N largest of every M consecutive scores of a row are kept, and the sparsity is
-            1 - N / M.
+        pattern: "2:4", "1:4" or "4:8": the N largest of every M consecutive scores of a row are kept, and the sparsity
+            is 1 - N / M.
         scope: "global" is one ranking of all scores. "layer" is the same sparsity in every tensor. "erk" is a density
             proportional to sum(shape) / prod(shape) (Evci et al. 2020). "row" is the same number in every row of a
             tensor, which is all that makes one output. Where a tensor's number cannot be divided by its rows, those
