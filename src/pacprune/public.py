@@ -22,6 +22,7 @@ from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
 from pacprune.methods.iterative import imp
 from pacprune.methods.l0 import l0
+from pacprune.methods.layerwise import layerwise
 from pacprune.methods.one_shot import osp
 from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
@@ -78,6 +79,7 @@ __all__ = [
     "keep_zeros",
     "kl",
     "l0",
+    "layerwise",
     "linear",
     "models",
     "osp",

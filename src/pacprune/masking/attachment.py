@@ -22,7 +22,7 @@ from pacprune.masking.sampler import Pool, Sampler, Shards, casts, sample_shards
 from pacprune.masking.spikeslab import ETA, SpikeSlab, check_fits, top_mask
 from pacprune.types import check_name
 
-MAPPINGS = (kernels.SIGMOID, kernels.CLAMP, *patterns.PATTERNS)
+MAPPINGS = (kernels.SIGMOID, kernels.CLAMP, *patterns.GATED)
 _ORDER, _SAMPLING = "_pacprune_parameter_order", "_pacprune_sampling"
 
 
@@ -224,6 +224,8 @@ def attach(
 
 def _check_options(mapping: str, coupling: float, estimator: str, train_std: bool) -> None:
     """Refuses options of `attach` that are unknown or exclude each other."""
+    if mapping in patterns.PATTERNS:
+        patterns.check_gated(mapping)
     check_name("mapping", mapping, MAPPINGS)
     check_name("estimator", estimator, kernels.ESTIMATORS)
     if mapping == kernels.CLAMP and coupling:

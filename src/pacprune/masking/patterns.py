@@ -5,6 +5,7 @@ convolution. For training, every group of M has one gate, which chooses among th
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,10 +15,14 @@ from pacprune import philox
 from pacprune.data import trace
 from pacprune.types import check_name
 
-__all__ = ["KERNEL", "PATTERNS", "check", "sparsity", "to_semi_structured", "top"]
+__all__ = ["GATED", "KERNEL", "PATTERNS", "check", "sparsity", "to_semi_structured", "top"]
 
-PATTERNS = {"1:4": (1, 4), "2:4": (2, 4)}
+PATTERNS = {"1:4": (1, 4), "2:4": (2, 4), "4:8": (4, 8)}
 """(N, M) of every pattern."""
+MOST_CHOICES = 6
+"""A gate chooses among so many sets at most: of 4:8 there are 70, a logit for each."""
+GATED = tuple(name for name, (n, m) in PATTERNS.items() if math.comb(m, n) <= MOST_CHOICES)
+"""The patterns that gates can learn."""
 KERNEL = PATTERNS["2:4"]
 """What the sparse kernels of GPUs multiply with; 1:4 is a special case of it."""
 CHOICE = -3
@@ -29,6 +34,16 @@ def parse(pattern: str) -> tuple[int, int]:
     """(N, M) of a pattern, which is a key of `PATTERNS`."""
     check_name("pattern", pattern, PATTERNS)
     return PATTERNS[pattern]
+
+
+def check_gated(pattern: str) -> None:
+    """Refuses a pattern that no gate can learn."""
+    n, m = parse(pattern)
+    if pattern not in GATED:
+        raise ValueError(
+            f"the pattern {pattern} has {math.comb(m, n)} choices per group of {m}, but a gate learns one of at most "
+            f"{MOST_CHOICES}; use the pattern {' or '.join(GATED)}, or a method without gates"
+        )
 
 
 def sparsity(pattern: str) -> float:

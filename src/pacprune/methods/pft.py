@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pacprune import kernels
 from pacprune.data.batches import per_epoch
-from pacprune.masking import masks, weights
+from pacprune.masking import masks, patterns, weights
 from pacprune.masking.attachment import attach, final_mask, harden, set_logits_
 from pacprune.masking.criteria import Criterion, magnitude, random
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, log_scores, score_monotone
@@ -276,7 +276,7 @@ def pft(
             where the mask is learned in many steps, and lr for the recipe "paper".
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
             {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
-        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
+        pattern: Keep so many of every 4 or 8 weights in a row, "1:4", "2:4" or "4:8"; `sparsity` follows.
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
         recipe: thresholded (the k best scores at every step), coupled (keep probabilities whose mean falls to
             1 - sparsity) or paper.
@@ -374,6 +374,8 @@ def _check_recipe(recipe: str, pattern: str | None, config: Config, noise: float
             f"the pattern {pattern} is learned by the recipes {' and '.join(able)} without samples, not by "
             f"recipe={recipe!r} with samples={config.samples}; use recipe={able[0]!r} and samples=0"
         )
+    if pattern is not None and chosen.takes_samples:  # which are drawn by gates
+        patterns.check_gated(pattern)
 
 
 def _check_used(recipe: str, values: Mapping[str, float | str | None]) -> None:
