@@ -153,8 +153,8 @@ def attach(
         model: A plain model.
         slab: The distribution to sample from, such as `pp.isotropic(model, sparsity=0.9)`.
         mapping: How a gate becomes a keep_prob: "sigmoid", or "clamp" (the gate is the keep_prob). With an N:M pattern
-            such as "2:4", every group of M weights keeps N of them. Its gate begins as the choice that gates with the
-            slab's keep_prob make when exactly N of them are open (see `Sampler`).
+            such as "2:4", every group of M weights keeps N of them: the N with the largest logit + Gumbel noise. The
+            logits begin as those of the slab's keep_prob.
         coupling: Above 0 it adds coupling * log|weight| to every gate's logit, so that a weight that grows is kept more
             surely; 4 is what `pp.pft` uses.
         estimator: How gates are relaxed in training: "concrete", "straight-through", "hard-concrete", or
@@ -184,9 +184,7 @@ def attach(
     pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
     plain = weights.all_weights(model)
     weights.refuse_computed(model, [name for name in slab.keep_prob if name in plain])
-    if pattern is not None:
-        refuse_sharded(plain.values(), "attached pattern", mapping)
-    elif train_std or any(std.ndim for std in slab.std.values()):
+    if train_std or any(std.ndim for std in slab.std.values()):
         refuse_sharded(plain.values(), "std")
     check_fits(plain, slab, pattern)
     with weights.changing(model):
@@ -255,9 +253,6 @@ def _start_values(
     gate = p.clamp(ETA, 1 - ETA) if mapping == kernels.CLAMP else bounded(torch.logit(p.double())).float()
     if coupling:
         gate = gate - coupling * torch.log(mean.abs().float() + 1e-8)
-    if mapping in patterns.PATTERNS:
-        n, m = patterns.parse(mapping)
-        gate = patterns.spread(patterns.grouped(gate, m), n, m)
     std = slab.std[name].to(weight.device, torch.float32)
     if not train_std:
         return (mean, gate), std.clone() if bool((std != 0).any()) else None
@@ -409,15 +404,14 @@ def advance_(attached_weights: Sequence[AttachedWeight]) -> None:
 
 @torch.no_grad()
 def set_logits_(model: nn.Module, logits: Mapping[str, Tensor]) -> nn.Module:
-    """Gates with which every weight has this logit before shift and sharpness; under a pattern, choices their sums."""
+    """Gates with which every weight has this logit before shift and sharpness."""
     with weights.changing(model):
         for site in require_sites(model):
-            pattern, goal = site.sampler.pattern, local(logits[site.name])
-            if pattern is None:
+            goal, size = local(logits[site.name]), site.local_mean.abs().float()
+            if site.sampler.pattern is None:
                 site.local_gate.add_(goal - site.raw())
             else:
-                uncoupled = goal - site.sampler.coupling * torch.log(site.mean.abs().float() + 1e-8)
-                site.gate.copy_(patterns.spread(patterns.grouped(uncoupled, pattern[1]), *pattern))
+                site.local_gate.copy_(goal - site.sampler.coupling * torch.log(size + 1e-8))
     return model
 
 
@@ -435,7 +429,9 @@ def final_mask(
     listed = require_sites(model)
     if listed[0].sampler.pattern is None:
         return top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
-    mask = {site.name: site.sampler.chosen(site.mean, site.gate) for site in listed}
+    mask = {
+        site.name: site.over_ranks(site.sampler.chosen(site.local_mean, site.local_gate)) for site in listed
+    }
     trace.note(mask, weights.seen(model))
     return mask
 
