@@ -6,7 +6,7 @@ logarithm of `std` (original2).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +142,7 @@ def attach(
     estimator: str = kernels.SOFT,
     beta: float = 0.5,
     train_std: bool = False,
+    gate_dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> nn.Module:
     """Makes the weights of `model` samples of `slab`, in place; `model.parameters()` then yields means and gates.
@@ -161,6 +162,8 @@ def attach(
             "deterministic" for gates without noise (see `kernels.Law`).
         beta: The relaxation's temperature.
         train_std: Whether the std of every weight is trained, too; its logarithm then is a parameter.
+        gate_dtype: The type of the gates; torch.bfloat16, of a pattern alone, halves their memory. Train such gates
+            with Config(optimizer="adamw8"), which rounds at random: other optimisers lose small steps.
         seed: Of the samples.
 
     Returns:
@@ -180,7 +183,7 @@ def attach(
         >>> pp.read(model)  # the distribution that was trained
         SpikeSlab(2 tensors, 1,184 weights, expected sparsity 0.90...)
     """
-    _check_options(mapping, coupling, estimator, train_std)
+    _check_options(mapping, coupling, estimator, train_std, gate_dtype)
     pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
     plain = weights.all_weights(model)
     weights.refuse_computed(model, [name for name in slab.keep_prob if name in plain])
@@ -194,6 +197,7 @@ def attach(
             if name not in slab.keep_prob:
                 continue
             first, constant = _start_values(name, weight, slab, mapping, coupling, train_std)
+            first = (first[0], first[1].to(gate_dtype), *first[2:])
             owners = list(_owners(model, weight))
             sampler = Sampler(
                 first,
@@ -220,7 +224,7 @@ def attach(
     return model
 
 
-def _check_options(mapping: str, coupling: float, estimator: str, train_std: bool) -> None:
+def _check_options(mapping: str, coupling: float, estimator: str, train_std: bool, gate_dtype: torch.dtype) -> None:
     """Refuses options of `attach` that are unknown or exclude each other."""
     check_name("mapping", mapping, MAPPINGS)
     check_name("estimator", estimator, kernels.ESTIMATORS)
@@ -232,6 +236,11 @@ def _check_options(mapping: str, coupling: float, estimator: str, train_std: boo
         raise ValueError(
             f"the mapping {mapping} takes the estimators {kernels.SOFT!r} and {kernels.NOISELESS!r} and no std, not "
             f"estimator={estimator!r} and train_std={train_std}; use the sigmoid mapping for these"
+        )
+    if gate_dtype != torch.float32 and not (gate_dtype == torch.bfloat16 and mapping in patterns.PATTERNS):
+        raise ValueError(
+            f"gate_dtype is {gate_dtype} with the mapping {mapping!r}; use torch.float32, or torch.bfloat16 with a "
+            f"pattern: {', '.join(patterns.PATTERNS)}"
         )
 
 
@@ -413,6 +422,33 @@ def set_logits_(model: nn.Module, logits: Mapping[str, Tensor]) -> nn.Module:
             else:
                 site.local_gate.copy_(goal - site.sampler.coupling * torch.log(size + 1e-8))
     return model
+
+
+@contextmanager
+def unmasked(model: nn.Module) -> Iterator[nn.Module]:
+    """While this lasts, every weight is its mean: the dense network, without a copy of it.
+
+    Args:
+        model: With stochastic masks, as `attach` leaves it.
+
+    Yields:
+        The same model.
+
+    Example:
+        >>> dense = model(x)
+        >>> model = pp.attach(model, pp.isotropic(model, sparsity=0.5))
+        >>> with pp.unmasked(model):
+        ...     torch.equal(model(x), dense)
+        True
+    """
+    samplers = [site.sampler for site in require_sites(model)]
+    for sampler in samplers:
+        sampler.unmasked = True
+    try:
+        yield model
+    finally:
+        for sampler in samplers:
+            sampler.unmasked = False
 
 
 def forget(model: nn.Module) -> nn.Module:

@@ -340,6 +340,11 @@ class Shards(nn.ModuleList):
         """The parameter that fully_shard gathers."""
         return self._weight[0]
 
+    @property
+    def unmasked(self) -> bool:
+        """Whether the mean stands for the draw."""
+        return self[0].unmasked is True
+
     def inputs(self) -> tuple[SampleInputs, Law]:
         """What this rank's rows are drawn from, and how."""
         sampler = self[0]
@@ -381,7 +386,9 @@ def sample_shards_(shards: Sequence[Shards]) -> None:
     by_law: dict[Law, list[tuple[Tensor, SampleInputs]]] = {}
     for weight_shards in shards:
         inputs, law = weight_shards.inputs()
-        if inputs.mean.numel():  # a rank may have no rows of a small tensor
+        if weight_shards.unmasked:
+            sharded.local(weight_shards.weight.detach()).copy_(inputs.mean)
+        elif inputs.mean.numel():  # a rank may have no rows of a small tensor
             by_law.setdefault(law, []).append((sharded.local(weight_shards.weight.detach()), inputs))
     for law, pairs in by_law.items():
         rows, all_inputs = zip(*pairs, strict=True)
