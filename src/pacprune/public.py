@@ -12,7 +12,7 @@ from pacprune.deploy import export, slim
 from pacprune.distributed import ranks
 from pacprune.masking import criteria as scores
 from pacprune.masking import patterns
-from pacprune.masking.attachment import attach, harden, read, resample_
+from pacprune.masking.attachment import attach, harden, read, resample_, unmasked
 from pacprune.masking.masks import entropy, overlap, top_k
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
 from pacprune.masking.weights import apply_mask, prunable, select, sparsity
@@ -103,6 +103,7 @@ __all__ = [
     "svd",
     "together",
     "top_k",
+    "unmasked",
     "verify",
     "wide",
 ]

@@ -117,12 +117,6 @@ def test_every_method_and_criterion_keeps_exactly_n_of_m(name: str, options: dic
             assert torch.equal(weight != 0, result.mask[key])
 
 
-def test_a_gate_has_few_choices() -> None:
-    assert set(patterns.GATED) < set(patterns.PATTERNS)
-    with pytest.raises(ValueError, match=r"at most 6; use the pattern 1:4 or 2:4, or a method without gates"):
-        attached(wide(), "4:8")
-
-
 def test_top_k_takes_the_largest_of_every_group_and_the_first_of_equals() -> None:
     score = torch.tensor([[4.0, 1.0, 3.0, 2.0, 0.0, 0.0, 0.0, 0.0]])
     assert masks.top_k({"w": score}, pattern="2:4")["w"].nonzero()[:, 1].tolist() == [0, 2, 4, 5]
@@ -251,7 +245,7 @@ def test_semi_structured_kernels_give_the_same_outputs(pattern: str) -> None:
 # --- The gate of a group.
 
 
-@pytest.mark.parametrize("pattern", patterns.GATED)
+@pytest.mark.parametrize("pattern", patterns.PATTERNS)
 def test_hard_draws_have_the_distribution_of_the_logits(pattern: str) -> None:
     n, m = patterns.parse(pattern)
     model = attached(seeded(lambda: nn.Linear(4, 500, bias=False)), pattern, seed=3).eval()
@@ -288,7 +282,7 @@ def test_attach_gives_the_law_of_independent_gates_of_which_n_are_open() -> None
     torch.testing.assert_close(site.keep_prob()[0], torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("pattern", patterns.GATED)
+@pytest.mark.parametrize("pattern", patterns.PATTERNS)
 def test_the_relaxed_gate_has_the_gradient_of_finite_differences_and_keeps_n_in_the_mean(pattern: str) -> None:
     n, m = patterns.parse(pattern)
     generator = torch.Generator().manual_seed(2)

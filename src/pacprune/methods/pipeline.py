@@ -308,11 +308,12 @@ def check_request(
     sparsity: float | Mapping[str, float] | None,
     criterion: str | Criterion = "magnitude",
     pattern: str | None = None,
+    shards: bool = False,
 ) -> None:
     """Refuses before anything is trained what would be refused after it."""
     plain = weights.all_weights(model)
     criteria.check(criterion, model)
-    if pattern is not None:
+    if pattern is not None and not shards:
         refuse_sharded(plain.values(), "pattern", pattern)
     masks.asked_sparsity(sparsity, pattern)
 
