@@ -39,7 +39,9 @@ def prune_lm(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of methods that train.")] = 1000,
     batch: Annotated[int, typer.Option(help="Windows of a step.")] = 8,
-    lr: Annotated[float, typer.Option(help="Learning rate of methods that train.")] = 1e-4,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate of methods that train." + default_text("that of the method"))
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of which windows are taken, and in which order.")] = 0,
     device: Where = "cpu",
     json: Json = False,

@@ -64,16 +64,28 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | str = "auto") -> Any:
+def load_model(
+    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | str = "auto", causal: bool = False
+) -> Any:
     """The language model of a folder, in eval mode, as `from_pretrained` reads it.
+
+    Args:
+        folder: What save_pretrained wrote.
+        device: Where it is put.
+        dtype: Type of its weights; "auto" is the stored one.
+        causal: Whether `causal_attention` takes the place of its own, which suits a `llama` of this file.
 
     Raises:
         ValueError: If there is none that transformers knows.
     """
     _check_folder(folder)
-    options = {"local_files_only": True, "trust_remote_code": False, "dtype": dtype}
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "dtype": dtype}
+    transformers = package()
+    if causal:
+        transformers.AttentionInterface.register(CAUSAL, causal_attention)
+        options["attn_implementation"] = CAUSAL
     try:
-        model = package().AutoModelForCausalLM.from_pretrained(folder, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     except Exception as error:  # a foreign file can raise anything
         raise ValueError(
             f"the model in {folder} cannot be loaded ({_first_line(error)}); give a folder that save_pretrained of a "

@@ -465,9 +465,7 @@ def final_mask(
     listed = require_sites(model)
     if listed[0].sampler.pattern is None:
         return top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
-    mask = {
-        site.name: site.over_ranks(site.sampler.chosen(site.local_mean, site.local_gate)) for site in listed
-    }
+    mask = {site.name: site.over_ranks(site.sampler.chosen(site.local_mean, site.local_gate)) for site in listed}
     trace.note(mask, weights.seen(model))
     return mask
 

@@ -488,9 +488,7 @@ def _check_recipe(recipe: str, pattern: str | None, config: Config, noise: float
         )
 
 
-def _check_frozen(
-    config: Config, mask_share: float | None, prior: float, distill: float, temperature: float
-) -> None:
+def _check_frozen(config: Config, mask_share: float | None, prior: float, distill: float, temperature: float) -> None:
     """Refuses rates of weights that are not trained, and a loss that is no mixture."""
     if mask_share in (None, 1) and config.changes().get("lr", 0):
         raise ValueError(

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from pacprune.data.text import Document
 from pacprune.integrations import language_models as lm
 from pacprune.integrations.language_models import HeldOut, Losses, Windows
 from pacprune.masking import patterns
+from pacprune.methods.pft import FROZEN_LR
 from pacprune.methods.pipeline import Pruned
 from pacprune.runs.commands import check_device
 from pacprune.training.config import Config
@@ -73,13 +74,27 @@ class Method:
         prune: Prunes a model in place.
         sentence: What it does.
         bytes: Memory per weight beyond the weight itself, at the least.
-        trains: Whether it trains, so that there are steps and a learning rate.
+        lr: The learning rate unless one is given; None where nothing is trained.
+        frozen: Whether that is the gates' alone, and the weights stay as they are.
     """
 
     prune: Callable[[Any, Work], Pruned]
     sentence: str
     bytes: float = 0.0
-    trains: bool = False
+    lr: float | None = None
+    frozen: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are steps and a learning rate."""
+        return self.lr is not None
+
+    def config(self, stage: Config, lr: float) -> Config:
+        """The stage with a learning rate; where gates alone are trained, their optimiser is the method's own."""
+        if not self.frozen:
+            return replace(stage, lr=lr)
+        plain = Config()
+        return replace(stage, gate_lr=lr, lr=plain.lr, optimizer=plain.optimizer, weight_decay=0.0)
 
 
 def _layerwise(solver: str) -> Callable[[Any, Work], Pruned]:
@@ -107,10 +122,17 @@ METHODS: dict[str, Method] = {
     "wanda": Method(_layerwise("wanda"), "ranks a weight by its size times the norm of its input"),
     "sparsegpt": Method(_layerwise("sparsegpt"), "changes the weights that stay, to keep every layer's output"),
     "alps": Method(_layerwise("alps"), "the same with a stronger solver"),
-    "gmp": Method(_trained("gmp"), "prunes the smallest weights step by step while it trains", 12.0, True),
-    "pft": Method(_trained("pft"), "trains weights, and which of them are kept, together", 24.0, True),
+    "gmp": Method(_trained("gmp"), "prunes the smallest weights step by step while it trains", 12.0, 1e-4),
+    "frozen": Method(
+        _trained("pft", recipe="frozen", criterion="wanda", distill=1.0),
+        "learns which weights are kept, as they are, from the answers of the whole model",
+        5.0,
+        FROZEN_LR,
+        frozen=True,
+    ),
+    "pft": Method(_trained("pft"), "trains weights, and which of them are kept, together", 24.0, 1e-4),
 }
-"""How a language model can be pruned. Memory of those that train: a gradient and two moments, and offsets of pft."""
+"""How a language model can be pruned. Memory of those that train: gradients, moments, and what decides on masks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +151,7 @@ class Options:
         length: Tokens of a window; None is 512, or what the model takes.
         steps: Steps of methods that train.
         batch: Windows of a step.
-        lr: Learning rate of methods that train.
+        lr: Learning rate of methods that train; None is the method's own.
         seed: Seed of which windows are taken, and in which order.
         device: Where to compute.
     """
@@ -145,7 +167,7 @@ class Options:
     length: int | None = None
     steps: int = 1000
     batch: int = 8
-    lr: float = 1e-4
+    lr: float | None = None
     seed: int = 0
     device: str = "cpu"
 
@@ -168,7 +190,7 @@ def prune_lm(options: Options, *, out: Path, progress: Progress | None = None) -
     tokenizer = lm.load_tokenizer(options.model)
     _check_memory(options, method, device)
     used, judges = _documents(options)
-    model = lm.load_model(options.model, device=device, dtype=torch.float32 if method.trains else "auto")
+    model = lm.load_model(options.model, device=device, dtype=torch.float32 if _in_float(method) else "auto")
     stored = _stored_type(model)
     length = _length(options, model)
     windows = sample_windows(tokenizer, used, count=_count(options, method, length), length=length, seed=options.seed)
@@ -177,11 +199,12 @@ def prune_lm(options: Options, *, out: Path, progress: Progress | None = None) -
         goal = _goal(options, model)
         before = lm.losses(model, measured)
         windows_there = windows[0].to(device), windows[1].to(device)
-        work = Work(goal, windows_there, _config(options, len(windows[0]), device), options.seed, progress)
+        config = _config(options, method, len(windows[0]), device)
+        work = Work(goal, windows_there, config, options.seed, progress)
         pruned = method.prune(model, work)
         counts = _counts(pruned, goal)
         after = lm.losses(model, measured)
-    if method.trains:
+    if _in_float(method):
         model.to(stored)
     result = _result(options, counts, before, after, used, windows, length)
     _write(out, model, tokenizer, result | {"folder": str(out)}, used)
@@ -212,13 +235,18 @@ def _check(options: Options, out: Path) -> tuple[Method, torch.device]:
 def _check_memory(options: Options, method: Method, device: torch.device) -> None:
     """Refuses a model whose weights alone, with what the method keeps of each, do not fit; activations come on top."""
     count, free = lm.size_of(options.model), lm.free_memory(device)
-    each = 4 + method.bytes if method.trains else lm.stored_bytes(options.model) / count
+    each = method.bytes + (4 if _in_float(method) else lm.stored_bytes(options.model) / count)
     if free is not None and count * each > free:
         smaller = "; a one-shot method such as --method sparsegpt takes the weights alone" if method.trains else ""
         raise ValueError(
             f"{options.model} has {count:,} weights, which take {_gb(count * each)} with {options.method}, but {device} "
             f"has {_gb(free)} free: a model of at most {int(free / each):,} weights fits{smaller}"
         )
+
+
+def _in_float(method: Method) -> bool:
+    """Whether the weights are trained, which takes 32 bits of each."""
+    return method.trains and not method.frozen
 
 
 def _gb(size: float) -> str:
@@ -320,11 +348,10 @@ def _count(options: Options, method: Method, length: int) -> int:
     return CALIBRATION if options.calibration_tokens is None else max(1, options.calibration_tokens // length)
 
 
-def _config(options: Options, windows: int, device: torch.device) -> Config:
+def _config(options: Options, method: Method, windows: int, device: torch.device) -> Config:
     """About `steps` steps: in several epochs where the text has too few windows for one."""
-    return Config(
+    stage = Config(
         epochs=max(1, round(options.steps / math.ceil(windows / options.batch))),
-        lr=options.lr,
         batch_size=options.batch,
         optimizer="adamw",
         schedule="cosine",
@@ -332,6 +359,7 @@ def _config(options: Options, windows: int, device: torch.device) -> Config:
         clip=1.0,
         amp=device.type == "cuda",
     )
+    return stage if method.lr is None else method.config(stage, method.lr if options.lr is None else options.lr)
 
 
 # --- What is written.
