@@ -230,7 +230,7 @@ def test_packed_windows_are_the_documents_with_ends_between() -> None:
 
 def test_held_out_windows_predict_every_token_once() -> None:
     documents = [Document("a", "abcde"), Document("b", "é")]
-    held_out = lm.held_out([np.array([1, 2, 3, 4, 5]), np.array([6])], documents, end=0, length=4)
+    held_out = lm.held_out([np.array([1, 2, 3, 4, 5]), np.array([6])], lm.sizes_of(documents), end=0, length=4)
     assert held_out.x.tolist() == [[0, 1, 2, 3], [4, 0, 0, 0], [0, 0, 0, 0]]
     assert held_out.y.tolist() == [[1, 2, 3, 4], [5, -100, -100, -100], [6, -100, -100, -100]]
     assert held_out.document.tolist() == [0, 0, 1]
@@ -240,7 +240,7 @@ def test_held_out_windows_predict_every_token_once() -> None:
 def test_losses_are_sums_over_documents(tokenizer: Any) -> None:
     model, documents = small("llama", tokenizer).eval(), made_up(8)
     tokens = lm.tokens_of(tokenizer, documents)
-    losses = lm.losses(model, lm.held_out(tokens, documents, end=0, length=32))
+    losses = lm.losses(model, lm.held_out(tokens, lm.sizes_of(documents), end=0, length=32))
     for k, document in enumerate(tokens):
         row = torch.tensor([0, *document.tolist()])[:33]
         with torch.no_grad():

@@ -65,8 +65,8 @@ def data_folder(data_dir: Folder = None) -> Path:
 def read(source: Source, file: str, data_dir: Folder = None) -> bytes:
     """The decompressed content of one official file, checked by its digest.
 
-    Looks for FILE.gz, FILE.xz and FILE in DIR/<data set>/, then in DIR itself. The digest is that of the content, so that a
-    recompressed or unpacked file is as good as the published one.
+    Looks for FILE.gz, FILE.xz and FILE in DIR/<data set>/, then in DIR itself. The digest is that of the content, so
+    that a recompressed or unpacked file is as good as the published one.
     """
     folder = data_folder(data_dir)
     option = f" --data-dir {shlex.quote(os.fspath(data_dir))}" if data_dir else ""

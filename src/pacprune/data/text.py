@@ -6,6 +6,7 @@ where it is when others come.
 """
 
 import io
+import itertools
 import json
 import lzma
 import re
@@ -24,7 +25,7 @@ SECTION = 5_000
 SOURCES = (".c", ".h")
 """How the files of a package end that count as documents."""
 LARGEST = 100_000
-"""Bytes of the largest document that is taken from a package: what is longer is mostly a table of a machine's making."""
+"""Bytes of the largest document that is taken from a package: what is longer is mostly a generated table."""
 FORMS = 'a text file, a folder of text files, a .jsonl file with a field "text", or a .deb of sources'
 
 
@@ -42,12 +43,9 @@ class Document(NamedTuple):
 
 def part_of(name: str) -> str:
     """The part of a document: where a number in [0, 1) that follows from its name by SHA-256 lies among PARTS."""
-    share, end = name_share(name), 0.0
-    for part, size in PARTS.items():
-        end += size
-        if share < end:
-            return part
-    return part  # the shares may add up to a little less than 1
+    share, ends = name_share(name), itertools.accumulate(PARTS.values())
+    *_, last = PARTS  # the shares may add up to a little less than 1
+    return next((part for part, end in zip(PARTS, ends, strict=True) if share < end), last)
 
 
 def by_part(documents: Iterable[Document]) -> dict[str, list[Document]]:
@@ -111,8 +109,8 @@ def check_apart(used: Iterable[Document], held_out: Iterable[Document], *, what:
     common = [document.name for document in held_out if document.text in texts]
     if common:
         raise ValueError(
-            f"{len(common)} of the {what} were used to prune as well, such as {common[0]}; what is counted on them says "
-            "nothing about new text, so take others"
+            f"{len(common)} of the {what} were used to prune as well, such as {common[0]}; what is counted on them "
+            "says nothing about new text, so take others"
         )
 
 

@@ -44,13 +44,14 @@ def package() -> Any:
 # --- Models and tokenizers in folders.
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model's folder.
+def load_tokenizer(folder: Path, *, alone: bool = False) -> Any:
+    """The tokenizer of a model's folder, or one that lies there `alone`.
 
     Raises:
         ValueError: If there is none, or it has no token for the end of a text.
     """
-    _check_folder(folder)
+    if not alone:
+        _check_folder(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise ValueError(
             f"{folder} holds a model without a tokenizer; put the tokenizer's files into it, as "
@@ -194,7 +195,7 @@ def block_weights(model: Any) -> list[str]:
     return [name for name, weight in weights.all_weights(model).items() if id(weight) in chosen]
 
 
-def _conv1d() -> type[nn.Module]:
+def _conv1d() -> Any:
     return imports.function("transformers.pytorch_utils:Conv1D")
 
 
@@ -209,7 +210,7 @@ def as_linear(model: Any) -> Iterator[None]:
 
     Scores and N:M patterns go along the inputs of a layer, which are the rows' second dimension of a Linear layer.
     """
-    places = {name: layer for name, layer in model.named_modules() if isinstance(layer, _conv1d())}
+    places: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, _conv1d())}
     for name, layer in places.items():
         linear = nn.Linear(layer.nx, layer.nf, device="meta")
         linear.weight, linear.bias = nn.Parameter(layer.weight.data.t().contiguous()), layer.bias
@@ -288,6 +289,11 @@ def packed(tokens: Sequence[np.ndarray], *, end: int, length: int) -> Windows:
     return torch.from_numpy(x).long(), torch.from_numpy(y).long()
 
 
+def sizes_of(documents: Sequence[Document]) -> Tensor:
+    """The bytes of every document in UTF-8."""
+    return torch.tensor([len(document.text.encode()) for document in documents])
+
+
 class HeldOut(NamedTuple):
     """Documents to measure on: every one of their tokens is predicted once, in windows that hold no other document.
 
@@ -304,8 +310,15 @@ class HeldOut(NamedTuple):
     bytes: Tensor
 
 
-def held_out(tokens: Sequence[np.ndarray], documents: Sequence[Document], *, end: int, length: int) -> HeldOut:
-    """Windows that begin with `end`, or with the last token of the window before, and cover every document."""
+def held_out(tokens: Sequence[np.ndarray], sizes: Tensor, *, end: int, length: int) -> HeldOut:
+    """Windows that begin with `end`, or with the last token of the window before, and cover every document.
+
+    Args:
+        tokens: Of every document.
+        sizes: Bytes of every document.
+        end: The token between documents.
+        length: Tokens of a window.
+    """
     counts = [-(-len(document) // length) for document in tokens]
     x = np.full((sum(counts), length), end, np.int64)
     y = np.full((sum(counts), length), IGNORED, np.int64)
@@ -316,7 +329,6 @@ def held_out(tokens: Sequence[np.ndarray], documents: Sequence[Document], *, end
             piece = line[start : start + length + 1]
             x[row, : len(piece) - 1], y[row, : len(piece) - 1] = piece[:-1], piece[1:]
             row += 1
-    sizes = torch.tensor([len(document.text.encode()) for document in documents])
     owners = torch.arange(len(tokens)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     return HeldOut(torch.from_numpy(x), torch.from_numpy(y), owners, sizes)
 

@@ -221,7 +221,7 @@ def _check(options: Options, out: Path) -> tuple[Method, torch.device]:
         raise ValueError(f"{shown} of sparsity and pattern is given; give one, such as --pattern 2:4 or --sparsity 0.5")
     if options.pattern is not None:
         patterns.parse(options.pattern)
-    elif not 0 < options.sparsity < 1:  # pyright: ignore[reportOptionalOperand]
+    elif options.sparsity is not None and not 0 < options.sparsity < 1:
         raise ValueError(f"sparsity is {options.sparsity}; it is a fraction between 0 and 1, such as 0.5")
     for name in ("length", "steps", "batch", "calibration_tokens"):
         value = getattr(options, name)
@@ -239,8 +239,8 @@ def _check_memory(options: Options, method: Method, device: torch.device) -> Non
     if free is not None and count * each > free:
         smaller = "; a one-shot method such as --method sparsegpt takes the weights alone" if method.trains else ""
         raise ValueError(
-            f"{options.model} has {count:,} weights, which take {_gb(count * each)} with {options.method}, but {device} "
-            f"has {_gb(free)} free: a model of at most {int(free / each):,} weights fits{smaller}"
+            f"{options.model} has {count:,} weights, which take {_gb(count * each)} with {options.method}, but "
+            f"{device} has {_gb(free)} free: a model of at most {int(free / each):,} weights fits{smaller}"
         )
 
 
@@ -297,8 +297,8 @@ def _goal(options: Options, model: Any) -> Goal:
         if odd:
             name, inputs = odd[0]
             raise ValueError(
-                f"pattern is {options.pattern}, but {name} has {inputs} inputs, which {m} does not divide; leave it out "
-                f"by --exclude, or give --sparsity {patterns.sparsity(options.pattern):g}"
+                f"pattern is {options.pattern}, but {name} has {inputs} inputs, which {m} does not divide; leave it "
+                f"out by --exclude, or give --sparsity {patterns.sparsity(options.pattern):g}"
             )
     return Goal(options.sparsity, options.pattern, tuple(shapes))
 
@@ -330,7 +330,7 @@ def sample_windows(tokenizer: Any, documents: Sequence[Document], *, count: int,
 
 
 def measured_part(tokenizer: Any, documents: Sequence[Document], *, length: int, tokens: int = MEASURED) -> HeldOut:
-    """Whole documents to measure on, until there are about so many tokens, in the order of the hashes of their names."""
+    """Whole documents to measure on, in the order of the hashes of their names, until there are so many tokens."""
     order = sorted(documents, key=lambda document: name_share(document.name))
     chosen, numbers = [], []
     for document in order:
@@ -338,7 +338,7 @@ def measured_part(tokenizer: Any, documents: Sequence[Document], *, length: int,
         numbers += lm.tokens_of(tokenizer, [document])
         if sum(map(len, numbers)) >= tokens:
             break
-    return lm.held_out(numbers, chosen, end=lm.end_of(tokenizer), length=length)
+    return lm.held_out(numbers, lm.sizes_of(chosen), end=lm.end_of(tokenizer), length=length)
 
 
 def _count(options: Options, method: Method, length: int) -> int:
