@@ -52,12 +52,12 @@ COLUMNS = (
 )
 STYLES = {
     "magnitude": Style("magnitude", plots.GREY, "v"),
-    "wanda": Style("Wanda", plots.GREEN, "^"),
-    "sparsegpt": Style("SparseGPT", plots.PURPLE, "s"),
-    "alps": Style("ALPS", painting.SKY, "D"),
-    "gmp": Style("GMP", plots.ORANGE, "X"),
-    "frozen": Style("PFT, weights frozen", painting.RED, "P"),
-    "pft": Style("PFT", plots.BLUE, "o"),
+    "wanda": Style("Wanda", painting.SKY, "^"),
+    "sparsegpt": Style("SparseGPT", "black", "o"),
+    "alps": Style("ALPS", plots.GREEN, "D"),
+    "gmp": painting.method_styles()["gmp"],
+    "frozen": Style("PFT, weights frozen", plots.ORANGE, "P"),
+    "pft": painting.method_styles()["pft"],
 }
 """How a method is drawn; also the order of the settings."""
 
