@@ -189,7 +189,8 @@ def alps(weight: Tensor, sums: Tensor, target: Target) -> tuple[Tensor, Tensor]:
     moments = damped(sums, target.damping)
     scale = moments.diagonal(dim1=-2, dim2=-1).sqrt()
     moments = moments / scale.unsqueeze(-1) / scale.unsqueeze(-2)
-    norms = scale.to(weight.dtype).unsqueeze(1)
+    dead = sums.diagonal(dim1=-2, dim2=-1) == 0
+    norms = torch.where(dead, 1e-6 * scale, scale).to(weight.dtype).unsqueeze(1)  # what is always zero goes first
     dense, narrow = weight * norms, moments.to(weight.dtype)
     right = dense @ narrow
     keep = _admm_support(dense, right, moments, target)
