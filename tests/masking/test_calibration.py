@@ -117,6 +117,22 @@ def test_inputs_are_those_of_eval_mode_over_all_batches_and_readers() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+def test_an_input_that_is_written_to_between_two_layers_is_another() -> None:
+    class InPlace(Mixed):
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.first(x)
+            return first + self.second(x.mul_(2))
+
+    model, x = InPlace(), torch.randn(40, 6)
+    scores = pp.scores.wanda(
+        model,
+        (x, torch.zeros(40)),
+        prunable=lambda m: {f"{n}.weight": getattr(m, n).weight for n in ("first", "second")},
+    )
+    for name, times in (("first.weight", 1), ("second.weight", 2)):
+        torch.testing.assert_close(scores[name], model.get_parameter(name).abs() * times * x.norm(dim=0))
+
+
 def whole_numbers(model: nn.Module) -> nn.Module:
     """The same network with weights for which sums of squares are exact in any order."""
     with torch.no_grad():
