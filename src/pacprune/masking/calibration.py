@@ -160,11 +160,13 @@ def recorded(layers: Mapping[str, Sequence[Layer]], measure: Measure) -> Iterato
     """Meanwhile, every forward pass adds what is measured of a layer's inputs to the sum of its weight."""
     sums: dict[str, Tensor] = {}
     last: list[Any] = [None, None, None]  # layers side by side, as query, key and value, have one input
+    # Held here it cannot be freed, and so no other tensor can be taken for it; its version tells if it was written to.
 
     def record(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = args[0] if args else next(iter(kwargs.values()))
-        if last[0] is not inputs or last[1] is not layer.view:
-            last[:] = inputs, layer.view, measure(layer.features(inputs.detach()))
+        state = layer.view, None if inputs.is_inference() else inputs._version
+        if last[0] is not inputs or last[1] != state or inputs.is_inference():
+            last[:] = inputs, state, measure(layer.features(inputs.detach()))
         if layer.name in sums:
             sums[layer.name] += last[2]
         else:
