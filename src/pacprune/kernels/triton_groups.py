@@ -39,15 +39,14 @@ def _places(x, M: tl.constexpr, SIZE: tl.constexpr):
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
         return x0, x1, x2, x3
-    else:
-        even, odd = tl.split(tl.reshape(x, (SIZE, 2, 2, 2)))
-        e0, e1 = tl.split(even)
-        o0, o1 = tl.split(odd)
-        x0, x4 = tl.split(e0)
-        x2, x6 = tl.split(e1)
-        x1, x5 = tl.split(o0)
-        x3, x7 = tl.split(o1)
-        return x0, x1, x2, x3, x4, x5, x6, x7
+    even, odd = tl.split(tl.reshape(x, (SIZE, 2, 2, 2)))
+    e0, e1 = tl.split(even)
+    o0, o1 = tl.split(odd)
+    x0, x4 = tl.split(e0)
+    x2, x6 = tl.split(e1)
+    x1, x5 = tl.split(o0)
+    x3, x7 = tl.split(o1)
+    return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit

@@ -413,9 +413,11 @@ def advance_(attached_weights: Sequence[AttachedWeight]) -> None:
 
 @torch.no_grad()
 def set_logits_(model: nn.Module, logits: Mapping[str, Tensor]) -> nn.Module:
-    """Gates with which every weight has this logit before shift and sharpness."""
+    """Gates with which weights have these logits before shift and sharpness; those of other tensors stay."""
     with weights.changing(model):
         for site in require_sites(model):
+            if site.name not in logits:
+                continue
             goal, size = local(logits[site.name]), site.local_mean.abs().float()
             if site.sampler.pattern is None:
                 site.local_gate.add_(goal - site.raw())
@@ -465,9 +467,7 @@ def final_mask(
     listed = require_sites(model)
     if listed[0].sampler.pattern is None:
         return top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
-    mask = {
-        site.name: site.over_ranks(site.sampler.chosen(site.local_mean, site.local_gate)) for site in listed
-    }
+    mask = {site.name: site.over_ranks(site.sampler.chosen(site.local_mean, site.local_gate)) for site in listed}
     trace.note(mask, weights.seen(model))
     return mask
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pacprune.data import trace
-from pacprune.distributed import Across, across, count, like, local, refuse_sharded
+from pacprune.distributed import Across, across, count, like, local
 from pacprune.kernels.law import LOGIT_MAX
 from pacprune.masking import patterns
 from pacprune.masking.weights import matches, some
@@ -95,8 +95,8 @@ def top_k(
         sparsity: Fraction to prune, such as 0.9. Leave it out where a pattern is given. A mapping from patterns of
             names to fractions, such as {"conv*": 0.5, "fc*": 0.9}, gives every tensor its own: that of the first
             pattern that fits. A tensor that none fits is kept whole.
-        pattern: "2:4" or "1:4": the N largest of every M consecutive scores of a row are kept, and the sparsity is
-            1 - N / M.
+        pattern: "2:4", "1:4" or "4:8": the N largest of every M consecutive scores of a row are kept, and the sparsity
+            is 1 - N / M.
         scope: "global" is one ranking of all scores. "layer" is the same sparsity in every tensor. "erk" is a density
             proportional to sum(shape) / prod(shape) (Evci et al. 2020).
         min_per_layer: How many weights of every tensor are kept at least, such as 1.
@@ -121,7 +121,6 @@ def top_k(
     check_name("scope", scope, SCOPES)
     _check_scores(scores)
     if pattern is not None:
-        refuse_sharded(scores.values(), "pattern", pattern)
         if scope != "global" or min_per_layer:
             raise ValueError(
                 f"the pattern {pattern} keeps the same share of every layer, so that scope={scope!r} and "

@@ -188,7 +188,7 @@ def _frozen(task: _Task) -> Pipeline[Pruned]:
     defaults = {"optimizer": "adamw8", "gate_lr": FROZEN_LR, "momentum": FROZEN_MOMENTUM}
     config = replace(config, **{name: value for name, value in defaults.items() if name not in gates})
     config = replace(config, weight_decay=0.0, span=task.config.span, warmup=0.0, gates_scheduled=True)
-    trainable = [p for p in task.model.parameters() if p.requires_grad]
+    trainable = {name for name, p in task.model.named_parameters() if p.requires_grad}
     _attach_frozen(task)
     pattern = task.plan.pattern
     budget = task.plan.budget(control="none" if pattern else "shift", sharpen=FROZEN_SHARPEN)
@@ -199,10 +199,9 @@ def _frozen(task: _Task) -> Pipeline[Pruned]:
     try:
         history = yield stage
     finally:
-        for p in trainable:
-            p.requires_grad_(True)
-        for site in sites(task.model):
-            site.mean.requires_grad_(True)
+        means = {site.name: site.mean for site in sites(task.model)}
+        for name, p in {**dict(task.model.named_parameters()), **means}.items():
+            p.requires_grad_(name in trainable)
     return (yield from _harden_and_tune(task, tune_config, history))
 
 
@@ -228,7 +227,8 @@ def _attach_frozen(task: _Task) -> None:
         seed=task.stage.seed,
     )
     weights.mark_seen(model, trace.noted(task.scores.values()))
-    set_logits_(model, prior_logits(task.scores, task.prior, pattern))
+    for name in plain:  # scores are as large as weights, and go as they come
+        set_logits_(model, prior_logits({name: task.scores.pop(name)}, task.prior, pattern))
     for p in model.parameters():
         p.requires_grad_(False)
     for site in sites(model):
@@ -488,9 +488,7 @@ def _check_recipe(recipe: str, pattern: str | None, config: Config, noise: float
         )
 
 
-def _check_frozen(
-    config: Config, mask_share: float | None, prior: float, distill: float, temperature: float
-) -> None:
+def _check_frozen(config: Config, mask_share: float | None, prior: float, distill: float, temperature: float) -> None:
     """Refuses rates of weights that are not trained, and a loss that is no mixture."""
     if mask_share in (None, 1) and config.changes().get("lr", 0):
         raise ValueError(
