@@ -2,8 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,6 +80,7 @@ class Decoder(nn.Module):
         self.norm, self.head = nn.RMSNorm(shape.width), nn.Linear(shape.width, shape.vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Scores (n, length, vocabulary) of the token after each of x (n, length)."""
         h = self.tokens(x)
         for block in self.blocks:
             if torch.is_grad_enabled():
