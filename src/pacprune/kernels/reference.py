@@ -256,7 +256,7 @@ def top_probability(logits: Tensor, n: int) -> Tensor:
     By the orders in which a set can be drawn, one weight after another (Plackett-Luce).
     """
     m, a = logits.shape[-1], torch.softmax(logits.double(), -1).unbind(-1)
-    drawn = {(): torch.ones_like(a[0])}
+    drawn: dict[tuple[int, ...], Tensor] = {(): torch.ones_like(a[0])}
     for size in range(1, n + 1):
         larger = {}
         for kept in itertools.combinations(range(m), size):

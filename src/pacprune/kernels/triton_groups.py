@@ -38,7 +38,7 @@ def _places(x, M: tl.constexpr, SIZE: tl.constexpr):
         even, odd = tl.split(tl.reshape(x, (SIZE, 2, 2)))
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
-        return x0, x1, x2, x3
+        places = (x0, x1, x2, x3)
     else:
         even, odd = tl.split(tl.reshape(x, (SIZE, 2, 2, 2)))
         e0, e1 = tl.split(even)
@@ -47,7 +47,8 @@ def _places(x, M: tl.constexpr, SIZE: tl.constexpr):
         x2, x6 = tl.split(e1)
         x1, x5 = tl.split(o0)
         x3, x7 = tl.split(o1)
-        return x0, x1, x2, x3, x4, x5, x6, x7
+        places = (x0, x1, x2, x3, x4, x5, x6, x7)
+    return places
 
 
 @triton.jit
@@ -190,7 +191,7 @@ def _groups(
                 logit += coupling * tl.log(tl.abs(mean[i]).to(tl.float64) + 1e-8)
             u = ((word[i] >> 9).to(tl.float64) + 0.5) * (2.0**-23)
             if SHARPENED:
-                logit = sharpness.to(tl.float64) * logit
+                logit = sharpness * logit
             logit = logit - tl.log(-tl.log(u))
             logit = tl.where(logit < -_KEY_MAX, -_KEY_MAX, logit)
             logit = tl.where(logit > _KEY_MAX, _KEY_MAX, logit)

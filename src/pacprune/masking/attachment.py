@@ -413,9 +413,11 @@ def advance_(attached_weights: Sequence[AttachedWeight]) -> None:
 
 @torch.no_grad()
 def set_logits_(model: nn.Module, logits: Mapping[str, Tensor]) -> nn.Module:
-    """Gates with which every weight has this logit before shift and sharpness."""
+    """Gates with which weights have these logits before shift and sharpness; those of other tensors stay."""
     with weights.changing(model):
         for site in require_sites(model):
+            if site.name not in logits:
+                continue
             goal, size = local(logits[site.name]), site.local_mean.abs().float()
             if site.sampler.pattern is None:
                 site.local_gate.add_(goal - site.raw())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pacprune.data import trace
-from pacprune.distributed import Across, across, count, like, local, refuse_sharded
+from pacprune.distributed import Across, across, count, like, local
 from pacprune.kernels.law import LOGIT_MAX
 from pacprune.masking import patterns
 from pacprune.masking.weights import matches, some
@@ -126,7 +126,6 @@ def top_k(
     check_name("scope", scope, SCOPES)
     _check_scores(scores)
     if pattern is not None:
-        refuse_sharded(scores.values(), "pattern", pattern)
         if scope != "global" or min_per_layer:
             raise ValueError(
                 f"the pattern {pattern} keeps the same share of every layer, so that scope={scope!r} and "

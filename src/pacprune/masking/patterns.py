@@ -5,12 +5,13 @@ convolution. For training, every weight has a gate, and the gates of a group of 
 `kernels.law.PATTERNS`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from pacprune.data import trace
+from pacprune.distributed import like, local
 from pacprune.kernels.law import PATTERNS
 from pacprune.types import check_name
 
@@ -81,14 +82,14 @@ def top(scores: Mapping[str, Tensor], pattern: str, ties: Mapping[str, Tensor] |
     n, m = parse(pattern)
     mask = {}
     for name, score in scores.items():
-        groups = grouped(score.detach(), m, name=name)
+        groups = grouped(local(score.detach()), m, name=name)
         order = torch.arange(m, device=score.device).expand_as(groups)
-        tie_groups = [] if ties is None else [grouped(ties[name].detach(), m, name=name)]
+        tie_groups = [] if ties is None else [grouped(local(ties[name].detach()), m, name=name)]
         for key in (*tie_groups, groups):
             # From the last key to the first, since a stable sort leaves equals as the sort before put them.
             order = order.gather(-1, torch.argsort(key.gather(-1, order), dim=-1, descending=True, stable=True))
         keep = torch.zeros(groups.shape, dtype=torch.bool, device=score.device)
-        mask[name] = keep.scatter_(-1, order[..., :n], True).reshape(score.shape)
+        mask[name] = like(keep.scatter_(-1, order[..., :n], True).reshape(local(score).shape), score)
     trace.note(mask, trace.noted([*scores.values(), *({} if ties is None else ties).values()]))
     return mask
 
@@ -120,7 +121,7 @@ def check(weight: Tensor, n: int, m: int, *, name: str = "the weight") -> None:
             ...
         ValueError: fc.weight is not 2:4: 1 of its 1 groups differ, and group 0 of row 0 keeps 4 of 4; ...
     """
-    counts = (grouped(weight.detach(), m, name=name) != 0).sum(-1)
+    counts = (grouped(local(weight.detach()), m, name=name) != 0).sum(-1)
     wrong = (counts != n) if weight.dtype == torch.bool else (counts > n)
     if bool(wrong.any()):
         row, group = (int(i) for i in torch.nonzero(wrong)[0])

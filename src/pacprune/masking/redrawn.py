@@ -77,7 +77,7 @@ def _pack(tensor: Tensor) -> "Tensor | _Recipe":
     value = None if draw is None else draw.value()
     if draw is None or value is None or value._version or tensor.dtype != value.dtype:
         return tensor
-    form = tuple(tensor.shape), tensor.stride(), tensor.storage_offset() - value.storage_offset()
+    form = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset() - value.storage_offset())
     return _Recipe(draw.inputs, draw.law, _versions(draw.inputs), *form)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from pacprune import kernels
 from pacprune.data import trace
 from pacprune.data.batches import per_epoch
-from pacprune.distributed import is_sharded
+from pacprune.distributed import is_sharded, local
 from pacprune.masking import masks, patterns, weights
-from pacprune.masking.attachment import attach, final_mask, harden, set_logits_, sites
+from pacprune.masking.attachment import attach, final_mask, harden, sample_parameters, set_logits_, sites
 from pacprune.masking.criteria import Criterion, magnitude, random
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, log_scores, score_monotone
 from pacprune.methods.feather import RAMP, threshold_budget
@@ -59,10 +59,15 @@ data of an MLP, which needs none, 0.03, 0.1, 0.3 and no limit were level (result
 
 FROZEN_LR, FROZEN_MOMENTUM = 0.05, 0.9
 """gate_lr and momentum of the recipe "frozen" unless they are given: of its "adamw8"."""
-PRIOR = 2.0
-"""How far apart the logits of the recipe "frozen" begin."""
-FROZEN_BETA, FROZEN_SHARPEN = 1.0, 4.0
-"""Temperature of its relaxed gates, and what their logits are multiplied by at the end."""
+PRIOR = 4.0
+"""What multiplies the logarithms of the scores that gates of the recipe "frozen" begin with."""
+FROZEN_LR, FROZEN_MOMENTUM = 0.1, 0.9
+"""gate_lr and momentum of the recipe "frozen" unless they are given: of its "adamw8"."""
+FROZEN_BETA, FROZEN_SHARPEN = 4.0, 16.0
+"""Temperature of its relaxed gates, and what their logits are multiplied by at the end.
+
+All were chosen on validation data of a GPT whose weights have the pattern 2:4 (results/frozen-masks-trials.csv).
+"""
 
 
 @dataclass(frozen=True)
@@ -188,9 +193,13 @@ def _frozen(task: _Task) -> Pipeline[Pruned]:
     defaults = {"optimizer": "adamw8", "gate_lr": FROZEN_LR, "momentum": FROZEN_MOMENTUM}
     config = replace(config, **{name: value for name, value in defaults.items() if name not in gates})
     config = replace(config, weight_decay=0.0, span=task.config.span, warmup=0.0, gates_scheduled=True)
-    trainable = [p for p in task.model.parameters() if p.requires_grad]
-    _attach_frozen(task)
-    pattern = task.plan.pattern
+    trainable = {name for name, p in task.model.named_parameters() if p.requires_grad}
+    pattern, plain = task.plan.pattern, task.plan.prunable(task.model)
+    attach_frozen(task.model, plain, pattern, estimator=task.estimator, seed=task.stage.seed)
+    weights.mark_seen(task.model, trace.noted(task.scores.values()))
+    for name in list(plain):  # scores are as large as weights, and go as they come
+        set_logits_(task.model, prior_logits({name: task.scores.pop(name)}, task.prior, pattern))
+    del plain
     budget = task.plan.budget(control="none" if pattern else "shift", sharpen=FROZEN_SHARPEN)
     stage = task.stage("masks", config, budget)
     if task.distill:
@@ -199,40 +208,43 @@ def _frozen(task: _Task) -> Pipeline[Pruned]:
     try:
         history = yield stage
     finally:
-        for p in trainable:
-            p.requires_grad_(True)
-        for site in sites(task.model):
-            site.mean.requires_grad_(True)
+        means = {site.name: site.mean for site in sites(task.model)}
+        for name, p in {**dict(task.model.named_parameters()), **means}.items():
+            p.requires_grad_(name in trainable)
     return (yield from _harden_and_tune(task, tune_config, history))
 
 
-def _attach_frozen(task: _Task) -> None:
-    """Gates on weights that no gradient reaches; of a pattern in 16 bits where these have no more."""
-    model, pattern = task.model, task.plan.pattern
-    plain = task.plan.prunable(model)
+def attach_frozen(
+    model: nn.Module,
+    plain: Mapping[str, Tensor],
+    pattern: str | None,
+    *,
+    estimator: str = kernels.SOFT,
+    seed: int = 0,
+) -> None:
+    """Gates of 0 on weights that no gradient reaches; of a pattern in 16 bits where the weights have no more."""
     # No numbers of the weights' size but the gates: a half for all, and the weights themselves as means.
     half = {name: torch.full((), 0.5, device=w.device).expand(w.shape) for name, w in plain.items()}
     if any(is_sharded(w) for w in plain.values()):
         half = {name: torch.full_like(w.detach(), 0.5, dtype=torch.float32) for name, w in plain.items()}
     means, seen = {name: w.detach() for name, w in plain.items()}, weights.seen(model)
     slab = SpikeSlab(half, means, dict.fromkeys(plain, torch.zeros(())), {}, weights.total(model), seen)
-    trace.note({str(i): t for part in (half, means, slab.std) for i, t in part.items()}, seen)
+    for part in (half, means, slab.std):  # so that nobody has to hash them
+        trace.note(part, seen)
     short = pattern is not None and all(w.dtype == torch.bfloat16 for w in plain.values())
     attach(
         model,
         slab,
         mapping=pattern or "sigmoid",
-        estimator=task.estimator,
+        estimator=estimator,
         beta=FROZEN_BETA,
         gate_dtype=torch.bfloat16 if short else torch.float32,
-        seed=task.stage.seed,
+        seed=seed,
     )
-    weights.mark_seen(model, trace.noted(task.scores.values()))
-    set_logits_(model, prior_logits(task.scores, task.prior, pattern))
     for p in model.parameters():
         p.requires_grad_(False)
-    for site in sites(model):
-        site.gate.requires_grad_(True)
+    for p in (*(site.gate for site in sites(model)), *sample_parameters(model)):
+        p.requires_grad_(True)  # of a sharded model, gradients of gates are made from those of its draws
 
 
 def prior_logits(scores: Mapping[str, Tensor], strength: float, pattern: str | None) -> dict[str, Tensor]:
@@ -241,7 +253,8 @@ def prior_logits(scores: Mapping[str, Tensor], strength: float, pattern: str | N
     A pattern's are centred in each group.
     """
     logits = {}
-    for name, score in scores.items():
+    for name, whole in scores.items():
+        score = local(whole)
         if score.dtype == torch.bool:
             logits[name] = strength * score.float()
         else:

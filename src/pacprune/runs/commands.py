@@ -454,9 +454,10 @@ def stage(options: Training) -> Config:
     """The Config of the stages after dense training."""
     gate_lr = getattr(options, "gate_lr", None)  # not every method has gates
     on_gpu = torch.device(options.device).type == "cuda"
+    frozen = getattr(options, "recipe", None) == "frozen" and getattr(options, "mask_share", None) in (None, 1)
     return Config(
         epochs=options.epochs,
-        lr=options.lr,
+        lr=0.0 if frozen else options.lr,  # which all commands have, and weights that stay have no use of
         gate_lr="auto" if gate_lr is None else gate_lr,
         batch_size=options.batch_size,
         schedule=options.schedule,

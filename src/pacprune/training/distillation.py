@@ -37,7 +37,7 @@ def distilled(objective: Objective, *, weight: float, temperature: float = 1.0) 
 
 
 def divergence(dense: Tensor, masked: Tensor, temperature: float) -> Tensor:
-    """temperature^2 times the mean over positions of KL(dense || masked), of logits with classes as last dimension."""
+    """temperature^2 KL(dense || masked) of logits whose last dimension is classes, its mean over all positions."""
     p, q = (F.log_softmax(logits.float() / temperature, dim=-1).flatten(0, -2) for logits in (dense, masked))
     return temperature**2 * F.kl_div(q, p, reduction="batchmean", log_target=True)
 
