@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pacprune.data import trace
-from pacprune.distributed import Across, across, count, like, local
+from pacprune.distributed import Across, across, count, like, local, refuse_sharded
 from pacprune.kernels.law import LOGIT_MAX
 from pacprune.masking import patterns
 from pacprune.masking.weights import matches, some
