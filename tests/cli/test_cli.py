@@ -373,12 +373,12 @@ def test_bound_with_draws_pays_a_share_of_delta() -> None:
 
 def test_data_list_names_missing_data_sets() -> None:
     rows = {row["name"]: row for row in answer("data", "list", "--data-dir", "data")["data"]}
-    assert list(rows) == ["digits", "mnist", "fashion-mnist", "cifar10", "tinyshakespeare"]
+    assert list(rows) == ["digits", "mnist", "fashion-mnist", "cifar10", "tinyshakespeare", "linux-c"]
     assert rows["digits"]["present"]
     assert not rows["mnist"]["present"]
     assert (rows["digits"]["usable"], rows["mnist"]["usable"]) == (True, False)
     assert "data fetch cifar10" in rows["cifar10"]["detail"]
-    assert call("data", "list", "--data-dir", "data").stdout.count("missing ") == 4
+    assert call("data", "list", "--data-dir", "data").stdout.count("missing ") == 5
 
 
 def test_data_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

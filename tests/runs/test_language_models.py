@@ -91,6 +91,14 @@ def test_every_method_writes_a_folder_that_loads_anywhere(
     assert torch.isfinite(model(ids).logits).all()
 
 
+def test_a_pattern_of_gpt2_lies_along_the_inputs_of_a_layer(folders: Path, tmp_path: Path) -> None:
+    process = call(folders, tmp_path / "out", "--method", "wanda", "--pattern", "2:4", model="gpt2")
+    assert process.exit_code == 0, process.stderr
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name in lm.block_weights(model):  # of shape [inputs, outputs]
+        assert (model.get_parameter(name).t().reshape(-1, 4) == 0).sum(1).eq(2).all()
+
+
 def test_the_losses_are_those_of_the_written_model_on_other_documents(folders: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = json.loads(call(folders, out, *HALF, "--json").stdout)

@@ -407,11 +407,12 @@ def overview(table: Table) -> Figure:
 
 
 def _on_device(setting: Setting[Language], job: Job) -> Setting[Language]:
-    """By the fastest means of the device: on a GPU in bfloat16, compiled where it pays."""
+    """By the fastest means of the device: on a GPU in bfloat16; compiled where it pays, and as a graph if it may be."""
     if job.device.type != "cuda":
         return setting
     dense = replace(setting.dense, execution="compiled", amp=True)
-    return replace(setting, dense=dense, pruning=replace(setting.pruning, execution="graph", amp=True))
+    execution = "eager" if setting.options.method == "frozen" else "graph"  # whose masks go off and on in every step
+    return replace(setting, dense=dense, pruning=replace(setting.pruning, execution=execution, amp=True))
 
 
 def _label(method: str) -> str:
