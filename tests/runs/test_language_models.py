@@ -193,6 +193,19 @@ def test_validation_documents_that_were_used_are_refused(folders: Path, tmp_path
     assert json.loads(process.stdout)["held_out"]["documents"] == 3
 
 
+def test_documents_that_shaped_earlier_masks_are_not_measured_on(folders: Path, tmp_path: Path) -> None:
+    call(folders, tmp_path / "once", *HALF)
+    common, path = next(document for document in made_up() if document.part == "train"), tmp_path / "held.jsonl"
+    path.write_bytes(text.lines([common._replace(name="other")]))
+    fresh = tmp_path / "fresh.jsonl"
+    fresh.write_bytes(text.lines([Document(f"new{k}", "words that are new " * 9 + str(k)) for k in range(60)]))
+    words = ("--model", str(tmp_path / "once"), "--data", str(fresh))
+    process = call(folders, tmp_path / "twice", *HALF, *words, "--validation", str(path))
+    assert "1 of the documents to measure on shaped the masks of" in process.stderr
+    assert "such as other (see its used_documents.txt); give --validation with others" in process.stderr
+    assert call(folders, tmp_path / "twice", *HALF, *words).exit_code == 0
+
+
 def test_a_pattern_that_does_not_divide_names_the_weight(tokenizer: Any, folders: Path, tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 26, "num_hidden_layers": 1, "num_attention_heads": 2}
     lm.save(lm.llama(vocabulary=len(tokenizer), length=32, end=0, seed=0, **sizes), tokenizer, tmp_path / "odd")

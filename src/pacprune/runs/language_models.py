@@ -260,6 +260,7 @@ def _documents(options: Options) -> tuple[list[Document], list[Document]]:
     judges = parts["validation"] if options.validation is None else text.read(options.validation)
     if options.validation is not None:
         text.check_apart(used, judges, what=f"documents of {options.validation}")
+    check_unused(options.model, judges)
     for documents, part in ((used, "train and calibration"), (judges, "validation")):
         if not documents:
             count = sum(map(len, parts.values()))
@@ -268,6 +269,30 @@ def _documents(options: Options) -> tuple[list[Document], list[Document]]:
                 "documents, or for validation --validation TEXT"
             )
     return used, judges
+
+
+def check_unused(folder: Path, documents: Sequence[Document]) -> None:
+    """Refuses documents that shaped the masks of a folder which `prune_lm` wrote: nothing held out may have.
+
+    Args:
+        folder: Of a model; one that was not written by `prune_lm` says nothing about documents.
+        documents: What is to be measured or certified on.
+
+    Raises:
+        ValueError: If any of them, by its SHA-256, is among the folder's used_documents.txt.
+    """
+    lines = (folder / USED).read_text().splitlines() if (folder / USED).is_file() else []
+    used = {line.partition(" ")[0] for line in lines}
+    common = [document.name for document in documents if _sha256(document) in used]
+    if common:
+        raise ValueError(
+            f"{len(common)} of the documents to measure on shaped the masks of {folder}, such as {common[0]} (see its "
+            f"{USED}); give --validation with others"
+        )
+
+
+def _sha256(document: Document) -> str:
+    return hashlib.sha256(document.text.encode()).hexdigest()
 
 
 def _length(options: Options, model: Any) -> int:
@@ -414,7 +439,7 @@ def _write(out: Path, model: Any, tokenizer: Any, result: Mapping[str, Any], use
     try:
         part.mkdir(parents=True)
         lm.save(model, tokenizer, part)
-        lines = [f"{hashlib.sha256(document.text.encode()).hexdigest()} {document.name}\n" for document in used]
+        lines = [f"{_sha256(document)} {document.name}\n" for document in used]
         (part / USED).write_text("".join(lines))
         (part / RESULT).write_text(json.dumps(result, indent=2) + "\n")
         part.rename(out)
