@@ -31,6 +31,8 @@ LONGEST = 512
 """Tokens of a window, unless a length is given or the model takes fewer."""
 CALIBRATION = 128
 """Windows that score weights, unless a number of tokens is given."""
+DRAWN = 32
+"""Documents that are drawn from a text at a time."""
 MEASURED = 2**18
 """Tokens of held-out documents that are measured, about."""
 
@@ -189,11 +191,13 @@ def prune_lm(options: Options, *, out: Path, progress: Progress | None = None) -
     method, device = _check(options, out)
     tokenizer = lm.load_tokenizer(options.model)
     _check_memory(options, method, device)
-    used, judges = _documents(options)
+    offered, judges = _documents(options)
     model = lm.load_model(options.model, device=device, dtype=torch.float32 if _in_float(method) else "auto")
     stored = _stored_type(model)
     length = _length(options, model)
-    windows = sample_windows(tokenizer, used, count=_count(options, method, length), length=length, seed=options.seed)
+    windows, used = sample_windows(
+        tokenizer, offered, count=_count(options, method, length), length=length, seed=options.seed
+    )
     measured = measured_part(tokenizer, judges, length=length)
     with lm.as_linear(model):
         goal = _goal(options, model)
@@ -331,16 +335,20 @@ def _goal(options: Options, model: Any) -> Goal:
 # --- Text as windows.
 
 
-def sample_windows(tokenizer: Any, documents: Sequence[Document], *, count: int, length: int, seed: int) -> Windows:
-    """So many windows of a text, in a random order of its documents and then of windows; fewer if it is shorter.
+def sample_windows(
+    tokenizer: Any, documents: Sequence[Document], *, count: int, length: int, seed: int
+) -> tuple[Windows, list[Document]]:
+    """So many windows of a text, or fewer if it is shorter, at random from documents in a random order; and these.
 
     Raises:
         ValueError: If the text is shorter than one window.
     """
     order = philox.permutation(len(documents), seed=seed).tolist()
-    tokens, size = [], 0
-    for start in range(0, len(order), lm.PORTION):
-        tokens += lm.tokens_of(tokenizer, [documents[k] for k in order[start : start + lm.PORTION]])
+    tokens, drawn, size = [], [], 0
+    for start in range(0, len(order), DRAWN):
+        portion = [documents[k] for k in order[start : start + DRAWN]]
+        drawn += portion
+        tokens += lm.tokens_of(tokenizer, portion)
         size = sum(map(len, tokens))
         if size > 4 * count * length:
             break
@@ -351,7 +359,7 @@ def sample_windows(tokenizer: Any, documents: Sequence[Document], *, count: int,
             f"{max(1, size // 2)}"
         )
     chosen = philox.permutation(len(x), seed=seed)[:count]
-    return x[chosen], y[chosen]
+    return (x[chosen], y[chosen]), drawn
 
 
 def measured_part(tokenizer: Any, documents: Sequence[Document], *, length: int, tokens: int = MEASURED) -> HeldOut:
