@@ -15,7 +15,7 @@ from pacprune.data.batches import Objective
 from pacprune.masking import attachment
 from pacprune.masking.redrawn import redrawn
 from pacprune.masking.weights import select
-from pacprune.methods.pft import FROZEN_LR, FROZEN_MOMENTUM, attach_frozen
+from pacprune.methods.pft import FROZEN_LR, attach_frozen
 from pacprune.models import next_character
 from pacprune.training.distillation import distilled
 from pacprune.training.optim import Group, Optimizer
@@ -207,7 +207,7 @@ def _gates_call(model: nn.Module, batch: Batch, weight: float) -> tuple[Call, Ca
     sites = attachment.sites(model)
     gates = [site.gate for site in sites]
     rate = torch.tensor(FROZEN_LR, device=gates[0].device)
-    optimizer = Optimizer("adamw8", [Group(gates, [FROZEN_LR], [FROZEN_MOMENTUM], [0.0], True, rate)])
+    optimizer = Optimizer("adamw8", [Group(gates, [FROZEN_LR], [0.9], [0.0], True, rate)])
     objective = Objective(next_character)
     forward = distilled(objective, weight=weight) if weight else None
 
