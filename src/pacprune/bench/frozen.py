@@ -135,15 +135,10 @@ def _rows(
     value, unit = (times[step.__name__] * 1e3, "ms") if on_cuda else (None, "")
     ratio = times[step.__name__] / times[_dense_step.__name__]
     goal = Target("ratio", "at most", LIMIT) if on_cuda and step is _gate_step else None
-    compared = step is not _dense_step
-    yield Row(
-        f"{kind}, {name}",
-        value,
-        unit,
-        ratio if compared else None,
-        relative_to="dense step" if compared else "",
-        target=goal,
-    )
+    if step is not _dense_step:
+        yield Row(f"{kind}, {name}", value, unit, ratio, relative_to="dense step", target=goal)
+    elif on_cuda:
+        yield Row(f"{kind}, {name}", value, unit)
     if on_cuda:
         peak, held = sizes
         yield Row(f"peak memory of the {kind}, {name}", peak / 2**30, "GiB")
