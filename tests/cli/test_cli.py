@@ -241,7 +241,7 @@ def test_the_papers_recipe_of_pft_runs_to_its_report() -> None:
 
 
 def test_masks_of_frozen_weights_are_learned_after_dense_training() -> None:
-    words = "--recipe frozen --pattern 2:4 --dense-epochs 4 --epochs 2 --out here".split()
+    words = ["--recipe", "frozen", "--pattern", "2:4", "--dense-epochs", "4", "--epochs", "2", "--out", "here"]
     dense, pruned = answer("pft", *words)["rows"]
     assert dense["test_error"] < 0.3
     assert pruned["test_error"] < 0.3
