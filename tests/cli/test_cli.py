@@ -240,6 +240,14 @@ def test_the_papers_recipe_of_pft_runs_to_its_report() -> None:
     assert Path("here/report.html").is_file()
 
 
+def test_masks_of_frozen_weights_are_learned_after_dense_training() -> None:
+    words = ["--recipe", "frozen", "--pattern", "2:4", "--dense-epochs", "4", "--epochs", "2", "--out", "here"]
+    dense, pruned = answer("pft", *words)["rows"]
+    assert dense["test_error"] < 0.3
+    assert pruned["test_error"] < 0.3
+    assert pruned["sparsity"] == 0.5
+
+
 def test_flags_override_the_config_file() -> None:
     Path("run.toml").write_text("dense_epochs = 1\nepochs = 1\nsparsity = 0.5\nseed = 4\n")
     result = answer("osp", "--config", "run.toml", "--sparsity", "0.8")

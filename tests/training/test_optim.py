@@ -305,3 +305,53 @@ def test_what_an_optimiser_of_ones_own_cannot_have_is_refused() -> None:
         pp.osp, [classifier(), classifier()], (INPUTS, LABELS), pp.Config(optimizer=factory), sparsity=0.5
     )
     assert [result.sparsity for result in results] == [0.5, 0.5]
+
+
+# --- The optimiser with a state of one byte.
+
+
+def test_adamw8_goes_on_from_its_stored_state_to_the_bit() -> None:
+    def run(params: list[nn.Parameter], optimizer: Optimizer, steps: range) -> None:
+        for step in steps:
+            for p, grad in zip(params, gradients(step, params), strict=True):
+                p.grad = grad
+            optimizer.step()
+
+    def make() -> tuple[list[nn.Parameter], Optimizer]:
+        params = make_parameters(torch.bfloat16)
+        return params, Optimizer("adamw8", [single_rate_group(params, 0.05, 0.9, 0.1)])
+
+    whole, optimizer = make()
+    run(whole, optimizer, range(6))
+    params, optimizer = make()
+    run(params, optimizer, range(3))
+    stored, other = (
+        copy.deepcopy(optimizer.state_dict()),
+        Optimizer("adamw8", [single_rate_group(params, 0.05, 0.9, 0.1)]),
+    )
+    other.load_state_dict(stored)
+    run(params, other, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(whole, params, strict=True))
+    # Every parameter has random numbers of its own.
+    firsts = [int(state["first"]) for state in stored.values()]
+    assert len(set(firsts)) == len(firsts)
+
+
+def test_adamw8_says_how_far_a_unit_of_gradient_moves_a_weight() -> None:
+    (p, *_), ones = make_parameters(), torch.ones(3, 4)
+    optimizer = Optimizer("adamw8", [single_rate_group([p], 0.05, 0.0, 0.0)])
+    before = p.detach().clone()
+    p.grad = 2 * ones
+    optimizer.step()
+    torch.testing.assert_close(before - p.detach(), 2 * optimizer.reach(p), rtol=1e-3, atol=1e-6)
+
+
+def test_adamw8_is_of_one_model() -> None:
+    models = [pp.models.mlp(8, hidden=[4], seed=k) for k in range(2)]
+    data = torch.randn(20, 8), torch.zeros(20, dtype=torch.long)
+    with pytest.raises(ValueError, match="the optimizer 'adamw8' moves one model, but 2 are trained as a population"):
+        pp.fit(models, data, pp.Config(epochs=1, optimizer="adamw8"))
+    results = pp.together(
+        pp.pft, models, data, pp.Config(epochs=1), recipe="frozen", pattern="2:4"
+    )  # one after another
+    assert [pruned.sparsity for pruned in results] == [0.5, 0.5]

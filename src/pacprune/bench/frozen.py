@@ -15,7 +15,7 @@ from pacprune.data.batches import Objective
 from pacprune.masking import attachment
 from pacprune.masking.redrawn import redrawn
 from pacprune.masking.weights import select
-from pacprune.methods.pft import FROZEN_LR, FROZEN_MOMENTUM, attach_frozen
+from pacprune.methods.pft import FROZEN_LR, attach_frozen
 from pacprune.models import next_character
 from pacprune.training.distillation import distilled
 from pacprune.training.optim import Group, Optimizer
@@ -135,15 +135,10 @@ def _rows(
     value, unit = (times[step.__name__] * 1e3, "ms") if on_cuda else (None, "")
     ratio = times[step.__name__] / times[_dense_step.__name__]
     goal = Target("ratio", "at most", LIMIT) if on_cuda and step is _gate_step else None
-    compared = step is not _dense_step
-    yield Row(
-        f"{kind}, {name}",
-        value,
-        unit,
-        ratio if compared else None,
-        relative_to="dense step" if compared else "",
-        target=goal,
-    )
+    if step is not _dense_step:
+        yield Row(f"{kind}, {name}", value, unit, ratio, relative_to="dense step", target=goal)
+    elif on_cuda:
+        yield Row(f"{kind}, {name}", value, unit)
     if on_cuda:
         peak, held = sizes
         yield Row(f"peak memory of the {kind}, {name}", peak / 2**30, "GiB")
@@ -207,7 +202,7 @@ def _gates_call(model: nn.Module, batch: Batch, weight: float) -> tuple[Call, Ca
     sites = attachment.sites(model)
     gates = [site.gate for site in sites]
     rate = torch.tensor(FROZEN_LR, device=gates[0].device)
-    optimizer = Optimizer("adamw8", [Group(gates, [FROZEN_LR], [FROZEN_MOMENTUM], [0.0], True, rate)])
+    optimizer = Optimizer("adamw8", [Group(gates, [FROZEN_LR], [0.9], [0.0], True, rate)])
     objective = Objective(next_character)
     forward = distilled(objective, weight=weight) if weight else None
 

@@ -433,8 +433,8 @@ def unmasked(model: nn.Module) -> Iterator[nn.Module]:
     Args:
         model: With stochastic masks, as `attach` leaves it.
 
-    Yields:
-        The same model.
+    Returns:
+        A context, which gives the same model.
 
     Example:
         >>> dense = model(x)

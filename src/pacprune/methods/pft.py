@@ -61,8 +61,8 @@ FROZEN_LR, FROZEN_MOMENTUM = 0.05, 0.9
 """gate_lr and momentum of the recipe "frozen" unless they are given: of its "adamw8"."""
 PRIOR = 4.0
 """What multiplies the logarithms of the scores that gates of the recipe "frozen" begin with."""
-FROZEN_LR, FROZEN_MOMENTUM = 0.1, 0.9
-"""gate_lr and momentum of the recipe "frozen" unless they are given: of its "adamw8"."""
+FROZEN_LR = 0.1
+"""gate_lr of the recipe "frozen" unless one is given: of its "adamw8"."""
 FROZEN_BETA, FROZEN_SHARPEN = 4.0, 16.0
 """Temperature of its relaxed gates, and what their logits are multiplied by at the end.
 
@@ -189,10 +189,13 @@ def _paper(task: _Task) -> Pipeline[Pruned]:
 def _frozen(task: _Task) -> Pipeline[Pruned]:
     """Gates alone are trained, from what a criterion or a mask says, and the likeliest mask is put on the weights."""
     config, tune_config = split_epochs(task.config, 1.0 if task.mask_share is None else task.mask_share)
-    gates = [name for name in ("optimizer", "gate_lr") if name in task.config.changes()]
-    defaults = {"optimizer": "adamw8", "gate_lr": FROZEN_LR, "momentum": FROZEN_MOMENTUM}
-    config = replace(config, **{name: value for name, value in defaults.items() if name not in gates})
-    config = replace(config, weight_decay=0.0, span=task.config.span, warmup=0.0, gates_scheduled=True)
+    defaults = {"optimizer": "adamw8", "gate_lr": FROZEN_LR}
+    config = replace(config, **{name: value for name, value in defaults.items() if name not in config.changes()})
+    config = replace(config, weight_decay=0.0, gates_scheduled=True)
+    # Gates and weights have a schedule each, as nothing is trained in both stages.
+    config, tune_config = (
+        replace(part, span=task.config.span, warmup=task.config.warmup) for part in (config, tune_config)
+    )
     trainable = {name for name, p in task.model.named_parameters() if p.requires_grad}
     pattern, plain = task.plan.pattern, task.plan.prunable(task.model)
     attach_frozen(task.model, plain, pattern, estimator=task.estimator, seed=task.stage.seed)
@@ -384,8 +387,9 @@ def pft(
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training, on one learning-rate schedule, or one for each stage of the
-            recipe "paper"; osp with the same config is the fair comparison. A gate_lr that is not given is smaller
-            where the mask is learned in many steps, and lr for the recipe "paper".
+            recipes "paper" and "frozen"; osp with the same config is the fair comparison. A gate_lr that is not given
+            is smaller where the mask is learned in many steps, and lr for the recipe "paper". The recipe "frozen" has
+            0.1, on the schedule, and an optimizer that is not given is "adamw8" for its gates.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
             {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
         pattern: Keep so many of every 4 or 8 weights in a row, "1:4", "2:4" or "4:8"; `sparsity` follows from it.

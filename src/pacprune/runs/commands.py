@@ -471,7 +471,10 @@ def stage(options: Training) -> Config:
 
 def dense_stage(options: Training) -> Config:
     """The Config of dense training."""
-    rates = {"lr": options.dense_lr, "weight_decay": options.dense_weight_decay}
+    rates = {
+        "lr": options.lr if options.dense_lr is None else options.dense_lr,
+        "weight_decay": options.dense_weight_decay,
+    }
     changes = {name: value for name, value in rates.items() if value is not None}
     return replace(stage(options), epochs=options.dense_epochs, **changes)
 
