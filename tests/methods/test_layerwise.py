@@ -480,6 +480,19 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(
     assert not any("forward" in part.__dict__ or part._forward_pre_hooks for part in model.modules())
 
 
+def test_a_device_that_is_too_small_is_named_with_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solve(*args: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    for name in ("sparsegpt", "wanda"):
+        monkeypatch.setitem(SOLVERS, name, solvers.Solver(solve, SOLVERS[name].measure))
+        words = (
+            "128 inputs of blocks.0.hidden_out.weight take 0.0 GB" if name == "sparsegpt" else "measured of them; give"
+        )
+        with pytest.raises(ValueError, match=f"cpu has too little memory for one block, .*{words}.*batch_size=1"):
+            layerwise(gpt(), TOKENS, solver=name, sparsity=0.5)
+
+
 def test_blocks_that_are_no_chain_are_one_block() -> None:
     model: Any = seeded(Looping)
     x = torch.randn(30, 4)

@@ -105,7 +105,7 @@ def layerwise(
         if row.measure:
             stream.read(data, examples)
             weights.mark_seen(model, use_of(data))
-        with stream.placed():
+        with _fitting(layers, row, target_device), stream.placed():
             parts = stream.parts(layers)
             for done, part in enumerate(stream.walk(parts), 1):
                 mask |= _prune_part(stream, part, row, targets)
@@ -192,6 +192,26 @@ def _prune_part(stream: "_Stream", part: _Part, solver: Solver, targets: Mapping
         weight.copy_(layer.stored(solved))
         mask[name] = keep.to(stream.home)
     return mask
+
+
+@contextmanager
+def _fitting(layers: Layers, solver: Solver, device: torch.device) -> Iterator[None]:
+    """Says what would fit, where the device has too little memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as failure:
+        widest, (layer, *_) = max(layers.items(), key=lambda item: item[1][0].inputs)
+        needs = ""
+        if solver.measure is calibration.second_moments:
+            size = f"{4 * layer.inputs**2 / 1e9:.1f} GB"
+            needs = (
+                f", where the {layer.inputs:,} inputs of {widest} take {size} and about ten times that to solve; "
+                "solver='wanda' needs next to nothing"
+            )
+        raise ValueError(
+            f"{device} has too little memory for one block, its inputs and what is measured of them{needs}; give a "
+            "DataLoader with batch_size=1, another device, or leave wide layers out by exclude="
+        ) from failure
 
 
 # --- Blocks, one after another.
