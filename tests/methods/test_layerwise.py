@@ -273,7 +273,7 @@ def test_embeddings_and_the_output_layer_over_the_vocabulary_are_left_alone() ->
 
 def test_convolutions_are_pruned_and_a_network_without_blocks_is_one() -> None:
     torch.manual_seed(0)
-    model = pp.models.resnet20(1)
+    model = pp.models.vgg(1, 8, widths=(8, 16))
     images = torch.randn(16, 1, 8, 8)
     dense = copy.deepcopy(model).eval()
     errors = {}

@@ -21,7 +21,7 @@ from pacprune.masking import calibration, masks, patterns, weights
 from pacprune.masking.calibration import Layer
 from pacprune.masking.solvers import SOLVERS, Solver, Target
 from pacprune.methods.pipeline import Pruned, refuse_regrowth
-from pacprune.types import Data, Forward, Progress, check_module, check_name
+from pacprune.types import Data, Diverged, Forward, Progress, check_module, check_name
 
 __all__ = ["SOLVERS", "layerwise"]
 
@@ -101,7 +101,7 @@ def layerwise(
     mask: dict[str, Tensor] = {}
     with weights.changing(model), weights.modes_kept(model), torch.no_grad():
         model.eval()
-        stream = _Stream(model, _blocks(model, layers) if row.measure else [model], forward, target_device)
+        stream = _Stream(model, _blocks(model, layers), forward, target_device)
         if row.measure:
             stream.read(data, examples)
             weights.mark_seen(model, use_of(data))
@@ -188,9 +188,10 @@ def _prune_part(stream: "_Stream", part: _Part, solver: Solver, targets: Mapping
         weight = layer.weight
         matrix = layer.matrix(weight.detach()).to(torch.promote_types(weight.dtype, torch.float32))
         solved, keep = solver.solve(matrix, sums.pop(name, torch.empty(0)), targets[name])
-        keep = layer.stored(keep)
+        if not bool(torch.isfinite(solved).all()):
+            raise Diverged(f"the weights of {name} were solved to NaN or infinity; take more damping, such as 0.1")
         weight.copy_(layer.stored(solved))
-        mask[name] = keep.to(stream.home)
+        mask[name] = layer.stored(keep).to(stream.home)
     return mask
 
 
@@ -285,7 +286,7 @@ class _Stream:
             for module in self.model.modules():
                 if module not in inside:
                     stack.enter_context(_on(module, self.device, self.home, recurse=False))
-            if len(self.blocks) > 1 and not self._is_chain():
+            if self.batches and len(self.blocks) > 1 and not self._is_chain():
                 stack.enter_context(_on(self.model, self.device, self.home))
                 self.blocks = [self.model]
             yield
