@@ -147,9 +147,11 @@ def test_one_block_at_a_time_is_on_the_device_and_runs_there(case: str, monkeypa
     def watched(part: nn.Module, *args: Any, **options: Any) -> Iterator[None]:
         inside = [i for i, block in enumerate(blocks) if block is part]
         there.extend(inside)
-        with real(part, *args, **options):
-            yield
-        del there[len(there) - len(inside) :]
+        try:
+            with real(part, *args, **options):
+                yield
+        finally:
+            del there[len(there) - len(inside) :]
 
     def called(i: int) -> None:
         assert there == [i]
@@ -157,14 +159,47 @@ def test_one_block_at_a_time_is_on_the_device_and_runs_there(case: str, monkeypa
 
     monkeypatch.setattr(module, "_on", watched)
     for i, block in enumerate(blocks):
-        child = next(
-            inner for inner in block.modules() if isinstance(inner, nn.LayerNorm | nn.Linear) or inner is block
-        )
-        (child if child is not block else next(block.children())).register_forward_hook(lambda *_, i=i: called(i))
+        next(block.children()).register_forward_hook(lambda *_, i=i: called(i))
     layerwise(model, TOKENS, solver="wanda", sparsity=0.5)
     # Once to see what it gives; then, for 3 batches, for its inputs and, if another part follows, for its outputs.
     last = 6 if case == "sliding" else 3
+    assert there == []
     assert calls == [0, *[0] * 6, *[i for i in range(1, len(blocks) - 1) for _ in range(6)], *[len(blocks) - 1] * last]
+
+
+def test_after_an_error_no_block_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, there = module._on, []
+
+    @contextmanager
+    def watched(part: nn.Module, *args: Any, **options: Any) -> Iterator[None]:
+        there.append(part)
+        try:
+            with real(part, *args, **options):
+                yield
+        finally:
+            there.remove(part)
+
+    def fail(*args: Any) -> Any:
+        raise KeyError
+
+    monkeypatch.setattr(module, "_on", watched)
+    monkeypatch.setitem(SOLVERS, "wanda", solvers.Solver(fail, SOLVERS["wanda"].measure))
+    with pytest.raises(KeyError) as error:
+        layerwise(gpt(), TOKENS, solver="wanda", sparsity=0.5)
+    assert error.value is not None  # whose traceback keeps all frames alive
+    assert there == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_prunes_a_network_that_stays_on_the_host(case: str, solver: str) -> None:
+    model, alone = (seeded(CASES[case][0]).double() for _ in range(2))
+    result = layerwise(model, TOKENS, solver=solver, sparsity=0.6, device="cuda")
+    layerwise(alone, TOKENS, solver=solver, sparsity=0.6)
+    assert {p.device.type for p in (*model.parameters(), *model.buffers(), *result.mask.values())} == {"cpu"}
+    for name, expected in alone.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-6, atol=1e-8)
 
 
 def alive() -> int:

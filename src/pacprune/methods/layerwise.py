@@ -5,8 +5,8 @@ last of them gives what it gave when it was run itself, the others give NaN, so 
 Attention masks, positions and caches are thus made anew for every call, as the network makes them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -107,10 +107,11 @@ def layerwise(
             weights.mark_seen(model, use_of(data))
         with _fitting(layers, row, target_device), stream.placed():
             parts = stream.parts(layers)
-            for done, part in enumerate(stream.walk(parts), 1):
-                mask |= _prune_part(stream, part, row, targets)
-                if progress is not None:
-                    progress("layerwise", done, len(parts), {})
+            with closing(stream.walk(parts)) as walk:  # so that after an error, too, its block goes back to the host
+                for done, part in enumerate(walk, 1):
+                    mask |= _prune_part(stream, part, row, targets)
+                    if progress is not None:
+                        progress("layerwise", done, len(parts), {})
         mask = {name: mask[name] for name in layers}
         weights.note_mask(model, mask)
     trace.note(mask, weights.seen(model))
@@ -300,7 +301,7 @@ class _Stream:
         rest = {name: layers[name] for name in layers if places[name] == {None}}
         return [*parts, _Part(None, rest)] if rest else parts
 
-    def walk(self, parts: Sequence[_Part]) -> Iterator[_Part]:
+    def walk(self, parts: Sequence[_Part]) -> Generator[_Part, None, None]:
         """Part after part, on the device; when the next one is asked for, the last one is run as it is now."""
         for part in parts:
             if part.index is None:
