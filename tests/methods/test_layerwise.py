@@ -147,9 +147,11 @@ def test_one_block_at_a_time_is_on_the_device_and_runs_there(case: str, monkeypa
     def watched(part: nn.Module, *args: Any, **options: Any) -> Iterator[None]:
         inside = [i for i, block in enumerate(blocks) if block is part]
         there.extend(inside)
-        with real(part, *args, **options):
-            yield
-        del there[len(there) - len(inside) :]
+        try:
+            with real(part, *args, **options):
+                yield
+        finally:
+            del there[len(there) - len(inside) :]
 
     def called(i: int) -> None:
         assert there == [i]
@@ -157,14 +159,47 @@ def test_one_block_at_a_time_is_on_the_device_and_runs_there(case: str, monkeypa
 
     monkeypatch.setattr(module, "_on", watched)
     for i, block in enumerate(blocks):
-        child = next(
-            inner for inner in block.modules() if isinstance(inner, nn.LayerNorm | nn.Linear) or inner is block
-        )
-        (child if child is not block else next(block.children())).register_forward_hook(lambda *_, i=i: called(i))
+        next(block.children()).register_forward_hook(lambda *_, i=i: called(i))
     layerwise(model, TOKENS, solver="wanda", sparsity=0.5)
     # Once to see what it gives; then, for 3 batches, for its inputs and, if another part follows, for its outputs.
     last = 6 if case == "sliding" else 3
+    assert there == []
     assert calls == [0, *[0] * 6, *[i for i in range(1, len(blocks) - 1) for _ in range(6)], *[len(blocks) - 1] * last]
+
+
+def test_after_an_error_no_block_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, there = module._on, []
+
+    @contextmanager
+    def watched(part: nn.Module, *args: Any, **options: Any) -> Iterator[None]:
+        there.append(part)
+        try:
+            with real(part, *args, **options):
+                yield
+        finally:
+            there.remove(part)
+
+    def fail(*args: Any) -> Any:
+        raise KeyError
+
+    monkeypatch.setattr(module, "_on", watched)
+    monkeypatch.setitem(SOLVERS, "wanda", solvers.Solver(fail, SOLVERS["wanda"].measure))
+    with pytest.raises(KeyError) as error:
+        layerwise(gpt(), TOKENS, solver="wanda", sparsity=0.5)
+    assert error.value is not None  # whose traceback keeps all frames alive
+    assert there == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_prunes_a_network_that_stays_on_the_host(case: str, solver: str) -> None:
+    model, alone = (seeded(CASES[case][0]).double() for _ in range(2))
+    result = layerwise(model, TOKENS, solver=solver, sparsity=0.6, device="cuda")
+    layerwise(alone, TOKENS, solver=solver, sparsity=0.6)
+    assert {p.device.type for p in (*model.parameters(), *model.buffers(), *result.mask.values())} == {"cpu"}
+    for name, expected in alone.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-6, atol=1e-8)
 
 
 def alive() -> int:
@@ -273,7 +308,7 @@ def test_embeddings_and_the_output_layer_over_the_vocabulary_are_left_alone() ->
 
 def test_convolutions_are_pruned_and_a_network_without_blocks_is_one() -> None:
     torch.manual_seed(0)
-    model = pp.models.resnet20(1)
+    model = pp.models.vgg(1, 8, widths=(8, 16))
     images = torch.randn(16, 1, 8, 8)
     dense = copy.deepcopy(model).eval()
     errors = {}
@@ -478,6 +513,19 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(
     if make is not Skipping:
         assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert not any("forward" in part.__dict__ or part._forward_pre_hooks for part in model.modules())
+
+
+def test_a_device_that_is_too_small_is_named_with_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solve(*args: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    for name in ("sparsegpt", "wanda"):
+        monkeypatch.setitem(SOLVERS, name, solvers.Solver(solve, SOLVERS[name].measure))
+        words = (
+            "128 inputs of blocks.0.hidden_out.weight take 0.0 GB" if name == "sparsegpt" else "measured of them; give"
+        )
+        with pytest.raises(ValueError, match=f"cpu has too little memory for one block, .*{words}.*batch_size=1"):
+            layerwise(gpt(), TOKENS, solver=name, sparsity=0.5)
 
 
 def test_blocks_that_are_no_chain_are_one_block() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pacprune.data.batches import Objective, batches, device_of, isolated_rng, rows, taken, to_device
+from pacprune.data.batches import Objective, batches, device_of, isolated_rng, rows, taken
 from pacprune.masking import weights
 from pacprune.types import Data, Diverged, Forward
 
@@ -242,6 +242,6 @@ def sums_of(
     with isolated_rng(device, data, seed=0), weights.modes_kept(model), recorded(layers, measure) as sums:
         model.eval()
         for batch in first_batches(data, 256, examples, device=device):
-            outputs(model, to_device(batch, device), forward)
+            outputs(model, batch, forward)
     check_sums(sums, layers)
     return sums

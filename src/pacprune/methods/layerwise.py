@@ -5,8 +5,8 @@ last of them gives what it gave when it was run itself, the others give NaN, so 
 Attention masks, positions and caches are thus made anew for every call, as the network makes them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from pacprune.masking import calibration, masks, patterns, weights
 from pacprune.masking.calibration import Layer
 from pacprune.masking.solvers import SOLVERS, Solver, Target
 from pacprune.methods.pipeline import Pruned, refuse_regrowth
-from pacprune.types import Data, Forward, Progress, check_module, check_name
+from pacprune.types import Data, Diverged, Forward, Progress, check_module, check_name
 
 __all__ = ["SOLVERS", "layerwise"]
 
@@ -101,16 +101,17 @@ def layerwise(
     mask: dict[str, Tensor] = {}
     with weights.changing(model), weights.modes_kept(model), torch.no_grad():
         model.eval()
-        stream = _Stream(model, _blocks(model, layers) if row.measure else [model], forward, target_device)
+        stream = _Stream(model, _blocks(model, layers), forward, target_device)
         if row.measure:
             stream.read(data, examples)
             weights.mark_seen(model, use_of(data))
-        with stream.placed():
+        with _fitting(layers, row, target_device), stream.placed():
             parts = stream.parts(layers)
-            for done, part in enumerate(stream.walk(parts), 1):
-                mask |= _prune_part(stream, part, row, targets)
-                if progress is not None:
-                    progress("layerwise", done, len(parts), {})
+            with closing(stream.walk(parts)) as walk:  # so that after an error, too, its block goes back to the host
+                for done, part in enumerate(walk, 1):
+                    mask |= _prune_part(stream, part, row, targets)
+                    if progress is not None:
+                        progress("layerwise", done, len(parts), {})
         mask = {name: mask[name] for name in layers}
         weights.note_mask(model, mask)
     trace.note(mask, weights.seen(model))
@@ -188,10 +189,31 @@ def _prune_part(stream: "_Stream", part: _Part, solver: Solver, targets: Mapping
         weight = layer.weight
         matrix = layer.matrix(weight.detach()).to(torch.promote_types(weight.dtype, torch.float32))
         solved, keep = solver.solve(matrix, sums.pop(name, torch.empty(0)), targets[name])
-        keep = layer.stored(keep)
+        if not bool(torch.isfinite(solved).all()):
+            raise Diverged(f"the weights of {name} were solved to NaN or infinity; take more damping, such as 0.1")
         weight.copy_(layer.stored(solved))
-        mask[name] = keep.to(stream.home)
+        mask[name] = layer.stored(keep).to(stream.home)
     return mask
+
+
+@contextmanager
+def _fitting(layers: Layers, solver: Solver, device: torch.device) -> Iterator[None]:
+    """Says what would fit, where the device has too little memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as failure:
+        widest, (layer, *_) = max(layers.items(), key=lambda item: item[1][0].inputs)
+        needs = ""
+        if solver.measure is calibration.second_moments:
+            size = f"{4 * layer.inputs**2 / 1e9:.1f} GB"
+            needs = (
+                f", where the {layer.inputs:,} inputs of {widest} take {size} and about ten times that to solve; "
+                "solver='wanda' needs next to nothing"
+            )
+        raise ValueError(
+            f"{device} has too little memory for one block, its inputs and what is measured of them{needs}; give a "
+            "DataLoader with batch_size=1, another device, or leave wide layers out by exclude="
+        ) from failure
 
 
 # --- Blocks, one after another.
@@ -265,7 +287,7 @@ class _Stream:
             for module in self.model.modules():
                 if module not in inside:
                     stack.enter_context(_on(module, self.device, self.home, recurse=False))
-            if len(self.blocks) > 1 and not self._is_chain():
+            if self.batches and len(self.blocks) > 1 and not self._is_chain():
                 stack.enter_context(_on(self.model, self.device, self.home))
                 self.blocks = [self.model]
             yield
@@ -279,7 +301,7 @@ class _Stream:
         rest = {name: layers[name] for name in layers if places[name] == {None}}
         return [*parts, _Part(None, rest)] if rest else parts
 
-    def walk(self, parts: Sequence[_Part]) -> Iterator[_Part]:
+    def walk(self, parts: Sequence[_Part]) -> Generator[_Part, None, None]:
         """Part after part, on the device; when the next one is asked for, the last one is run as it is now."""
         for part in parts:
             if part.index is None:

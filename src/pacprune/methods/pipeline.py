@@ -555,6 +555,7 @@ class Start:
 
 def begin_dense(plan: Plan) -> None:
     """Notes which weights are to be pruned in training: a mask of ones."""
+    plan.refuse_rows()
     weights.apply_mask(plan.model, masks.all_kept(plan.prunable(plan.model)))
 
 
