@@ -19,10 +19,11 @@ from typing import Any
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 SECTIONS = {
-    "Prune": "pft Pruner compress osp gmp dpf imp feather rigl acdc str_ probmask l0 svd together Pruned Compressed",
+    "Prune": "pft Pruner compress layerwise osp gmp dpf imp feather rigl acdc str_ probmask l0 svd together Pruned "
+    "Compressed",
     "Train and evaluate": "Config fit keep_zeros error gibbs_error reestimate_batchnorm Budget",
     "Masks": "scores top_k patterns prunable select sparsity apply_mask overlap entropy",
-    "Random masks": "SpikeSlab isotropic block_isotropic score_monotone attach read resample_ harden kl",
+    "Random masks": "SpikeSlab isotropic block_isotropic score_monotone attach read resample_ unmasked harden kl",
     "Certify": "certify_held_out Certificate verify Monitor commit Commitment bounds",
     "PAC-Bayes": "pbp fit_posterior certify choose Certified Choice bounded_cross_entropy",
     "Data and networks": "data models",

@@ -20,6 +20,8 @@ PARAMETER = r"^\s+\*{{0,2}}{name}: \S"
 KERNELS_OF_A_GPU = (
     "triton_sampler",
     "triton_threshold",
+    "triton_groups",
+    "triton_block_adam",
     "grouped",
     "gate_sums",
 )  # they import triton, which needs a GPU

@@ -46,7 +46,7 @@ def pruned(**options: Any) -> Any:
         (lambda: pp.data.load("svhn"), "data set 'svhn' is unknown; use one of digits, mnist, "),
         (lambda: pp.scores.score("size", net(), (X, Y)), "criterion 'size' is unknown; use one of magnitude, "),
         (lambda: pp.top_k(pp.scores.magnitude(net()), sparsity=0.5, scope="all"), "scope 'all' is unknown; use one of"),
-        (lambda: pp.patterns.sparsity("3:4"), "pattern '3:4' is unknown; use one of 1:4, 2:4"),
+        (lambda: pp.patterns.sparsity("3:4"), "pattern '3:4' is unknown; use one of 1:4, 2:4, 4:8"),
         (lambda: pp.attach(net(), pp.isotropic(net(), sparsity=0.5), mapping="tanh"), "mapping 'tanh' is unknown; use"),
         (lambda: pp.attach(net(), pp.isotropic(net(), sparsity=0.5), estimator="x"), "estimator 'x' is unknown; use"),
         (lambda: pruned(recipe="best"), "recipe 'best' is unknown; use one of thresholded, coupled"),

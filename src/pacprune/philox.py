@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-GATE, SLAB, PERMUTATION, BATCH, SCORE, AUGMENT = range(6)
-"""Streams: mask gates, Gaussian slabs, data permutations, Monte-Carlo minibatches, random scores, image crops."""
+GATE, SLAB, PERMUTATION, BATCH, SCORE, AUGMENT, ROUND = range(7)
+"""Streams: mask gates, Gaussian slabs, data permutations, Monte-Carlo minibatches, random scores, image crops,
+rounding."""
 
 _LOW = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)

@@ -12,7 +12,7 @@ from pacprune.deploy import export, slim
 from pacprune.distributed import ranks
 from pacprune.masking import criteria as scores
 from pacprune.masking import patterns
-from pacprune.masking.attachment import attach, harden, read, resample_
+from pacprune.masking.attachment import attach, harden, read, resample_, unmasked
 from pacprune.masking.masks import entropy, overlap, top_k
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, kl, score_monotone
 from pacprune.masking.weights import apply_mask, prunable, select, sparsity
@@ -22,6 +22,7 @@ from pacprune.methods.feather import feather
 from pacprune.methods.gradual import gmp
 from pacprune.methods.iterative import imp
 from pacprune.methods.l0 import l0
+from pacprune.methods.layerwise import layerwise
 from pacprune.methods.one_shot import osp
 from pacprune.methods.pbp import pbp
 from pacprune.methods.pft import pft
@@ -78,6 +79,7 @@ __all__ = [
     "keep_zeros",
     "kl",
     "l0",
+    "layerwise",
     "linear",
     "models",
     "osp",
@@ -101,6 +103,7 @@ __all__ = [
     "svd",
     "together",
     "top_k",
+    "unmasked",
     "verify",
     "wide",
 ]

@@ -240,6 +240,14 @@ def test_the_papers_recipe_of_pft_runs_to_its_report() -> None:
     assert Path("here/report.html").is_file()
 
 
+def test_masks_of_frozen_weights_are_learned_after_dense_training() -> None:
+    words = ["--recipe", "frozen", "--pattern", "2:4", "--dense-epochs", "4", "--epochs", "2", "--out", "here"]
+    dense, pruned = answer("pft", *words)["rows"]
+    assert dense["test_error"] < 0.3
+    assert pruned["test_error"] < 0.3
+    assert pruned["sparsity"] == 0.5
+
+
 def test_flags_override_the_config_file() -> None:
     Path("run.toml").write_text("dense_epochs = 1\nepochs = 1\nsparsity = 0.5\nseed = 4\n")
     result = answer("osp", "--config", "run.toml", "--sparsity", "0.8")
@@ -373,12 +381,12 @@ def test_bound_with_draws_pays_a_share_of_delta() -> None:
 
 def test_data_list_names_missing_data_sets() -> None:
     rows = {row["name"]: row for row in answer("data", "list", "--data-dir", "data")["data"]}
-    assert list(rows) == ["digits", "mnist", "fashion-mnist", "cifar10", "tinyshakespeare"]
+    assert list(rows) == ["digits", "mnist", "fashion-mnist", "cifar10", "tinyshakespeare", "linux-c"]
     assert rows["digits"]["present"]
     assert not rows["mnist"]["present"]
     assert (rows["digits"]["usable"], rows["mnist"]["usable"]) == (True, False)
     assert "data fetch cifar10" in rows["cifar10"]["detail"]
-    assert call("data", "list", "--data-dir", "data").stdout.count("missing ") == 4
+    assert call("data", "list", "--data-dir", "data").stdout.count("missing ") == 5
 
 
 def test_data_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

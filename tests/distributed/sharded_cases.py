@@ -50,12 +50,12 @@ class Gain(nn.Module):
         return x * self.weight
 
 
-def net() -> nn.Module:
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
     """With an output layer of 3 rows, which two ranks cannot share evenly."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 33), nn.ReLU(), Gain(33), nn.Linear(33, 3))
-    return cut(model, model[0], model[2])
+    return cut(model.to(dtype), model[0], model[2])
 
 
 class Tied(nn.Module):
@@ -377,7 +377,6 @@ def refusals(folder: Path) -> Outcome:
     note_refusal(messages, "population", lambda: pp.fit([net(), net()], pair(), config))
     note_refusal(messages, "pbp", lambda: pp.pbp(net(), split, config, sparsity=0.5))
     note_refusal(messages, "pattern", lambda: pp.pft(net(), pair(), config, pattern="2:4"))
-    note_refusal(messages, "attach", lambda: attached(mapping="2:4"))
     note_refusal(messages, "std", lambda: attached(train_std=True))
     note_refusal(messages, "grasp", lambda: pp.pft(net(), pair(), config, sparsity=0.5, criterion="grasp"))
     note_refusal(messages, "synflow", lambda: pp.scores.synflow(net(), pair()))
@@ -387,8 +386,20 @@ def refusals(folder: Path) -> Outcome:
     )
     note_refusal(messages, "amp", lambda: pp.fit(net(), pair(), pp.Config(batch_size=20, amp=True)))
     note_refusal(messages, "compiled", lambda: pp.fit(net(), pair(), pp.Config(batch_size=20, execution="compiled")))
-    note_refusal(messages, "top_k", lambda: pp.top_k(pp.scores.magnitude(net()), pattern="2:4"))
     return {"messages": messages}
+
+
+def frozen(folder: Path) -> Outcome:
+    """Gates of whole and of 16-bit weights; rows of 33 are left alone."""
+    config = pp.Config(epochs=4, batch_size=20, gate_lr=0.2)
+    options = {"recipe": "frozen", "include": "0.*", "pattern": "2:4", "distill": 0.5}
+    outcome = outcome_of(pp.pft(net(), pair(), config, **options))
+    whole, x, y = net(torch.bfloat16), *pair()
+    before = full({name: w.detach() for name, w in whole.named_parameters()})
+    half = pp.pft(whole, (x.bfloat16(), y), config, folder=folder / "half", **options)
+    kept, mask = full({"": dict(half.model.named_parameters())["0.weight"].detach()})[""], full(half.mask)["0.weight"]
+    exact = bool((mask.reshape(-1, 4).sum(-1) == 2).all()) and torch.equal(kept, before["0.weight"] * mask)
+    return outcome | {"half": mask, "exact": exact, "loss": half.history[-1]["loss"], "before": before["0.weight"]}
 
 
 def broken(folder: Path) -> Outcome:

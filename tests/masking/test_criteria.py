@@ -11,6 +11,7 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import pacprune as pp
 from pacprune.data import batches
 from pacprune.masking import criteria, weights
 from pacprune.masking.criteria import CRITERIA, declaration, grasp, magnitude, random, score, snip, synflow
@@ -96,8 +97,21 @@ def first_two(model: nn.Module) -> dict[str, Tensor]:
     return dict(list(weights.prunable(model).items())[:2])
 
 
-@pytest.mark.parametrize("criterion", CRITERIA)
-@pytest.mark.parametrize("case", [mlp, conv2d, conv1d, attention, recurrent], ids=lambda f: f.__name__)
+def scores_all(case: Callable[[], Case], criterion: str) -> bool:
+    """Whether a criterion scores all weights of a case: some need layers that show their inputs."""
+    declared = declaration(CRITERIA[criterion])
+    return declared is None or not declared.needs_inputs or case not in (attention, recurrent)
+
+
+CASES = [
+    pytest.param(case, criterion, id=f"{case.__name__}-{criterion}")
+    for case in (mlp, conv2d, conv1d, attention, recurrent)
+    for criterion in CRITERIA
+    if scores_all(case, criterion)
+]
+
+
+@pytest.mark.parametrize(("case", "criterion"), CASES)
 class TestContract:
     def test_one_finite_number_per_prunable_weight(self, case, criterion):
         model, data = make(case)
@@ -294,8 +308,19 @@ def test_a_loss_that_is_not_a_number_is_refused(criterion):
         score(criterion, model, (x, y))
 
 
-@pytest.mark.parametrize("case", [mlp, conv2d, attention], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("case", [attention, recurrent], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("criterion", [name for name in CRITERIA if declaration(CRITERIA[name]).needs_inputs])
+def test_weights_whose_inputs_cannot_be_seen_are_refused_by_what_needs_them(case, criterion):
+    model, data = make(case)
+    hidden = "emb.weight, block.att.in_proj_weight" if case is attention else "lstm.weight_ih_l0"
+    with pytest.raises(ValueError, match=rf"no inputs can be recorded for {hidden}.*leave them out by exclude="):
+        score(criterion, model, data)
+    with pytest.raises(ValueError, match=r"no inputs can be recorded"):  # before anything is trained
+        pp.pft(model, data, pp.Config(epochs=1), sparsity=0.5, criterion=criterion, dense=pp.Config(epochs=1))
+    assert not len(weights.seen(model).examples)
+
+
+@pytest.mark.parametrize(("case", "criterion"), [c for c in CASES if c.values[0] in (mlp, conv2d, attention)])
 def test_examples_that_a_criterion_reads_are_noted_as_seen(case, criterion):
     model, data = make(case)
     scores = score(criterion, model, data)

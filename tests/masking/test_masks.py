@@ -160,6 +160,39 @@ def test_layer_and_erk_budgets_are_proportional_within_their_ranges(at_full_size
             assert np.abs(counts(mask) - ideal).max() < 1 + 1e-6
 
 
+def test_every_row_keeps_the_same_number_or_one_more():
+    rng = np.random.default_rng(3)
+    for levels in (None, 3) * 30:
+        scores = random_scores(rng, levels=levels)
+        ties = {name: torch.from_numpy(rng.integers(0, 3, s.shape)) for name, s in scores.items()}
+        size = sum(s.numel() for s in scores.values())
+        sparsity = float(rng.choice([0.0, 0.5, 0.9, rng.random()]))
+        by_layer = top_k(scores, sparsity=sparsity, scope="layer")
+        mask = top_k(scores, sparsity=sparsity, scope="row", ties=ties)
+        assert sum(counts(mask)) == round((1 - sparsity) * size)
+        assert counts(mask) == counts(by_layer)
+        for name, keep in mask.items():
+            rows = keep.reshape(len(keep), -1)
+            sums, base = rows.sum(1), int(keep.sum()) // len(keep)
+            assert set(sums.tolist()) <= {base, base + 1}
+            nexts = []
+            for score, tie, row in zip(scores[name], ties[name], rows, strict=True):
+                score, tie = score.reshape(-1).numpy().astype(float), tie.reshape(-1).numpy()
+                assert np.array_equal(row.numpy(), naive(score, tie, int(row.sum())))
+                order = np.lexsort((np.arange(score.size), -tie, -score))
+                nexts.append((score[order[base]], tie[order[base]]) if base < score.size else (-np.inf, 0))
+            ranking = sorted(range(len(rows)), key=lambda r: (-nexts[r][0], -nexts[r][1], r))
+            assert sorted(ranking[: int(keep.sum()) - base * len(rows)]) == (sums > base).nonzero().flatten().tolist()
+
+
+def test_rows_can_have_the_sparsity_of_their_layer():
+    scores = {"a": torch.rand(4, 8), "b": torch.rand(2, 3, 2)}
+    mask = top_k(scores, sparsity={"a": 0.5, "b": 0.75}, scope="row")
+    assert mask["a"].sum(1).tolist() == [4] * 4
+    assert mask["b"].flatten(1).sum(1).tolist() in ([1, 2], [2, 1])
+    assert top_k(scores, sparsity=0.5, scope="row", min_per_layer=7)["b"].sum() == 7
+
+
 def test_erk_gives_small_layers_a_higher_density():
     scores = {"wide": torch.rand(100, 100), "conv": torch.rand(8, 4, 3, 3), "tiny": torch.rand(5, 2)}
     counts_per_layer = counts(top_k(scores, sparsity=0.9, scope="erk"))
@@ -182,7 +215,7 @@ def test_total_counts_the_weights_that_are_never_pruned():
         ({"sparsity": 1.0}, r"sparsity 1\.0 is outside \[0, 1\)"),
         ({"sparsity": -0.1}, r"sparsity -0\.1 is outside"),
         ({"sparsity": float("nan")}, "sparsity nan is outside"),
-        ({"sparsity": 0.5, "scope": "row"}, "scope 'row' is unknown; use one of global, layer, erk"),
+        ({"sparsity": 0.5, "scope": "line"}, "scope 'line' is unknown; use one of global, layer, row, erk"),
         ({"sparsity": 0.5, "min_per_layer": 3}, r"min_per_layer=3 needs 6 kept weights, but sparsity 0\.5 keeps 4"),
         ({"sparsity": 0.5, "min_per_layer": -1}, "min_per_layer is -1"),
     ],

@@ -70,6 +70,36 @@ def test_every_method_has_scopes(name: str, scope: str) -> None:
     assert kept(prune(name, net(), sparsity=0.8, scope=scope)) == expected
 
 
+RANKING = {"osp", "imp", "acdc"}
+"""Methods whose masks are ranked anew each time."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_one_size_are_for_methods_that_rank(name: str) -> None:
+    model = net()
+    if name not in RANKING:
+        with pytest.raises(
+            ValueError, match=r"scope='row' is for masks that are ranked anew, as by pp\.osp, .*'layer'"
+        ):
+            prune(name, model, sparsity=0.5, scope="row", dense=CONFIG)
+        assert all(torch.equal(t, net().state_dict()[key]) for key, t in model.state_dict().items())
+        return
+    result = prune(name, model, sparsity=0.5, scope="row")
+    assert {key: keep.sum(1).tolist() for key, keep in result.mask.items()} == {
+        "0.weight": [3] * 20,
+        "2.weight": [10] * 10,
+        "4.weight": [5] * 3,
+    }
+    assert all(torch.equal(model.get_parameter(key) != 0, keep) for key, keep in result.mask.items())
+
+
+def test_wanda_compares_within_rows() -> None:
+    model = net()
+    expected = pp.top_k(pp.scores.wanda(model, (X, Y)), sparsity=0.5, scope="row")
+    result = pp.osp(model, (X, Y), pp.Config(epochs=0), sparsity=0.5, scope="row", criterion="wanda")
+    assert all(torch.equal(keep, expected[key]) for key, keep in result.mask.items())
+
+
 def _sizes() -> dict[str, Tensor]:
     return pp.scores.magnitude(net())
 

@@ -218,7 +218,7 @@ def test_the_list_fits_the_terminal_and_no_word_is_cut(columns: int, monkeypatch
     assert recipes.LEGEND in text
 
 
-@pytest.mark.parametrize("name", recipes.SEVERAL)
+@pytest.mark.parametrize("name", [name for name in recipes.SEVERAL if not recipes.RECIPES[name].together])
 def test_one_of_several_settings_has_a_folder_of_its_own(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

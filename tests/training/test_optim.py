@@ -15,6 +15,8 @@ from pacprune.training.step import _order
 
 SHAPES = ((3, 4), (4,), (2, 3, 2), ())
 STEPS = 6
+EXACT = [name for name in OPTIMIZERS if name != "adamw8"]
+"""What has the formulas of torch.optim."""
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-7}  # rates are float32
 
 
@@ -54,7 +56,7 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_a_step_with_one_rate_equals_torchs(kind: str, momentum: float, decay: float, dtype: torch.dtype) -> None:
     pacprune_params, torch_params = make_parameters(dtype), make_parameters(dtype)
     # Two groups, and a parameter that never has a gradient.
@@ -87,7 +89,7 @@ def test_a_step_with_one_rate_equals_torchs(kind: str, momentum: float, decay: f
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_every_members_steps_equal_torchs(kind: str, dtype: torch.dtype) -> None:
     rates, momenta, decays = [0.3, 0.01, 0.0], [0.9, 0.0, 0.5], [0.0, 0.1, 0.2]
     alone = [make_parameters(dtype, seed=k) for k in range(3)]
@@ -110,7 +112,7 @@ def test_every_members_steps_equal_torchs(kind: str, dtype: torch.dtype) -> None
             assert_equal(p[k], a)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_one_rate_for_all_and_equal_rates_for_each_agree(kind: str) -> None:
     fused, separate = [[nn.Parameter(torch.stack([p.detach()] * 2)) for p in make_parameters()] for _ in range(2)]
     two = [0.9] * 2
@@ -129,7 +131,7 @@ def test_one_rate_for_all_and_equal_rates_for_each_agree(kind: str) -> None:
 
 
 @pytest.mark.parametrize("several_rates", [False, True])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_a_new_rate_is_read_from_its_tensor(kind: str, several_rates: bool) -> None:
     pacprune_params, torch_params = make_parameters(), make_parameters()
     if several_rates:
@@ -149,7 +151,7 @@ def test_a_new_rate_is_read_from_its_tensor(kind: str, several_rates: bool) -> N
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_reach_is_how_far_a_lasting_unit_of_gradient_moves_a_parameter(kind: str, momentum: float) -> None:
     params = make_parameters()
     optimizer, before = Optimizer(kind, [single_rate_group(params, 0.01, momentum, 0.0)]), []
@@ -177,7 +179,7 @@ def test_reach_is_computed_per_member() -> None:
 
 
 @pytest.mark.parametrize("several_rates", [False, True])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_a_stored_state_resumes_to_the_bit(kind: str, several_rates: bool) -> None:
     params = [nn.Parameter(torch.randn(2, 3, generator=torch.Generator().manual_seed(0))) for _ in range(3)]
     rate = torch.tensor([0.1, 0.2]) if several_rates else torch.tensor(0.1)
@@ -222,7 +224,7 @@ def test_zero_grad_removes_all_gradients() -> None:
 
 
 @pytest.mark.parametrize("several_rates", [False, True])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_bfloat16_weights_and_float32_gates_share_a_group(kind: str, several_rates: bool) -> None:
     weight = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
     gate = nn.Parameter(torch.ones(2, 3))
@@ -303,3 +305,53 @@ def test_what_an_optimiser_of_ones_own_cannot_have_is_refused() -> None:
         pp.osp, [classifier(), classifier()], (INPUTS, LABELS), pp.Config(optimizer=factory), sparsity=0.5
     )
     assert [result.sparsity for result in results] == [0.5, 0.5]
+
+
+# --- The optimiser with a state of one byte.
+
+
+def test_adamw8_goes_on_from_its_stored_state_to_the_bit() -> None:
+    def run(params: list[nn.Parameter], optimizer: Optimizer, steps: range) -> None:
+        for step in steps:
+            for p, grad in zip(params, gradients(step, params), strict=True):
+                p.grad = grad
+            optimizer.step()
+
+    def make() -> tuple[list[nn.Parameter], Optimizer]:
+        params = make_parameters(torch.bfloat16)
+        return params, Optimizer("adamw8", [single_rate_group(params, 0.05, 0.9, 0.1)])
+
+    whole, optimizer = make()
+    run(whole, optimizer, range(6))
+    params, optimizer = make()
+    run(params, optimizer, range(3))
+    stored, other = (
+        copy.deepcopy(optimizer.state_dict()),
+        Optimizer("adamw8", [single_rate_group(params, 0.05, 0.9, 0.1)]),
+    )
+    other.load_state_dict(stored)
+    run(params, other, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(whole, params, strict=True))
+    # Every parameter has random numbers of its own.
+    firsts = [int(state["first"]) for state in stored.values()]
+    assert len(set(firsts)) == len(firsts)
+
+
+def test_adamw8_says_how_far_a_unit_of_gradient_moves_a_weight() -> None:
+    (p, *_), ones = make_parameters(), torch.ones(3, 4)
+    optimizer = Optimizer("adamw8", [single_rate_group([p], 0.05, 0.0, 0.0)])
+    before = p.detach().clone()
+    p.grad = 2 * ones
+    optimizer.step()
+    torch.testing.assert_close(before - p.detach(), 2 * optimizer.reach(p), rtol=1e-3, atol=1e-6)
+
+
+def test_adamw8_is_of_one_model() -> None:
+    models = [pp.models.mlp(8, hidden=[4], seed=k) for k in range(2)]
+    data = torch.randn(20, 8), torch.zeros(20, dtype=torch.long)
+    with pytest.raises(ValueError, match="the optimizer 'adamw8' moves one model, but 2 are trained as a population"):
+        pp.fit(models, data, pp.Config(epochs=1, optimizer="adamw8"))
+    results = pp.together(
+        pp.pft, models, data, pp.Config(epochs=1), recipe="frozen", pattern="2:4"
+    )  # one after another
+    assert [pruned.sparsity for pruned in results] == [0.5, 0.5]

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from pacprune.bench import timing
 from pacprune.bench.certificate import certificate
+from pacprune.bench.frozen import frozen
 from pacprune.bench.pattern import pattern
 from pacprune.bench.population import population
 from pacprune.bench.sampler import sample
@@ -22,6 +23,7 @@ SUBJECTS: dict[str, Callable[..., Iterator[timing.Finding]]] = {
     "population": population,
     "certificate": certificate,
     "pattern": pattern,
+    "frozen": frozen,
 }
 """Name -> f(device, scale=...), which yields rows and sentences; a new subject is one function and one row."""
 

@@ -381,8 +381,7 @@ def _data_state(data_set: str, data_dir: Path | None) -> dict[str, Any]:
             datasets.read(data_set, file, data_dir)
     except ValueError as error:
         detail = str(error)
-    places = (folder / source.folder, folder)
-    present = all(any((p / f).is_file() for p in places for f in (name, f"{name}.gz")) for name in source.contents)
+    present = all(download.place_of(source, file, data_dir) for file in source.contents)
     place = str(folder / source.folder)
     return {"name": data_set, "folder": place, "present": present, "usable": not detail, "detail": detail}
 

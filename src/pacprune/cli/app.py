@@ -94,6 +94,14 @@ COMMANDS: dict[str, Command] = {
         ("pacprune profile runs/mine", "pacprune profile models/llama --json"),
         "pacprune.cli.actions:measure",
     ),
+    "prune-lm": Command(
+        "Prunes a language model of transformers, from its folder to another.",
+        (
+            "pacprune prune-lm --model gpt --data text --method sparsegpt --pattern 2:4",
+            "pacprune prune-lm --model gpt --data text.jsonl --method pft --sparsity 0.7 --device cuda",
+        ),
+        "pacprune.cli.language_models:prune_lm",
+    ),
     "track": Command("TensorBoard event files of a run.", ("pacprune track runs/mine",), "pacprune.cli.actions:track"),
     "sweep": Command(
         "Runs every combination of some options, once.",

@@ -207,7 +207,7 @@ def _contents(batch: Any) -> Contents:
         x, y = batch
         return Contents(trace.example_hashes(x), trace.label_hashes(torch.as_tensor(y)), trace.sketches(x))
     count = rows(batch)
-    examples = torch.cat([trace.example_hashes(t) for t in _leaves(batch) if t.ndim and len(t) == count])
+    examples = torch.cat([trace.example_hashes(t) for t in leaves(batch) if t.ndim and len(t) == count])
     return Contents(examples, torch.zeros_like(examples), torch.empty(len(examples), 0))
 
 
@@ -367,13 +367,13 @@ def is_pair(batch: Any) -> bool:
     return type(batch) in (tuple, list) and len(batch) == 2
 
 
-def _mapped(change: Callable[[Any], Any], batch: Any) -> Any:
+def mapped(change: Callable[[Any], Any], batch: Any) -> Any:
     """The same nest of mappings, lists and tuples, of changed things."""
     if isinstance(batch, Mapping):
-        return {name: _mapped(change, part) for name, part in batch.items()}
+        return {name: mapped(change, part) for name, part in batch.items()}
     if not isinstance(batch, (tuple, list)) or hasattr(batch, "to"):  # a PackedSequence moves itself
         return change(batch)
-    parts = [_mapped(change, part) for part in batch]
+    parts = [mapped(change, part) for part in batch]
     return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
@@ -392,19 +392,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
             )
         return part.to(device)
 
-    return _mapped(moved, batch)
+    return mapped(moved, batch)
 
 
-def _leaves(batch: Any) -> list[Tensor]:
+def leaves(batch: Any) -> list[Tensor]:
     """All tensors of a batch, in their order."""
     leaves: list[Tensor] = []
-    _mapped(lambda part: leaves.append(part) if isinstance(part, Tensor) else None, batch)
+    mapped(lambda part: leaves.append(part) if isinstance(part, Tensor) else None, batch)
     return leaves
 
 
 def rows(batch: Any) -> int:
     """How many examples a batch has: the first dimension of its first tensor that has one."""
-    counts = [len(t) for t in _leaves(batch) if t.ndim]
+    counts = [len(t) for t in leaves(batch) if t.ndim]
     if not counts:
         raise ValueError(
             f"a batch is a {type(batch).__name__} without a tensor whose first dimension counts its examples; give one"
@@ -415,7 +415,7 @@ def rows(batch: Any) -> int:
 def taken(batch: Any, index: Tensor) -> Any:
     """The examples of a batch at an index; what does not count examples stays as it is."""
     count = rows(batch)
-    return _mapped(lambda part: part[index] if _counts(part, count) else part, batch)
+    return mapped(lambda part: part[index] if _counts(part, count) else part, batch)
 
 
 def pieces(batch: Any, sizes: Sequence[int], along: int = 0) -> list[Any]:
@@ -425,7 +425,7 @@ def pieces(batch: Any, sizes: Sequence[int], along: int = 0) -> list[Any]:
     count = sum(sizes)
 
     def piece(start: int, length: int) -> Any:
-        return _mapped(lambda t: t.narrow(along, start, length) if _counts(t, count, along) else t, batch)
+        return mapped(lambda t: t.narrow(along, start, length) if _counts(t, count, along) else t, batch)
 
     return [piece(sum(sizes[:i]), length) for i, length in enumerate(sizes)]
 

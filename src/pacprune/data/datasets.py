@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pacprune import philox
-from pacprune.data import download, own
+from pacprune.data import download, own, text
 from pacprune.data.download import BytesProgress, Folder, Source
 from pacprune.data.splits import Examples, Split, cut
 from pacprune.types import check_name
@@ -80,6 +80,33 @@ _TINY_SHAKESPEARE = Source(
     mirrors=("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",),
     downloads={"input.txt": "6fb458f1232090904fb40fe944165e91"},
     contents={"input.txt": "6fb458f1232090904fb40fe944165e91"},
+)
+LINUX_C = "linux-c.jsonl"
+"""The file of documents that is made of the package of Linux."""
+_LINUX_FOLDERS = (
+    *("block/", "crypto/", "fs/", "kernel/", "lib/", "mm/", "net/", "security/", "sound/"),
+    *("drivers/acpi/", "drivers/infiniband/", "drivers/input/", "drivers/media/", "drivers/mtd/", "drivers/net/"),
+    *("drivers/scsi/", "drivers/tty/", "drivers/usb/"),
+)
+"""As much as 45 MB hold when it is compressed."""
+
+
+def _linux_documents(package: bytes) -> bytes:
+    """The C files of some folders of a package of Linux, as lines of JSON."""
+    documents = text.apart(text.of_package(package, "the package"))
+    return text.lines(document for document in documents if document.name.startswith(_LINUX_FOLDERS))
+
+
+_LINUX = Source(
+    name="linux-c",
+    folder="linux-c",
+    mirrors=(),
+    downloads={
+        "linux-source-6.1_6.1.176-1_all.deb": "9305d1a151b8e83dcb88aa11361e7b9513f0c252bdf7f5647e4542762d99c094"
+    },
+    contents={LINUX_C: "647c4e786ddb3462df7eac398ff11ecaa8ecd90ab1bc15b7b37d58bc339d23cd"},
+    package="linux-source-6.1=6.1.176-1",
+    convert=_linux_documents,
 )
 
 
@@ -248,8 +275,8 @@ DATA_SETS = {
 NAMES = tuple(DATA_SETS)
 
 SOURCES = {row.source.name: row.source for row in DATA_SETS.values() if row.source}
-SOURCES[_TINY_SHAKESPEARE.name] = _TINY_SHAKESPEARE
-"""The possible downloads: the data sets with official files, and one text, which is not cut into a Split."""
+SOURCES |= {source.name: source for source in (_TINY_SHAKESPEARE, _LINUX)}
+"""The possible downloads: the data sets with official files, and two texts, which are not cut into a Split."""
 
 
 def load(
@@ -299,7 +326,7 @@ def load(
 
 
 def read(name: str, file: str, data_dir: Folder = None) -> bytes:
-    """The decompressed content of one official file of a row of SOURCES, checked by md5."""
+    """The decompressed content of one official file of a row of SOURCES, checked by its digest."""
     return download.read(SOURCES[name], file, data_dir)
 
 
@@ -309,10 +336,11 @@ def fetch(
     """Downloads what is missing of one data set.
 
     Complete files are skipped. A broken download is resumed from its NAME.part. A file gets its name only after its
-    md5 was right.
+    md5 was right. linux-c is made of a Debian package of Linux, which apt-get downloads; a package of that name that
+    lies in its folder is taken as it is.
 
     Args:
-        name: mnist, fashion-mnist, cifar10 or tinyshakespeare.
+        name: mnist, fashion-mnist, cifar10, tinyshakespeare or linux-c.
         data_dir: Folder to download to; None means that of `data_folder`.
         progress: Called as progress(file, done, total) while bytes arrive; total is 0 when the server hides it.
         mirrors: Addresses to download from, in this order, instead of the official ones.

@@ -234,7 +234,7 @@ def _image_folder(root: Path, *, prior_fraction: float, seed: int, unlabelled: i
         sha.update(path.relative_to(root).as_posix().encode() + b"\0" + hashlib.sha256(content).digest())
     name = _plain(FOLDER + root.resolve().name)
     examples = Examples(torch.stack(images), torch.tensor(labels), {name: sha.hexdigest()})
-    is_test = torch.tensor([_share(path.name) < TEST for path in files])
+    is_test = torch.tensor([name_share(path.name) < TEST for path in files])
     pool = (~is_test).nonzero().flatten()
     return cut(
         examples,
@@ -249,7 +249,7 @@ def _image_folder(root: Path, *, prior_fraction: float, seed: int, unlabelled: i
     )
 
 
-def _share(name: str) -> float:
+def name_share(name: str) -> float:
     """A number in [0, 1] that follows from a name, as if drawn at random."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 

@@ -100,8 +100,8 @@ def write(path: str | Path, model: nn.Module, *, format: str, example: slim.Inpu
         model: A plain model, such as `harden` leaves it.
         format: safetensors, onnx, dense or slim.
         example: One batch of inputs, of any size; for onnx also tensors by the names of the forward's parameters.
-        pattern: "2:4" or "1:4" checks that every weight follows the pattern. The returned sentence and a packed file
-            say so.
+        pattern: "2:4", "1:4" or "4:8" checks that every weight follows the pattern. The returned sentence and a packed
+            file say so.
 
     Returns:
         A sentence about what was written.
@@ -174,7 +174,7 @@ def save(path: str | Path, model: nn.Module | Mapping[str, Tensor], *, pattern: 
     Args:
         path: The file to write; one that exists is replaced.
         model: A plain model, or its state dict.
-        pattern: "2:4" or "1:4" is noted in the metadata if all tensors of two or more dimensions follow it, and
+        pattern: "2:4", "1:4" or "4:8" is noted in the metadata if all tensors of two or more dimensions follow it, and
             refused otherwise.
 
     Example:

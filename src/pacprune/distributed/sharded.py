@@ -22,7 +22,8 @@ _BLOCK = 2**24
 REFUSALS = {
     "pattern": ("the pattern {}", "give a sparsity"),
     "budget pattern": ("the pattern {}", "leave it out"),
-    "attached pattern": ("the pattern {}", "attach gates with the sigmoid mapping and one std for each tensor"),
+    "solver": ("solver={!r}", "prune a plain model before it is sharded"),
+    "scope": ("scope={!r}", "use scope='layer'"),
     "std": ("a std of its own for every weight", "attach gates with the sigmoid mapping and one std for each tensor"),
     "control": ("the control {!r}", "use control='magnitude' or 'feedback'"),
     "criterion": ("the criterion {}", "use magnitude, snip or random"),

@@ -1,4 +1,4 @@
-"""Callbacks that carry a `Pruner` through the trainers of other packages: one file for each package."""
+"""Callbacks that carry a `Pruner` through other packages' trainers, one file each; language models in folders."""
 
 import inspect
 from typing import Any

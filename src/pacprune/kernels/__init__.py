@@ -30,6 +30,7 @@ from pacprune.kernels.law import (
     MAPPINGS,
     MODES,
     NOISELESS,
+    PATTERNS,
     SIGMOID,
     SOFT,
     STRAIGHT_THROUGH,
@@ -38,7 +39,17 @@ from pacprune.kernels.law import (
     Law,
     SampleInputs,
 )
-from pacprune.kernels.reference import hard_gate, keep_prob, logit, opening, probability, quantised, raw
+from pacprune.kernels.reference import (
+    group_logits,
+    hard_gate,
+    keep_prob,
+    logit,
+    opening,
+    probability,
+    quantised,
+    raw,
+    top_probability,
+)
 from pacprune.kernels.torch_ops import sample
 
 __all__ = [
@@ -50,6 +61,7 @@ __all__ = [
     "MAPPINGS",
     "MODES",
     "NOISELESS",
+    "PATTERNS",
     "SIGMOID",
     "SOFT",
     "STRAIGHT_THROUGH",
@@ -62,6 +74,7 @@ __all__ = [
     "draw_fast",
     "fast_backend",
     "gradients",
+    "group_logits",
     "hard_gate",
     "keep_prob",
     "logit",
@@ -73,4 +86,5 @@ __all__ = [
     "sample",
     "status",
     "thresholded_network",
+    "top_probability",
 ]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pacprune.kernels import reference
-from pacprune.kernels.law import HARD, MAPPINGS, MODES, Law, Layout, SampleInputs, layout, layouts, no_branch
+from pacprune.kernels.law import HARD, MAPPINGS, MODES, SIGMOID, Law, Layout, SampleInputs, layout, layouts, no_branch
 
 NAME = "cpu"
 _SOURCE = Path(__file__).with_name("sampler.cpp")
@@ -47,7 +47,7 @@ class _Law(ctypes.Structure):
     """`Law` in sampler.cpp."""
 
     _fields_ = (
-        *((name, _INT32) for name in ("mapping", "mode", "log_std")),
+        *((name, _INT32) for name in ("mapping", "mode", "log_std", "keep", "group")),
         *((name, _FLOAT) for name in ("coupling", "beta", "theta", "steepness")),
     )
 
@@ -60,7 +60,7 @@ class _Job(ctypes.Structure):
         *((name, _POINTER) for name in ("to_draw", "out", "to_gate", "to_std")),
         *((name, _INT64) for name in ("k", "n", "offset", "row", "std_row", "std_column")),
         *((name, _INT32) for name in ("seed_row", "step_row", "shift_row", "sharpness_row", "noise_row")),
-        *((name, _INT32) for name in ("mean_bf16", "draw_bf16")),
+        *((name, _INT32) for name in ("mean_bf16", "gate_bf16", "draw_bf16")),
     )
 
 
@@ -135,8 +135,10 @@ def _check(built: Library) -> None:
 
 
 def _law(law: Law) -> _Law:
-    mapping, mode = MAPPINGS[law.mapping].number, MODES[law.mode].number
-    return _Law(mapping, mode, law.log_std, law.coupling, law.beta, law.theta, law.steepness)
+    # Groups have no mapping of their own there: they are told by their size.
+    mapping = MAPPINGS[SIGMOID if law.pattern else law.mapping].number
+    groups = law.pattern or (0, 0)
+    return _Law(mapping, MODES[law.mode].number, law.log_std, *groups, law.coupling, law.beta, law.theta, law.steepness)
 
 
 def _job(inputs: SampleInputs, rows: Layout, alive: list[Tensor], *, draw_dtype: torch.dtype) -> _Job:
@@ -155,6 +157,7 @@ def _job(inputs: SampleInputs, rows: Layout, alive: list[Tensor], *, draw_dtype:
         *(rows.k, rows.n, inputs.offset, rows.row, rows.std_row, rows.std_column),
         *(int(t is not None and t.ndim > 0) for t in counters),
         inputs.mean.dtype == torch.bfloat16,
+        inputs.gate.dtype == torch.bfloat16,
         draw_dtype == torch.bfloat16,
     )
 
@@ -204,7 +207,7 @@ def gradients(inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bo
     job = _job(inputs, layout(inputs), alive, draw_dtype=out.dtype)
     job.to_draw = alive[0].data_ptr()
     to_mean = torch.empty(inputs.mean.shape, dtype=inputs.mean.dtype) if needs[0] else None
-    to_gate = torch.empty(inputs.gate.shape) if needs[1] else None
+    to_gate = torch.empty(inputs.gate.shape, dtype=inputs.gate.dtype) if needs[1] else None
     to_std = torch.empty(inputs.mean.shape) if needs[2] and inputs.std is not None else None
     for name, tensor in (("out", to_mean), ("to_gate", to_gate), ("to_std", to_std)):
         setattr(job, name, None if tensor is None else tensor.data_ptr())

@@ -78,7 +78,7 @@ def status(device: torch.device | str) -> str:
 # --- By the tensors
 
 
-def fast_backend(inputs: SampleInputs) -> ModuleType | None:
+def fast_backend(inputs: SampleInputs, law: Law | None = None) -> ModuleType | None:
     """The backend that reads these tensors' memory; None where plain torch must see them (other types, vmap)."""
     if torch._C._len_torch_dispatch_stack():  # something wants to see every operation, or makes tensors without memory
         return None
@@ -87,7 +87,7 @@ def fast_backend(inputs: SampleInputs) -> ModuleType | None:
     device = mean.device
     for tensor, dtypes in (
         (mean, _WEIGHTS),
-        (gate, _FLOAT),
+        (gate, _FLOAT if law is None or law.pattern is None else _WEIGHTS),
         (std, _FLOAT),
         (seed, _COUNTER),
         (step, _COUNTER),
@@ -111,14 +111,14 @@ def fast_backend(inputs: SampleInputs) -> ModuleType | None:
 def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """One draw of every tensor, outside autograd; by a fast backend in one launch, into one flat buffer."""
     check_law(law)
-    return _common_backend(all_inputs).draw(all_inputs, law)
+    return _common_backend(all_inputs, law).draw(all_inputs, law)
 
 
 @torch.no_grad()
 def next_scores(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """What the draw after the present one compares with the shift, in the mode "thresholded"; float32."""
     check_law(law)
-    return _common_backend(all_inputs).next_scores(all_inputs, law)
+    return _common_backend(all_inputs, law).next_scores(all_inputs, law)
 
 
 def thresholded_network(*, rows: Sequence[Tensor], **others: Any) -> Any:
@@ -133,9 +133,9 @@ def thresholded_network(*, rows: Sequence[Tensor], **others: Any) -> Any:
     return triton_threshold.network(rows=rows, **others)
 
 
-def _common_backend(all_inputs: Sequence[SampleInputs]) -> ModuleType:
+def _common_backend(all_inputs: Sequence[SampleInputs], law: Law) -> ModuleType:
     """The fast backend that reads all of these tensors, or plain torch."""
-    backends = {fast_backend(inputs) for inputs in all_inputs}
+    backends = {fast_backend(inputs, law) for inputs in all_inputs}
     together = len(backends) == 1 and len({inputs.mean.device for inputs in all_inputs}) == 1
     return (backends.pop() if together else None) or reference
 
@@ -156,7 +156,7 @@ def gradients(
     inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool] = (True, True, True)
 ) -> reference.Gradients:
     """The gradients in mean, gate and std, from that in the draw, `out`, in one pass; None where not needed."""
-    module = fast_backend(inputs)
+    module = fast_backend(inputs, law)
     if module is None or type(out) not in _PLAIN or out.dtype not in _WEIGHTS:
         module = reference
     return module.gradients(inputs, law, out, needs)

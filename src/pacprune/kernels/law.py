@@ -79,13 +79,27 @@ MAPPINGS = {
     GIVEN: GateMapping(2, "the gate itself, which is `quantised` already", is_for_hard_gates=True),
 }
 
+PATTERNS = {"1:4": (1, 4), "2:4": (2, 4), "4:8": (4, 8)}
+"""(N, M) of every N:M pattern, which are mappings too: of every M neighbours N are kept.
+
+With x = sharpness * (gate + coupling * log(|mean| + 1e-8)) + g, g a Gumbel number for every weight, the hard gate opens
+for the N largest x of a group. The relaxed one is the mean of what sets of N keep, under
+Pr(set) ~ exp(sum of its x / beta): the hard one is its limit.
+"""
+GROUPED = (SOFT, NOISELESS, HARD)
+"""The modes of patterns; without noise g is 0."""
+KEY = 2.0**16
+"""The x of a hard gate are compared as integers, round(KEY x), the first of equals first: all backends agree."""
+KEY_MAX = 2.0**13
+"""The largest x that is told from others."""
+
 
 @dataclass(frozen=True)
 class Law:
     """How a gate becomes a weight, the same for every tensor of a model.
 
     Args:
-        mapping: A key of `MAPPINGS`: how the gate parameter becomes keep_prob.
+        mapping: A key of `MAPPINGS`: how the gate parameter becomes keep_prob. Or one of `PATTERNS`.
         coupling: The factor of log(|mean| + 1e-8) in the logit; 0 leaves it out.
         mode: A key of `MODES`: how keep_prob becomes the gate that multiplies the slab.
         beta: The temperature of relaxed gates.
@@ -101,6 +115,11 @@ class Law:
     theta: float = 0.5
 
     @property
+    def pattern(self) -> tuple[int, int] | None:
+        """(N, M) where groups of M weights share what they keep, else None."""
+        return PATTERNS.get(self.mapping)
+
+    @property
     def steepness(self) -> float:
         """How fast a gate opens above its threshold, in the mode "thresholded": POWER / coupling."""
         return POWER / (self.coupling or 1.0)
@@ -108,6 +127,10 @@ class Law:
 
 def check_law(law: Law) -> None:
     """Refuses a mode that its mapping has no numbers for."""
+    if law.pattern is not None:
+        if law.mode not in GROUPED:
+            raise ValueError(f"the pattern {law.mapping} has no mode {law.mode!r}; use one of {', '.join(GROUPED)}")
+        return
     if MAPPINGS[law.mapping].is_for_hard_gates and law.mode != HARD:
         raise ValueError(f"a given keep_prob is drawn in mode {HARD!r}, not {law.mode!r}; use the sigmoid mapping")
     if law.mode == THRESHOLDED and law.mapping != SIGMOID:
@@ -132,7 +155,7 @@ class SampleInputs(NamedTuple):
 
     Args:
         mean: The slab's mean.
-        gate: The parameter behind keep_prob, of mean's shape.
+        gate: The parameter behind keep_prob, of mean's shape; float32, or of a pattern bfloat16.
         std: The slab's width: None, one number, one per member, or one per weight.
         seed: With `step`, what the noise follows from.
         step: The number of the draw.

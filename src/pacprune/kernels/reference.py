@@ -1,5 +1,7 @@
 """The sampler in plain torch: every transform can trace it, and the tests hold the faster backends to it."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +16,8 @@ from pacprune.kernels.law import (
     GAMMA,
     GIVEN,
     HARD,
+    KEY,
+    KEY_MAX,
     MODES,
     NOISELESS,
     POWER,
@@ -207,6 +211,117 @@ GATES: dict[str, Callable[[SampleInputs, Law], _Gate]] = {
 """The gate of every mode."""
 
 
+# --- Groups of weights
+
+
+@functools.cache
+def choices(n: int, m: int) -> list[tuple[int, ...]]:
+    """The sets of N out of M."""
+    return list(itertools.combinations(range(m), n))
+
+
+def sums(entries: Sequence[Tensor], lists: Sequence[Sequence[int]]) -> Tensor:
+    """Sums over listed entries, stacked last: a product with a 0/1 matrix that autocast cannot round."""
+    return torch.stack([sum((entries[j] for j in rest), entries[first]) for first, *rest in lists], dim=-1)
+
+
+def kept_in(values: Tensor, n: int, m: int) -> Tensor:
+    """[..., M] numbers of weights as [..., C(M, N)] of choices: sums over what a choice keeps."""
+    return sums(values.unbind(-1), choices(n, m))
+
+
+def membership(choice_probs: Tensor, n: int, m: int) -> Tensor:
+    """[..., C(M, N)] numbers of choices as [..., M] of weights: sums over the choices that keep them."""
+    return sums(choice_probs.unbind(-1), [[c for c, kept in enumerate(choices(n, m)) if i in kept] for i in range(m)])
+
+
+def group_logits(law: Law, mean: Tensor, gate: Tensor, sharpness: Tensor | None) -> Tensor:
+    """sharpness * (gate + coupling * log(|mean| + 1e-8)), in the gate's precision or float32 at least."""
+    x = gate if gate.dtype == torch.float64 else gate.float()
+    if law.coupling:
+        x = x + law.coupling * torch.log(mean.detach().abs().to(x.dtype) + 1e-8)
+    return x if sharpness is None else _rows(sharpness, x).to(x.dtype) * x
+
+
+def likeliest(keys: Tensor, n: int) -> Tensor:
+    """Which of the last dimension's integers are the N largest, the first of equals first."""
+    m = keys.shape[-1]
+    unique = keys * m + torch.arange(m - 1, -1, -1, device=keys.device)
+    return unique >= unique.topk(n, dim=-1).values[..., -1:]
+
+
+def top_probability(logits: Tensor, n: int) -> Tensor:
+    """Pr(a weight is among the N largest of logits + Gumbel numbers), [..., M]: N draws without replacement.
+
+    By the orders in which a set can be drawn, one weight after another (Plackett-Luce).
+    """
+    m, a = logits.shape[-1], torch.softmax(logits.double(), -1).unbind(-1)
+    drawn: dict[tuple[int, ...], Tensor] = {(): torch.ones_like(a[0])}
+    for size in range(1, n + 1):
+        larger = {}
+        for kept in itertools.combinations(range(m), size):
+            ways = []
+            for i in kept:
+                before = tuple(j for j in kept if j != i)
+                # The sum over what is left, not 1 minus what is gone: no digits would be left where that is near 1.
+                rest = sum((a[j] for j in range(m) if j not in before), torch.zeros_like(a[0]))
+                ways.append(drawn[before] * (a[i] / rest.clamp_min(1e-300)))
+            larger[kept] = torch.stack(ways).sum(0)
+        drawn = larger
+    return torch.stack([sum(p for kept, p in drawn.items() if i in kept) for i in range(m)], dim=-1).float()  # type: ignore[arg-type]
+
+
+def _group_x(inputs: SampleInputs, law: Law) -> Tensor:
+    """x of every weight, [groups, M] of all members; of hard gates in float64."""
+    assert law.pattern is not None
+    mean, gate = _mean_and_gate(inputs)
+    precise = law.mode == HARD
+    x = group_logits(law, mean, gate.detach().double() if precise else gate.detach(), inputs.sharpness)
+    x = x.expand(shape(inputs))
+    if law.mode != NOISELESS:
+        u = philox.uniform(_words(inputs))
+        x = x - torch.log(-torch.log(u.double() if precise else u))
+    return x.reshape(-1, law.pattern[1])
+
+
+def _choice_probs(inputs: SampleInputs, law: Law) -> Tensor:
+    """The relaxed choice of every group, [groups, C(M, N)]."""
+    assert law.pattern is not None
+    return torch.softmax(kept_in(_group_x(inputs, law) / law.beta, *law.pattern), -1)
+
+
+def _group_gate(inputs: SampleInputs, law: Law) -> Tensor:
+    """The gate of every weight of a pattern."""
+    assert law.pattern is not None
+    if law.mode == HARD:
+        keys = torch.round(_group_x(inputs, law).clamp(-KEY_MAX, KEY_MAX) * KEY).to(torch.int64)
+        kept = likeliest(keys, law.pattern[0]).to(torch.float32)
+    else:
+        kept = membership(_choice_probs(inputs, law), *law.pattern)
+    return kept.reshape(shape(inputs))
+
+
+def _group_gradients(
+    inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, None]:
+    """d/dmean = gate; d/dgate_j = sharpness / beta * sum_i out_i mean_i Cov(i kept, j kept); of hard gates 0."""
+    assert law.pattern is not None
+    (n, m), to_draw, to_mean, to_gate = law.pattern, out.float(), None, None
+    if needs[0]:
+        to_mean = (to_draw * _group_gate(inputs, law)).to(inputs.mean.dtype)
+    if needs[1] and law.mode == HARD:
+        to_gate = torch.zeros_like(inputs.gate)
+    elif needs[1]:
+        probs = _choice_probs(inputs, law)
+        worth = kept_in((to_draw * inputs.mean.float()).reshape(-1, m), n, m)
+        covariance = probs * (worth - (probs * worth).sum(-1, keepdim=True))
+        to_gate = membership(covariance, n, m).reshape(inputs.mean.shape) / law.beta
+        if inputs.sharpness is not None:
+            to_gate = to_gate * _rows(inputs.sharpness, to_gate)
+        to_gate = to_gate.to(inputs.gate.dtype)
+    return to_mean, to_gate, None
+
+
 # --- Slabs
 
 
@@ -239,7 +354,7 @@ def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
 
 
 def _draw(inputs: SampleInputs, law: Law) -> Tensor:
-    gate = GATES[law.mode](inputs, law).value
+    gate = GATES[law.mode](inputs, law).value if law.pattern is None else _group_gate(inputs, law)
     mean, _ = _mean_and_gate(inputs)
     slab = mean if inputs.std is None else mean.float() + _std(inputs, law) * _normals(inputs)
     weights = torch.where(gate > 0, slab, 0.0) if MODES[law.mode].is_binary else gate * slab
@@ -253,6 +368,8 @@ def gradients(inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bo
     In hard mode d/dgate is zero. In hard-concrete mode it is zero wherever the gate is clamped, and elsewhere
     ZETA - GAMMA times as much. In thresholded mode d/dmean is 1 above the threshold and theta below.
     """
+    if law.pattern is not None:
+        return _group_gradients(inputs, law, out, needs)
     to_draw = out.float()
     gate = GATES[law.mode](inputs, law)
     through = gate.value if gate.through is None else gate.through

@@ -28,27 +28,30 @@ enum Mode { SOFT, STRAIGHT_THROUGH, HARD, STRETCHED, NOISELESS, THRESHOLDED, MOD
 
 struct Law {
   int32_t mapping, mode, log_std;
+  int32_t keep, group;  // of an N:M pattern; group is 0 for gates that do not share
   float coupling, beta, theta, steepness;
 };
 
 // Whether there is a branch for this law: any other would read gates that nobody wrote.
 inline bool is_known(const Law &law) {
+  if (law.group) return law.mode == SOFT || law.mode == NOISELESS || law.mode == HARD;
   const bool listed = 0 <= law.mapping && law.mapping < MAPPINGS && 0 <= law.mode && law.mode < MODES;
   return listed && (law.mapping != GIVEN || law.mode == HARD) && (law.mode != THRESHOLDED || law.mapping == SIGMOID);
 }
 
 // One tensor: k rows of n weights. A row's inputs lie `row` further on than the last one's, its std `std_row`.
 struct Job {
-  const void *mean;
-  const float *gate, *std;
+  const void *mean, *gate;
+  const float *std;
   const int64_t *seed, *step;
   const float *shift, *sharpness, *noise;
   const void *to_draw;
   void *out;
-  float *to_gate, *to_std;
+  void *to_gate;
+  float *to_std;
   int64_t k, n, offset, row, std_row, std_column;
   int32_t seed_row, step_row, shift_row, sharpness_row, noise_row;
-  int32_t mean_bf16, draw_bf16;
+  int32_t mean_bf16, gate_bf16, draw_bf16;
 };
 
 template <class To, class From>
@@ -277,7 +280,7 @@ const float *prepare(const Job &job, const Law &law, int64_t row, int64_t at, in
   c.w = c.word + lead;
   c.mean = load(job.mean, job.mean_bf16, start, n, c.room[0]);
 
-  const float *gate = job.gate + start;
+  const float *gate = (const float *)job.gate + start;
   if (law.mapping == SIGMOID) {
     const float shift = job.shift ? job.shift[row * job.shift_row] : 0.0f;
     const float sharpness = job.sharpness ? job.sharpness[row * job.sharpness_row] : 1.0f;
@@ -396,7 +399,7 @@ void backward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Ch
     for (int i = 0; i < n; ++i) to[i] = to_draw[i] * gate[i] * c.z[i] * (law.log_std ? c.std[i] : 1.0f);
   }
   if (!job.to_gate) return;
-  float *to = job.to_gate + start;
+  float *to = (float *)job.to_gate + start;
   if (law.mode == HARD) {
     std::memset(to, 0, sizeof(float) * n);
     return;
@@ -405,11 +408,145 @@ void backward(const Job &job, const Law &law, int64_t row, int64_t at, int n, Ch
   for (int i = 0; i < n; ++i) to[i] = to_draw[i] * slab[i] * c.soft[i] * c.closed[i] * sharper;
   for (int i = 0; law.mode == STRETCHED && i < n; ++i) to[i] *= gate[i] > 0.0f && gate[i] < 1.0f ? SPAN : 0.0f;
   if (law.mapping == CLAMP) {
-    const float *g = job.gate + start;
+    const float *g = (const float *)job.gate + start;
     for (int i = 0; i < n; ++i) to[i] = g[i] >= LOW && g[i] <= HIGH ? to[i] * (1.0f / (g[i] * (1.0f - g[i]))) : 0.0f;
   } else if (job.sharpness) {
     const float sharpness = job.sharpness[row * job.sharpness_row];
     for (int i = 0; i < n; ++i) to[i] = to[i] * sharpness;
+  }
+}
+
+// --- Groups of `group` weights of which `keep` are kept. A chunk holds whole groups.
+
+constexpr int GROUP_MAX = 8, SETS_MAX = 70;
+constexpr double KEY = 65536.0, KEY_MAX = 8192.0;
+
+// The sets of `keep` out of `group`, by the places that they keep.
+struct Sets {
+  int count = 0, keep, group;
+  int8_t place[SETS_MAX][GROUP_MAX];
+  explicit Sets(const Law &law) : keep(law.keep), group(law.group) {
+    for (int set = 0; set < 1 << group; ++set) {
+      if (__builtin_popcount((unsigned)set) != keep) continue;
+      for (int i = 0, k = 0; i < group; ++i)
+        if (set >> i & 1) place[count][k++] = (int8_t)i;
+      ++count;
+    }
+  }
+};
+
+// The words of a chunk, and what gates and means are read into.
+const float *group_inputs(const Job &job, int64_t row, int64_t at, int n, bool random, Chunk &c) {
+  const int64_t index = job.offset + at, start = row * job.row + at;
+  const int lead = (int)(index & 3), blocks = (lead + n + 3) / 4;
+  if (random)
+    philox((uint64_t)job.seed[row * job.seed_row], (uint32_t)job.step[row * job.step_row], GATE, (uint64_t)index >> 2,
+           blocks, c.word);
+  c.w = c.word + lead;
+  c.mean = load(job.mean, job.mean_bf16, start, n, c.room[0]);
+  return load(job.gate, job.gate_bf16, start, n, c.room[1]);
+}
+
+// Into c.hard: 1 where the integer of sharpness * (gate + coupling * log size) + g is among the group's largest.
+void hard_groups(const Job &job, const Law &law, int64_t row, int64_t at, int n, Chunk &c) {
+  const float *gate = group_inputs(job, row, at, n, true, c);
+  const double sharpness = job.sharpness ? job.sharpness[row * job.sharpness_row] : 1.0;
+  int64_t key[GROUP_MAX];
+  for (int first = 0; first < n; first += law.group) {
+    for (int i = 0; i < law.group; ++i) {
+      const int at = first + i;
+      double x = gate[at], u = ((double)(c.w[at] >> 9) + 0.5) * 0x1p-23;
+      if (law.coupling != 0.0f) x += (double)law.coupling * __builtin_log((double)__builtin_fabsf(c.mean[at]) + 1e-8);
+      x = sharpness * x - __builtin_log(-__builtin_log(u));
+      x = x < -KEY_MAX ? -KEY_MAX : (x > KEY_MAX ? KEY_MAX : x);
+      key[i] = (int64_t)__builtin_rint(x * KEY);
+    }
+    for (int i = 0; i < law.group; ++i) {
+      int before = 0;
+      for (int j = 0; j < law.group; ++j) before += key[j] > key[i] || (key[j] == key[i] && j < i);
+      c.hard[first + i] = before < law.keep ? 1.0f : 0.0f;
+    }
+  }
+}
+
+// Into c.logit: x / beta of the relaxed gate.
+void group_logits(const Job &job, const Law &law, int64_t row, int64_t at, int n, Chunk &c) {
+  const bool random = law.mode != NOISELESS;
+  const float *gate = group_inputs(job, row, at, n, random, c);
+  const float sharpness = job.sharpness ? job.sharpness[row * job.sharpness_row] : 1.0f, sharper = 1.0f / law.beta;
+  for (int i = 0; i < n; ++i) c.logit[i] = gate[i];
+  for (int i = 0; law.coupling != 0.0f && i < n; ++i)
+    c.logit[i] += law.coupling * log_(__builtin_fabsf(c.mean[i]) + 1e-8f);
+  for (int i = 0; i < n; ++i) c.logit[i] *= sharpness;
+  for (int i = 0; random && i < n; ++i) c.logit[i] -= log_(-log_(((float)(c.w[i] >> 9) + 0.5f) * 0x1p-23f));
+  for (int i = 0; i < n; ++i) c.logit[i] *= sharper;
+}
+
+// The gates of one group, and with `worth`, what the gradient in its logits is.
+void relaxed_group(const Sets &sets, const float *x, const float *worth, float *gate, float *slope) {
+  float sum[SETS_MAX], worth_of[SETS_MAX], most = -__builtin_inff(), total = 0.0f, mean = 0.0f;
+  for (int s = 0; s < sets.count; ++s) {
+    sum[s] = 0.0f;
+    for (int k = 0; k < sets.keep; ++k) sum[s] += x[sets.place[s][k]];
+    most = sum[s] > most ? sum[s] : most;
+  }
+  for (int s = 0; s < sets.count; ++s) total += sum[s] = exp_(sum[s] - most);
+  for (int i = 0; i < sets.group; ++i) gate[i] = 0.0f;
+  for (int s = 0; s < sets.count; ++s) {
+    sum[s] /= total;
+    for (int k = 0; k < sets.keep; ++k) gate[sets.place[s][k]] += sum[s];
+  }
+  if (!worth) return;
+  for (int s = 0; s < sets.count; ++s) {
+    worth_of[s] = 0.0f;
+    for (int k = 0; k < sets.keep; ++k) worth_of[s] += worth[sets.place[s][k]];
+    mean += sum[s] * worth_of[s];
+  }
+  for (int i = 0; i < sets.group; ++i) slope[i] = 0.0f;
+  for (int s = 0; s < sets.count; ++s)
+    for (int k = 0; k < sets.keep; ++k) slope[sets.place[s][k]] += sum[s] * (worth_of[s] - mean);
+}
+
+void forward_groups(const Job &job, const Law &law, const Sets &sets, int64_t row, int64_t at, int n, Chunk &c) {
+  const int64_t start = row * job.n + at;
+  float *to = place(job.out, job.draw_bf16, start, c.room[2]);
+  if (law.mode == HARD) {
+    hard_groups(job, law, row, at, n, c);
+    for (int i = 0; i < n; ++i) to[i] = c.hard[i] > 0.0f ? c.mean[i] : 0.0f;
+  } else {
+    group_logits(job, law, row, at, n, c);
+    for (int i = 0; i < n; i += law.group) relaxed_group(sets, c.logit + i, nullptr, c.soft + i, nullptr);
+    for (int i = 0; i < n; ++i) to[i] = c.soft[i] * c.mean[i];
+  }
+  store(to, job.draw_bf16, start, n, job.out);
+}
+
+void backward_groups(const Job &job, const Law &law, const Sets &sets, int64_t row, int64_t at, int n, Chunk &c) {
+  const int64_t start = row * job.n + at;
+  const float *gate = c.soft;
+  for (int i = 0; i < n; ++i) c.closed[i] = 0.0f;
+  if (law.mode == HARD) {
+    hard_groups(job, law, row, at, n, c);
+    gate = c.hard;
+  } else {
+    group_logits(job, law, row, at, n, c);
+  }
+  const float *to_draw = load(job.to_draw, job.draw_bf16, start, n, c.room[2]);
+  if (law.mode != HARD) {
+    for (int i = 0; i < n; ++i) c.depth[i] = to_draw[i] * c.mean[i];
+    for (int i = 0; i < n; i += law.group)
+      relaxed_group(sets, c.logit + i, c.depth + i, c.soft + i, c.closed + i);
+  }
+  if (job.out) {
+    float *to = place(job.out, job.mean_bf16, start, c.room[3]);
+    for (int i = 0; i < n; ++i) to[i] = to_draw[i] * gate[i];
+    store(to, job.mean_bf16, start, n, job.out);
+  }
+  if (job.to_gate) {
+    const float sharpness = job.sharpness ? job.sharpness[row * job.sharpness_row] : 1.0f;
+    float *to = place(job.to_gate, job.gate_bf16, start, c.room[3]);
+    for (int i = 0; i < n; ++i) to[i] = c.closed[i] * (1.0f / law.beta) * sharpness;
+    store(to, job.gate_bf16, start, n, job.to_gate);
   }
 }
 
@@ -441,6 +578,13 @@ void each_chunk(const Job *jobs, int64_t count, int threads, Body body) {
 // Both return whether the law is known; otherwise nothing is written.
 extern "C" int32_t pacprune_draw(const Job *jobs, int64_t count, const Law *law, int threads) {
   if (!is_known(*law)) return 0;
+  if (law->group) {
+    const Sets sets(*law);
+    each_chunk(jobs, count, threads, [law, &sets](const Job &j, int64_t row, int64_t at, int n, Chunk &c) {
+      forward_groups(j, *law, sets, row, at, n, c);
+    });
+    return 1;
+  }
   each_chunk(jobs, count, threads,
              [law](const Job &j, int64_t row, int64_t at, int n, Chunk &c) { forward(j, *law, row, at, n, c); });
   return 1;
@@ -448,6 +592,13 @@ extern "C" int32_t pacprune_draw(const Job *jobs, int64_t count, const Law *law,
 
 extern "C" int32_t pacprune_gradients(const Job *jobs, int64_t count, const Law *law, int threads) {
   if (!is_known(*law)) return 0;
+  if (law->group) {
+    const Sets sets(*law);
+    each_chunk(jobs, count, threads, [law, &sets](const Job &j, int64_t row, int64_t at, int n, Chunk &c) {
+      backward_groups(j, *law, sets, row, at, n, c);
+    });
+    return 1;
+  }
   each_chunk(jobs, count, threads,
              [law](const Job &j, int64_t row, int64_t at, int n, Chunk &c) { backward(j, *law, row, at, n, c); });
   return 1;

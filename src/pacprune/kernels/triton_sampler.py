@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from pacprune.kernels import reference
+from pacprune.kernels import reference, triton_groups
 from pacprune.kernels.law import MAPPINGS, MODES, THRESHOLDED, Law, SampleInputs, layout, no_branch
 
 NAME = "triton"
@@ -392,6 +392,8 @@ def _launch(
 
 def draw(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor]:
     """`kernels.draw`: one launch for all tensors that agree in type, kind of std and alignment, which is mostly all."""
+    if law.pattern is not None:
+        return [triton_groups.draw(inputs, law) for inputs in all_inputs]
     return _draw(all_inputs, law, score=False)
 
 
@@ -421,6 +423,8 @@ def _draw(all_inputs: Sequence[SampleInputs], law: Law, *, score: bool) -> list[
 
 def gradients(inputs: SampleInputs, law: Law, out: Tensor, needs: tuple[bool, bool, bool]) -> reference.Gradients:
     """`kernels.gradients`."""
+    if law.pattern is not None:
+        return triton_groups.gradients(inputs, law, out, needs)
     to_draw = out.contiguous()
     mean, gate = inputs.mean, inputs.gate
     to_mean = torch.empty(mean.shape, dtype=mean.dtype, device=mean.device) if needs[0] else None

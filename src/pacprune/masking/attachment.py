@@ -6,7 +6,7 @@ logarithm of `std` (original2).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +142,7 @@ def attach(
     estimator: str = kernels.SOFT,
     beta: float = 0.5,
     train_std: bool = False,
+    gate_dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> nn.Module:
     """Makes the weights of `model` samples of `slab`, in place; `model.parameters()` then yields means and gates.
@@ -153,14 +154,16 @@ def attach(
         model: A plain model.
         slab: The distribution to sample from, such as `pp.isotropic(model, sparsity=0.9)`.
         mapping: How a gate becomes a keep_prob: "sigmoid", or "clamp" (the gate is the keep_prob). With an N:M pattern
-            such as "2:4", every group of M weights keeps N of them. Its gate begins as the choice that gates with the
-            slab's keep_prob make when exactly N of them are open (see `Sampler`).
+            such as "2:4", every group of M weights keeps N of them: the N with the largest logit + Gumbel noise. The
+            logits begin as those of the slab's keep_prob.
         coupling: Above 0 it adds coupling * log|weight| to every gate's logit, so that a weight that grows is kept more
             surely; 4 is what `pp.pft` uses.
         estimator: How gates are relaxed in training: "concrete", "straight-through", "hard-concrete", or
             "deterministic" for gates without noise (see `kernels.Law`).
         beta: The relaxation's temperature.
         train_std: Whether the std of every weight is trained, too; its logarithm then is a parameter.
+        gate_dtype: The type of the gates; torch.bfloat16, of a pattern alone, halves their memory. Train such gates
+            with Config(optimizer="adamw8"), which rounds at random: other optimisers lose small steps.
         seed: Of the samples.
 
     Returns:
@@ -180,13 +183,11 @@ def attach(
         >>> pp.read(model)  # the distribution that was trained
         SpikeSlab(2 tensors, 1,184 weights, expected sparsity 0.90...)
     """
-    _check_options(mapping, coupling, estimator, train_std)
+    _check_options(mapping, coupling, estimator, train_std, gate_dtype)
     pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
     plain = weights.all_weights(model)
     weights.refuse_computed(model, [name for name in slab.keep_prob if name in plain])
-    if pattern is not None:
-        refuse_sharded(plain.values(), "attached pattern", mapping)
-    elif train_std or any(std.ndim for std in slab.std.values()):
+    if train_std or any(std.ndim for std in slab.std.values()):
         refuse_sharded(plain.values(), "std")
     check_fits(plain, slab, pattern)
     with weights.changing(model):
@@ -196,6 +197,7 @@ def attach(
             if name not in slab.keep_prob:
                 continue
             first, constant = _start_values(name, weight, slab, mapping, coupling, train_std)
+            first = (first[0], first[1].to(gate_dtype), *first[2:])
             owners = list(_owners(model, weight))
             sampler = Sampler(
                 first,
@@ -222,7 +224,7 @@ def attach(
     return model
 
 
-def _check_options(mapping: str, coupling: float, estimator: str, train_std: bool) -> None:
+def _check_options(mapping: str, coupling: float, estimator: str, train_std: bool, gate_dtype: torch.dtype) -> None:
     """Refuses options of `attach` that are unknown or exclude each other."""
     check_name("mapping", mapping, MAPPINGS)
     check_name("estimator", estimator, kernels.ESTIMATORS)
@@ -234,6 +236,11 @@ def _check_options(mapping: str, coupling: float, estimator: str, train_std: boo
         raise ValueError(
             f"the mapping {mapping} takes the estimators {kernels.SOFT!r} and {kernels.NOISELESS!r} and no std, not "
             f"estimator={estimator!r} and train_std={train_std}; use the sigmoid mapping for these"
+        )
+    if gate_dtype != torch.float32 and not (gate_dtype == torch.bfloat16 and mapping in patterns.PATTERNS):
+        raise ValueError(
+            f"gate_dtype is {gate_dtype} with the mapping {mapping!r}; use torch.float32, or torch.bfloat16 with a "
+            f"pattern: {', '.join(patterns.PATTERNS)}"
         )
 
 
@@ -255,9 +262,6 @@ def _start_values(
     gate = p.clamp(ETA, 1 - ETA) if mapping == kernels.CLAMP else bounded(torch.logit(p.double())).float()
     if coupling:
         gate = gate - coupling * torch.log(mean.abs().float() + 1e-8)
-    if mapping in patterns.PATTERNS:
-        n, m = patterns.parse(mapping)
-        gate = patterns.spread(patterns.grouped(gate, m), n, m)
     std = slab.std[name].to(weight.device, torch.float32)
     if not train_std:
         return (mean, gate), std.clone() if bool((std != 0).any()) else None
@@ -409,16 +413,44 @@ def advance_(attached_weights: Sequence[AttachedWeight]) -> None:
 
 @torch.no_grad()
 def set_logits_(model: nn.Module, logits: Mapping[str, Tensor]) -> nn.Module:
-    """Gates with which every weight has this logit before shift and sharpness; under a pattern, choices their sums."""
+    """Gates with which weights have these logits before shift and sharpness; those of other tensors stay."""
     with weights.changing(model):
         for site in require_sites(model):
-            pattern, goal = site.sampler.pattern, local(logits[site.name])
-            if pattern is None:
+            if site.name not in logits:
+                continue
+            goal, size = local(logits[site.name]), site.local_mean.abs().float()
+            if site.sampler.pattern is None:
                 site.local_gate.add_(goal - site.raw())
             else:
-                uncoupled = goal - site.sampler.coupling * torch.log(site.mean.abs().float() + 1e-8)
-                site.gate.copy_(patterns.spread(patterns.grouped(uncoupled, pattern[1]), *pattern))
+                site.local_gate.copy_(goal - site.sampler.coupling * torch.log(size + 1e-8))
     return model
+
+
+@contextmanager
+def unmasked(model: nn.Module) -> Iterator[nn.Module]:
+    """While this lasts, every weight is its mean: the dense network, without a copy of it.
+
+    Args:
+        model: With stochastic masks, as `attach` leaves it.
+
+    Returns:
+        A context, which gives the same model.
+
+    Example:
+        >>> dense = model(x)
+        >>> model = pp.attach(model, pp.isotropic(model, sparsity=0.5))
+        >>> with pp.unmasked(model):
+        ...     torch.equal(model(x), dense)
+        True
+    """
+    samplers = [site.sampler for site in require_sites(model)]
+    for sampler in samplers:
+        sampler.unmasked = True
+    try:
+        yield model
+    finally:
+        for sampler in samplers:
+            sampler.unmasked = False
 
 
 def forget(model: nn.Module) -> nn.Module:
@@ -435,7 +467,7 @@ def final_mask(
     listed = require_sites(model)
     if listed[0].sampler.pattern is None:
         return top_mask(read(model), sparsity=sparsity, min_per_layer=min_per_layer)
-    mask = {site.name: site.sampler.chosen(site.mean, site.gate) for site in listed}
+    mask = {site.name: site.over_ranks(site.sampler.chosen(site.local_mean, site.local_gate)) for site in listed}
     trace.note(mask, weights.seen(model))
     return mask
 

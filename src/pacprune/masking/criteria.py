@@ -23,10 +23,22 @@ from pacprune import philox
 from pacprune.data import trace
 from pacprune.data.batches import Objective, batches, device_of, first_batch, is_pair, isolated_rng, rows, taken, use_of
 from pacprune.distributed import across, across_model, count, first_index, like, local, ranks, refuse_sharded
-from pacprune.masking import weights
+from pacprune.masking import calibration, solvers, weights
 from pacprune.types import Data, Diverged, Forward, Loss, check_name
 
-__all__ = ["CRITERIA", "EXAMPLES", "Criterion", "grasp", "magnitude", "random", "score", "snip", "synflow"]
+__all__ = [
+    "CRITERIA",
+    "EXAMPLES",
+    "Criterion",
+    "grasp",
+    "magnitude",
+    "random",
+    "score",
+    "snip",
+    "sparsegpt",
+    "synflow",
+    "wanda",
+]
 
 Criterion = Callable[..., Mapping[str, Tensor]]
 """f(model, data) -> scores, with any of the keywords loss, forward, seed and prunable."""
@@ -42,10 +54,12 @@ class Declaration:
     Args:
         reads_data: Whether scores depend on the data, which the model then has seen.
         needs_whole_weights: Whether it cannot score a model that is cut into shards.
+        needs_inputs: Whether it scores only weights of layers that show their inputs, Linear and convolutions.
     """
 
     reads_data: bool
     needs_whole_weights: bool = False
+    needs_inputs: bool = False
 
 
 _DECLARATIONS: list[tuple[Criterion, Declaration]] = []
@@ -57,7 +71,7 @@ def declaration(criterion: Criterion) -> Declaration | None:
 
 
 def _declared(
-    *, reads_data: bool, needs_whole_weights: bool = False
+    *, reads_data: bool, needs_whole_weights: bool = False, needs_inputs: bool = False
 ) -> Callable[[Callable[_P, dict[str, Tensor]]], Callable[_P, dict[str, Tensor]]]:
     """Makes a function a criterion: data that it reads are noted as seen, and its scores carry their trace."""
 
@@ -73,7 +87,7 @@ def _declared(
             return scores
 
         traced = _traced(criterion)
-        _DECLARATIONS.append((traced, Declaration(reads_data, needs_whole_weights)))
+        _DECLARATIONS.append((traced, Declaration(reads_data, needs_whole_weights, needs_inputs)))
         return traced
 
     return declare
@@ -274,12 +288,105 @@ def synflow(model: nn.Module, data: Data, *, prunable: weights.Prunable = weight
     return {name: (leaf.detach() * g).abs() for name, leaf, g in zip(chosen, leaves, gradient, strict=True)}
 
 
+@_declared(reads_data=True, needs_whole_weights=True, needs_inputs=True)
+def wanda(
+    model: nn.Module,
+    data: Data,
+    *,
+    forward: Forward | None = None,
+    examples: int = EXAMPLES,
+    prunable: weights.Prunable = weights.prunable,
+) -> dict[str, Tensor]:
+    """|w| times the norm of the input it multiplies, over all tokens of the data (Sun et al. 2023).
+
+    Its square is what pruning this weight alone adds to the squared error of the layer's output. The paper compares
+    within the weights of one output: `scope="row"`. Only Linear and convolution layers show their inputs. An input of
+    a convolution is what one number of the kernel meets at all places.
+
+    Args:
+        model: A plain model, usually a trained one; it runs in eval mode and is left as it is.
+        data: Calibration data, of the kind the model was trained on; labels are not used.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments.
+        examples: At most so many examples are used, from the first one on.
+        prunable: Which weights are scored; by default all tensors of two or more dimensions.
+
+    Returns:
+        Scores by parameter name, larger = keep.
+
+    Raises:
+        ValueError: If a weight is not that of a layer whose inputs can be seen, no batch reached it, or inputs are NaN.
+
+    Example:
+        >>> scores = pp.scores.wanda(model, split.train)
+        >>> mask = pp.top_k(scores, sparsity=0.5, scope="row")
+        >>> sorted({int(kept) for kept in mask["1.weight"].sum(1)})  # of 64
+        [32]
+    """
+    layers = calibration.layers_for(model, prunable(model))
+    sums = calibration.sums_of(model, data, layers, calibration.squares, forward=forward, examples=examples)
+    return {name: _scored(layer, sums[name].sqrt(), 1) for name, (layer, *_) in layers.items()}
+
+
+@_declared(reads_data=True, needs_whole_weights=True, needs_inputs=True)
+def sparsegpt(
+    model: nn.Module,
+    data: Data,
+    *,
+    forward: Forward | None = None,
+    examples: int = EXAMPLES,
+    damping: float = 0.01,
+    prunable: weights.Prunable = weights.prunable,
+) -> dict[str, Tensor]:
+    """w^2 / [H^-1]_jj with H = X'X of the layer's inputs: what pruning w costs when its row makes up for it.
+
+    That is the saliency of optimal brain surgeon (Hassibi and Stork 1993) for the squared error of the layer's output,
+    which SparseGPT (Frantar and Alistarh 2023) goes by. This is the score alone; `pp.layerwise` also makes up for what
+    is pruned.
+
+    Args:
+        model: A plain model, usually a trained one; it runs in eval mode and is left as it is.
+        data: Calibration data, of the kind the model was trained on; labels are not used.
+        forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments.
+        examples: At most so many examples are used, from the first one on.
+        damping: What is added to the diagonal of H, as a share of its mean.
+        prunable: Which weights are scored; by default all tensors of two or more dimensions.
+
+    Returns:
+        Scores by parameter name, larger = keep.
+
+    Raises:
+        ValueError: If a weight is not that of a layer whose inputs can be seen, no batch reached it, or inputs are NaN.
+
+    Example:
+        >>> scores = pp.scores.sparsegpt(model, split.train, examples=256)
+        >>> [tuple(s.shape) for s in scores.values()]
+        [(16, 64), (10, 16)]
+    """
+    layers = calibration.layers_for(model, prunable(model))
+    sums = calibration.sums_of(model, data, layers, calibration.second_moments, forward=forward, examples=examples)
+    scores = {}
+    for name, (layer, *_) in layers.items():
+        moments = sums.pop(name)
+        dead = moments.diagonal(dim1=-2, dim2=-1) == 0
+        costs = 1 / solvers.inverse_diagonal(moments, damping).to(moments.dtype)
+        scores[name] = _scored(layer, costs.masked_fill(dead, 0), 2)
+    return scores
+
+
+def _scored(layer: calibration.Layer, of_inputs: Tensor, power: int) -> Tensor:
+    """|w|^power times a number of its input, as the weight is stored."""
+    size = layer.matrix(layer.weight.detach()).abs().to(of_inputs.dtype)
+    return layer.stored(size**power * of_inputs.unsqueeze(1))
+
+
 CRITERIA: dict[str, Criterion] = {
     "magnitude": magnitude,
     "snip": snip,
     "grasp": grasp,
     "synflow": synflow,
     "random": random,
+    "wanda": wanda,
+    "sparsegpt": sparsegpt,
 }
 """Every criterion by the name that commands and pipelines take."""
 
@@ -346,6 +453,13 @@ def check(criterion: str | Criterion, model: nn.Module) -> None:
     declared = declaration(CRITERIA[criterion])
     if declared is not None and declared.needs_whole_weights and across_model(model) is not None:
         refuse_sharded(model.parameters(), "criterion", criterion)
+
+
+def check_weights(criterion: str | Criterion, model: nn.Module, prunable: weights.Prunable) -> None:
+    """Refuses weights that this criterion cannot score, before anything is trained."""
+    declared = declaration(CRITERIA[criterion] if isinstance(criterion, str) else criterion)
+    if declared is not None and declared.needs_inputs:
+        calibration.layers_for(model, prunable(model))
 
 
 def _called(

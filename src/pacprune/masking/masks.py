@@ -29,9 +29,12 @@ Ranking = Callable[[list[Tensor], list[Tensor] | None, int], list[Tensor]]
 SCOPES: dict[str, Callable[[torch.Size], float] | None] = {
     "global": None,
     "layer": lambda shape: 1.0,
+    "row": lambda shape: 1.0,
     "erk": lambda shape: sum(shape) / math.prod(shape),
 }
-"""What `top_k` ranks: the density of a tensor of this shape, up to a factor; None is one ranking of all tensors."""
+"""What `top_k` ranks: the density of a tensor of this shape, up to a factor; None is one ranking of all tensors. With
+"row", the number that follows for a tensor is that of its rows together."""
+ROW = "row"
 
 
 def check_sparsity(sparsity: float) -> float:
@@ -95,10 +98,12 @@ def top_k(
         sparsity: Fraction to prune, such as 0.9. Leave it out where a pattern is given. A mapping from patterns of
             names to fractions, such as {"conv*": 0.5, "fc*": 0.9}, gives every tensor its own: that of the first
             pattern that fits. A tensor that none fits is kept whole.
-        pattern: "2:4" or "1:4": the N largest of every M consecutive scores of a row are kept, and the sparsity is
-            1 - N / M.
+        pattern: "2:4", "1:4" or "4:8": the N largest of every M consecutive scores of a row are kept, and the sparsity
+            is 1 - N / M.
         scope: "global" is one ranking of all scores. "layer" is the same sparsity in every tensor. "erk" is a density
-            proportional to sum(shape) / prod(shape) (Evci et al. 2020).
+            proportional to sum(shape) / prod(shape) (Evci et al. 2020). "row" is the same number in every row of a
+            tensor, which is all that makes one output. Where a tensor's number cannot be divided by its rows, those
+            with the best next scores keep one more.
         min_per_layer: How many weights of every tensor are kept at least, such as 1.
         ties: Ranks equal scores: larger = keep. Scores that are equal in this, too, are ranked by position (earlier
             tensor, lower index first).
@@ -121,7 +126,6 @@ def top_k(
     check_name("scope", scope, SCOPES)
     _check_scores(scores)
     if pattern is not None:
-        refuse_sharded(scores.values(), "pattern", pattern)
         if scope != "global" or min_per_layer:
             raise ValueError(
                 f"the pattern {pattern} keeps the same share of every layer, so that scope={scope!r} and "
@@ -130,20 +134,25 @@ def top_k(
         return patterns.top(scores, pattern, ties)  # which carries the trace
     between = across(scores.values())
     rank = _largest if between is None else between.largest
+    if scope == ROW:
+        refuse_sharded(scores.values(), "scope", scope)
     flat = [_flat(s) for s in scores.values()]
     second = [_flat(ties[name]) for name in scores] if ties is not None else None
     sizes = [s.numel() for s in scores.values()]
-    if layers is not None:
-        counts = _counts_of_layers(scores, layers, scope, min_per_layer)
-        chosen = _largest_of_each(flat, second, counts, rank)
-    else:
+    density_of = SCOPES[scope]
+    if layers is None and density_of is None:
         k = _kept_count(sizes, sparsity, total)
-        floors = _floors(sizes, min_per_layer, k, sparsity)
-        density_of = SCOPES[scope]
-        if density_of is None:
-            chosen = _largest_overall(flat, second, k, floors, rank)
+        chosen = _largest_overall(flat, second, k, _floors(sizes, min_per_layer, k, sparsity), rank)
+    else:
+        if layers is not None:
+            counts = _counts_of_layers(scores, layers, scope, min_per_layer)
         else:
-            counts = _apportion([density_of(s.shape) for s in scores.values()], sizes, floors, k)
+            k = _kept_count(sizes, sparsity, total)
+            densities = [1.0 if density_of is None else density_of(s.shape) for s in scores.values()]
+            counts = _apportion(densities, sizes, _floors(sizes, min_per_layer, k, sparsity), k)
+        if scope == ROW:
+            chosen = _largest_of_each_row(scores, ties, counts)
+        else:
             chosen = _largest_of_each(flat, second, counts, rank)
     pairs = zip(scores.items(), chosen, strict=True)
     if between is None:
@@ -207,7 +216,7 @@ def layer_ratios(
 
 def _counts_of_layers(scores: Scores, layers: Mapping[str, float], scope: str, min_per_layer: int) -> list[int]:
     """How many weights are kept of every tensor, where each has a sparsity of its own."""
-    if scope != "global":
+    if scope not in ("global", ROW):
         raise ValueError(
             f"sparsity names layers of its own, so that scope={scope!r} has nothing to decide; leave it out"
         )
@@ -281,6 +290,53 @@ def _largest(scores: list[Tensor], ties: list[Tensor] | None, k: int) -> list[Te
             level = level[torch.argsort(second[level], descending=True, stable=True)]
         keep[level[: k - int(keep.sum())]] = True
     return [part.to(s.device) for part, s in zip(keep.split([len(s) for s in scores]), scores, strict=True)]
+
+
+def largest(score: Tensor, k: int) -> Tensor:
+    """Where the k largest numbers of a tensor lie; of equals the first ones."""
+    return _largest([_flat(score)], None, k)[0].reshape(score.shape)
+
+
+def largest_of_rows(score: Tensor, k: int, *, ties: Tensor | None = None) -> Tensor:
+    """The k largest of a matrix, with the same number in every row.
+
+    What is left over when k is divided by the number of rows goes, one each, to the rows whose next number is largest.
+    """
+    height, width = score.shape
+    order = torch.arange(width, device=score.device).expand_as(score)
+    for key in (score,) if ties is None else (ties, score):
+        order = order.gather(1, torch.argsort(key.gather(1, order), dim=1, descending=True, stable=True))
+    base, rest = divmod(k, height)
+    counts = torch.full((height, 1), base, device=score.device)
+    if rest:
+        following = [key.gather(1, order[:, base : base + 1]).flatten() for key in (score, ties) if key is not None]
+        counts[_largest(following[:1], following[1:] or None, rest)[0]] += 1
+    places = torch.arange(width, device=score.device).expand_as(score)
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(1, order, places < counts)
+
+
+def layer_counts(
+    sizes: Mapping[str, int], sparsity: float | Mapping[str, float], *, total: int | None = None
+) -> dict[str, int]:
+    """How many weights of every tensor are kept when each has the same sparsity, or its own.
+
+    With one sparsity their sum is that of `top_k`.
+    """
+    if isinstance(sparsity, Mapping):
+        by_name = layer_sparsities(sizes, sparsity)
+        return {name: round((1 - by_name.get(name, 0.0)) * n) for name, n in sizes.items()}
+    k = _kept_count(list(sizes.values()), sparsity, total)
+    counts = _apportion([1.0] * len(sizes), list(sizes.values()), [0] * len(sizes), k)
+    return dict(zip(sizes, counts, strict=True))
+
+
+def _largest_of_each_row(scores: Scores, ties: Scores | None, counts: list[int]) -> list[Tensor]:
+    """So many of every tensor, by rows."""
+    chosen = []
+    for (name, score), k in zip(scores.items(), counts, strict=True):
+        rows = [_flat(t[name]).reshape(len(score), -1) for t in (scores, ties) if t is not None]
+        chosen.append(largest_of_rows(rows[0], k, ties=rows[1] if ties is not None else None).reshape(-1))
+    return chosen
 
 
 def _largest_of_each(flat: list[Tensor], ties: list[Tensor] | None, counts: list[int], rank: Ranking) -> list[Tensor]:

@@ -1,27 +1,24 @@
 """N:M patterns: of every M consecutive weights of a row, N are kept, which is what fast sparse kernels ask for.
 
 A row is all that one output is made from: the inputs of a Linear [out, in], the in * height * width numbers of a
-convolution. For training, every group of M has one gate, which chooses among the C(M, N) sets that may be kept.
+convolution. For training, every weight has a gate, and the gates of a group of M share what they keep (see
+`kernels.law.PATTERNS`).
 """
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from pacprune import philox
 from pacprune.data import trace
+from pacprune.distributed import like, local
+from pacprune.kernels.law import PATTERNS
 from pacprune.types import check_name
 
 __all__ = ["KERNEL", "PATTERNS", "check", "sparsity", "to_semi_structured", "top"]
 
-PATTERNS = {"1:4": (1, 4), "2:4": (2, 4)}
-"""(N, M) of every pattern."""
 KERNEL = PATTERNS["2:4"]
 """What the sparse kernels of GPUs multiply with; 1:4 is a special case of it."""
-CHOICE = -3
-"""The dimension of a gate's choices, before rows and groups: as the last one, so short, softmax would be slow."""
 _KERNEL_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -85,14 +82,14 @@ def top(scores: Mapping[str, Tensor], pattern: str, ties: Mapping[str, Tensor] |
     n, m = parse(pattern)
     mask = {}
     for name, score in scores.items():
-        groups = grouped(score.detach(), m, name=name)
+        groups = grouped(local(score.detach()), m, name=name)
         order = torch.arange(m, device=score.device).expand_as(groups)
-        tie_groups = [] if ties is None else [grouped(ties[name].detach(), m, name=name)]
+        tie_groups = [] if ties is None else [grouped(local(ties[name].detach()), m, name=name)]
         for key in (*tie_groups, groups):
             # From the last key to the first, since a stable sort leaves equals as the sort before put them.
             order = order.gather(-1, torch.argsort(key.gather(-1, order), dim=-1, descending=True, stable=True))
         keep = torch.zeros(groups.shape, dtype=torch.bool, device=score.device)
-        mask[name] = keep.scatter_(-1, order[..., :n], True).reshape(score.shape)
+        mask[name] = like(keep.scatter_(-1, order[..., :n], True).reshape(local(score).shape), score)
     trace.note(mask, trace.noted([*scores.values(), *({} if ties is None else ties).values()]))
     return mask
 
@@ -124,7 +121,7 @@ def check(weight: Tensor, n: int, m: int, *, name: str = "the weight") -> None:
             ...
         ValueError: fc.weight is not 2:4: 1 of its 1 groups differ, and group 0 of row 0 keeps 4 of 4; ...
     """
-    counts = (grouped(weight.detach(), m, name=name) != 0).sum(-1)
+    counts = (grouped(local(weight.detach()), m, name=name) != 0).sum(-1)
     wrong = (counts != n) if weight.dtype == torch.bool else (counts > n)
     if bool(wrong.any()):
         row, group = (int(i) for i in torch.nonzero(wrong)[0])
@@ -188,54 +185,3 @@ def _fits_kernel(weight: Tensor) -> bool:
 def follows(weight: Tensor, n: int, m: int) -> bool:
     """Whether no group of M has more than N nonzeros."""
     return not bool(((grouped(weight, m) != 0).sum(-1) > n).any())
-
-
-# --- The gate of a group: one choice among C(M, N).
-
-
-def choices(n: int, m: int) -> list[tuple[int, ...]]:
-    """The sets of N out of M, in the order of the gate's logits."""
-    return list(itertools.combinations(range(m), n))
-
-
-def spread(numbers: Tensor, n: int, m: int) -> Tensor:
-    """[rows, groups, M] numbers of weights as [C(M, N), rows, groups] of choices: sums over what a choice keeps.
-
-    Of logits of keep_prob, these are the logits of what independent gates keep, given that it is exactly N:
-    Pr(S | |S| = N) is proportional to prod_{i in S} p_i / (1 - p_i).
-    """
-    return _sums(numbers.unbind(-1), choices(n, m), dim=CHOICE)
-
-
-def membership(choice_probs: Tensor, n: int, m: int) -> Tensor:
-    """[C(M, N), rows, groups] probabilities of choices as [rows, groups, M] of weights being kept: they add up to N."""
-    sets = choices(n, m)
-    return _sums(
-        choice_probs.unbind(CHOICE), [[c for c, kept in enumerate(sets) if i in kept] for i in range(m)], dim=-1
-    )
-
-
-def _sums(entries: Sequence[Tensor], lists: Sequence[Sequence[int]], *, dim: int) -> Tensor:
-    """Sums over listed entries: a product with a 0/1 matrix that autocast cannot round."""
-    return torch.stack([sum((entries[j] for j in rest), entries[first]) for first, *rest in lists], dim=dim)
-
-
-def gumbel(logits: Tensor, *, seed: Tensor, step: Tensor, offset: int) -> Tensor:
-    """g = -log(-log u), one for every logit: argmax(logits + g) ~ softmax(logits) (Gumbel-max).
-
-    Numbers offset, offset + 1, ... of (seed, step); seed and step have shape [K] when the first dimension is K models.
-    """
-    size = logits.numel() // seed.numel()
-    word = philox.words(size, seed=seed, step=step, stream=philox.GATE, offset=offset, device=logits.device)
-    return -torch.log(-torch.log(philox.uniform(word).reshape(logits.shape)))
-
-
-def relaxed(logits: Tensor, beta: float) -> Tensor:
-    """softmax(logits / beta): the choice relaxed at temperature beta (Jang et al. 2017, with Gumbel noise added)."""
-    return torch.softmax(logits / beta, dim=CHOICE)
-
-
-def hard(logits: Tensor) -> Tensor:
-    """1 for the largest logit of every group, the first of equals, else 0."""
-    # F.one_hot would wait for a GPU to look at the largest index.
-    return torch.zeros_like(logits).scatter_(CHOICE, logits.detach().argmax(CHOICE, keepdim=True), 1.0)

@@ -15,6 +15,7 @@ from pacprune import kernels
 from pacprune.distributed import sharded
 from pacprune.kernels import Law, SampleInputs
 from pacprune.masking import patterns
+from pacprune.masking.redrawn import redrawable
 
 _CAST = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
@@ -155,9 +156,9 @@ class Sampler(nn.Module):
     step. They are part of the state dict, so that a run that goes on from it repeats no draw. For K models at once,
     seed, step, shift and sharpness have shape [K], and mean, gate and std a leading K.
 
-    With an N:M pattern as its mapping, the gate has shape [C(M, N), rows, groups]: a group's choice c has the logit
-    sharpness * (gate_c + coupling * sum_{i in c} log(|mean_i| + 1e-8)), and a weight is multiplied by the share of the
-    choices that keep it: under softmax((logit + Gumbel noise) / beta), or of the largest alone where gates are hard.
+    With an N:M pattern as its mapping, N of every M neighbours are kept, those with the largest logit + Gumbel noise
+    (see `kernels.law.PATTERNS`). Such a draw is not kept for other reads: it is made again wherever it is needed, also
+    for the backward pass where `redrawn` says so. `unmasked` gives the mean in place of every draw.
     """
 
     seed: Tensor
@@ -184,7 +185,8 @@ class Sampler(nn.Module):
         super().__init__()
         self.offset, self.mapping, self.coupling, self.estimator, self.beta = offset, mapping, coupling, estimator, beta
         self.cast, self.pool = cast, pool
-        self.pattern = patterns.parse(mapping) if mapping in patterns.PATTERNS else None
+        self.pattern = Law(mapping).pattern
+        self.unmasked = False
         device = first[0].device
         self.register_buffer("seed", torch.tensor(seed, device=device))
         self.register_buffer("step", torch.tensor(0, device=device))
@@ -232,47 +234,28 @@ class Sampler(nn.Module):
     def keep_prob(self, mean: Tensor, gate: Tensor) -> Tensor:
         """The probability that the hard gate opens, as `kernels.quantised` stores it; a pattern's is not rounded."""
         if self.pattern is not None:
+            n, m = self.pattern
             with torch.no_grad():
-                return self._kept(patterns.relaxed(self.choice_logits(mean, gate), 1.0), mean)
+                logits = self.group_logits(mean, gate).reshape(-1, m)
+                return kernels.top_probability(logits, n).reshape(mean.shape)
         return kernels.probability(Law(self.mapping, self.coupling), mean, gate, self.shift, self.sharpness)
 
-    def choice_logits(self, mean: Tensor, gate: Tensor) -> Tensor:
-        """The logits of a pattern's choices, [C(M, N), rows, groups], differentiable in the gate."""
-        n, m = self._pattern()
-        sharpness = self.sharpness.reshape(self.sharpness.shape + (1,) * (gate.ndim - self.sharpness.ndim))
-        if self.coupling:
-            size = torch.log(mean.detach().abs().float() + 1e-8)
-            groups = patterns.grouped(size, m, members=self.seed.ndim == 1)
-            gate = gate + self.coupling * patterns.spread(groups, n, m)
-        return sharpness * gate
+    def group_logits(self, mean: Tensor, gate: Tensor) -> Tensor:
+        """What the weights of a pattern's group are ranked by, before noise."""
+        return kernels.group_logits(Law(self.mapping, self.coupling), mean, gate, self.sharpness)
 
     def chosen(self, mean: Tensor, gate: Tensor) -> Tensor:
-        """The mask of a pattern's likeliest choices."""
-        return self._kept(patterns.hard(self.choice_logits(mean, gate)), mean) != 0
-
-    def _pattern(self) -> tuple[int, int]:
-        assert self.pattern is not None, "only a pattern has choices"
-        return self.pattern
-
-    def _kept(self, choice: Tensor, mean: Tensor) -> Tensor:
-        return patterns.membership(choice, *self._pattern()).reshape(mean.shape)
+        """The mask of a pattern's likeliest choices, ties by magnitude."""
+        with torch.no_grad():
+            ties = {"": mean.detach().abs()}
+            return patterns.top({"": self.group_logits(mean, gate)}, self.mapping, ties)[""]
 
     def _refuse_pattern(self) -> None:
         if self.pattern is not None:
             raise ValueError(
-                f"the gates of a {self.mapping} pattern choose among {self.pattern[1]} weights and have no logit for "
-                "each; use Budget(control='none') and samples=0, or another mapping"
+                f"the gates of a {self.mapping} pattern share what they keep among {self.pattern[1]} weights, and none "
+                "has a logit of its own; use Budget(control='none') and samples=0, or another mapping"
             )
-
-    def _masked(self, mean: Tensor, gate: Tensor) -> Tensor:
-        """The weight under its pattern in the present mode."""
-        n, m = self._pattern()
-        logits = self.choice_logits(mean, gate)
-        if not self.training or self.estimator != kernels.NOISELESS:
-            offset = self.offset // m * len(patterns.choices(n, m))  # tensors of whole groups come before this one
-            logits = logits + patterns.gumbel(logits, seed=self.seed, step=self.step, offset=offset)
-        choice = patterns.relaxed(logits, self.beta) if self.training else patterns.hard(logits)
-        return mean * self._kept(choice, mean).to(mean.dtype)
 
     def law(self, inputs: SampleInputs) -> Law:
         """How gates become weights in the present mode."""
@@ -303,8 +286,8 @@ class Sampler(nn.Module):
 
     def forward(self, mean: Tensor, gate: Tensor, log_std: Tensor | None = None) -> Tensor:
         """The weight."""
-        if self.pattern is not None:
-            return self._masked(mean, gate)
+        if self.unmasked:
+            return mean
         inputs = self.inputs_of(mean, gate, log_std)
         law = self.law(inputs)
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # a tracer sees every draw
@@ -314,6 +297,8 @@ class Sampler(nn.Module):
         where = self._where()
         if where is None or where.original0 is not mean:  # called by hand, or a replica in another thread
             return kernels.sample(inputs, law)
+        if self.pattern is not None:
+            return redrawable(kernels.sample(inputs, law), inputs, law)
         return kernels.sample(inputs, law, self.pool.read(self, inputs, law))
 
 
@@ -354,6 +339,11 @@ class Shards(nn.ModuleList):
     def weight(self) -> nn.Parameter:
         """The parameter that fully_shard gathers."""
         return self._weight[0]
+
+    @property
+    def unmasked(self) -> bool:
+        """Whether the mean stands for the draw."""
+        return self[0].unmasked is True
 
     def inputs(self) -> tuple[SampleInputs, Law]:
         """What this rank's rows are drawn from, and how."""
@@ -396,7 +386,9 @@ def sample_shards_(shards: Sequence[Shards]) -> None:
     by_law: dict[Law, list[tuple[Tensor, SampleInputs]]] = {}
     for weight_shards in shards:
         inputs, law = weight_shards.inputs()
-        if inputs.mean.numel():  # a rank may have no rows of a small tensor
+        if weight_shards.unmasked:
+            sharded.local(weight_shards.weight.detach()).copy_(inputs.mean)
+        elif inputs.mean.numel():  # a rank may have no rows of a small tensor
             by_law.setdefault(law, []).append((sharded.local(weight_shards.weight.detach()), inputs))
     for law, pairs in by_law.items():
         rows, all_inputs = zip(*pairs, strict=True)

@@ -272,7 +272,7 @@ def check_fits(plain: Mapping[str, Tensor], slab: SpikeSlab, pattern: tuple[int,
         if count(~torch.isfinite(slab.mean[name])):
             raise Diverged(f"{name} has NaN or infinite means in the SpikeSlab; train it again with a smaller lr")
         if pattern is not None:
-            patterns.grouped(p, pattern[1], name=name)
+            patterns.grouped(local(p), pattern[1], name=name)
             if bool((slab.std[name] != 0).any()):
                 raise ValueError(
                     f"{name} has std up to {float(slab.std[name].max()):.3g}, but a pattern masks weights that have no "

@@ -521,15 +521,20 @@ def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module
                 "make it from this model"
             )
         check_alike(keep, weights[name], what=f"the mask of {name}")
-    note = notes(model)
     with changing(model):
         mark_seen(model, trace.noted(mask.values()))
-        forget_masks(model)
-        note.moving = False
-        note.mask = {n: keep.to(weights[n].device, torch.bool, copy=True) for n, keep in mask.items()}
-        note.total = total(model)
+        note_mask(model, mask)
         zero_pruned_(masked(model))
     return model
+
+
+def note_mask(model: nn.Module, mask: Mapping[str, Tensor]) -> None:
+    """Notes a mask, whatever the weights are, in place of all masks before."""
+    weights, note = dict(model.named_parameters()), notes(model)
+    forget_masks(model)
+    note.moving = False
+    note.mask = {n: keep.to(weights[n].device, torch.bool, copy=True) for n, keep in mask.items()}
+    note.total = total(model)
 
 
 Masked = list[tuple[nn.Parameter, Tensor]]

@@ -50,10 +50,11 @@ def acdc(
         config: The whole budget after dense training, on one learning-rate schedule.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
             {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
-        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
+        pattern: Keep so many of every 4 or 8 weights in a row, "1:4", "2:4" or "4:8"; `sparsity` follows.
         rounds: Sparse phases into which the epochs are cut. There are at most a third as many as epochs.
         dense: How the network is trained before pruning; None prunes it as it is.
-        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
+        scope: One ranking (global), the same sparsity in each layer (layer) or row of weights (row), or a higher one in
+            larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
         forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
@@ -79,7 +80,7 @@ def acdc(
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; at least 1 sparse phase must prune to the sparsity")
-    stage, plan = set_up(locals())
+    stage, plan = set_up(locals(), takes_rows=True)
     history = (yield stage("dense", dense)) if dense else []
     phases, mask = _phases(config, rounds), {}
     for number, phase in enumerate(phases):

@@ -63,8 +63,8 @@ def feather(
         config: The whole budget after dense training. At 98 % sparsity and above, clip=1.0 keeps it from collapsing.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
             {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
-        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it. A weight then is
-            shrunk by the largest one of its group that is pruned.
+        pattern: Keep so many of every 4 or 8 weights in a row, "1:4", "2:4" or "4:8"; `sparsity` follows. A weight then
+            is shrunk by the largest one of its group that is pruned.
         theta: Share of its gradient that a weight below the threshold gets. 1 lets the mask move most.
         dense: How the network is trained before pruning; None prunes it as it is.
         scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).

@@ -87,8 +87,8 @@ def gmp(
         config: The whole budget after dense training, on one learning-rate schedule.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
             {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
-        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it. The largest of
-            every group are the last to go.
+        pattern: Keep so many of every 4 or 8 weights in a row, "1:4", "2:4" or "4:8"; `sparsity` follows. The largest
+            of every group are the last to go.
         feedback: Whether pruned weights are trained on and can come back: DPF.
         mask_share: Share of the steps after which the mask is final, such as 0.5; the rest fine-tunes.
         every: Steps from one mask to the next. 16 unless given; with `feedback`, 1.

@@ -49,10 +49,11 @@ def osp(
         config: How the pruned network is fine-tuned; 0 epochs leave the weights as they are.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
             {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
-        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
+        pattern: Keep so many of every 4 or 8 weights in a row, "1:4", "2:4" or "4:8"; `sparsity` follows.
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
         dense: How the network is trained before pruning; None prunes it as it is.
-        scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
+        scope: One ranking (global), the same sparsity in each layer (layer) or row of weights (row), or a higher one in
+            larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
         loss: (outputs, labels) -> one number. That it reads no other data than these is the issuer's word.
         forward: (model, batch) -> output, for batches that are neither (x, y) nor the model's arguments; see `pp.fit`.
@@ -76,7 +77,7 @@ def osp(
         >>> sum(int(keep.sum()) for keep in pruned.mask.values())
         118
     """
-    stage, plan = set_up(locals())
+    stage, plan = set_up(locals(), takes_rows=True)
     history = (yield stage("dense", dense)) if dense else []
     mask = plan.mask(stage.scores(criterion, plan.prunable))
     weights.apply_mask(model, mask)

@@ -110,6 +110,7 @@ def _prior_steps(
     trial = _blank(split) if is_blank else prior_data
     stage = Stages(model, trial, seed=seed, folder=folder, progress=progress)
     plan = make_plan(model, sparsity, include=include, exclude=exclude, scope=scope)
+    plan.refuse_rows()
     history = (yield stage("dense", dense)) if dense and not is_blank else []
     scored = split.prior if len(split.prior) else prior_data
     mask = plan.mask(score(criterion, model, scored, seed=seed, prunable=plan.prunable))

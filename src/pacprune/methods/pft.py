@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pacprune import kernels
+from pacprune.data import trace
 from pacprune.data.batches import per_epoch
-from pacprune.masking import masks, weights
-from pacprune.masking.attachment import attach, final_mask, harden, set_logits_
+from pacprune.distributed import is_sharded, local
+from pacprune.masking import masks, patterns, weights
+from pacprune.masking.attachment import attach, final_mask, harden, sample_parameters, set_logits_, sites
 from pacprune.masking.criteria import Criterion, magnitude, random
 from pacprune.masking.spikeslab import SpikeSlab, block_isotropic, isotropic, log_scores, score_monotone
 from pacprune.methods.feather import RAMP, threshold_budget
@@ -37,6 +40,7 @@ from pacprune.training.checkpoint import stored_scores
 from pacprune.training.checks import check_rates, loss_identity, trial_pass
 from pacprune.training.config import GATE_STEPS, Config
 from pacprune.training.controls import COUPLING
+from pacprune.training.distillation import distilled
 from pacprune.types import Data, Forward, History, Loss, Progress, check_name
 
 OFFSET_LR = 10.0
@@ -51,6 +55,18 @@ LIMIT = 0.1
 
 Without a limit ResNet20 ends with an empty layer at 99 % sparsity, as Feather does (results/new-ground). On validation
 data of an MLP, which needs none, 0.03, 0.1, 0.3 and no limit were level (results/new-ground-defaults-trials.csv).
+"""
+
+FROZEN_LR, FROZEN_MOMENTUM = 0.05, 0.9
+"""gate_lr and momentum of the recipe "frozen" unless they are given: of its "adamw8"."""
+PRIOR = 4.0
+"""What multiplies the logarithms of the scores that gates of the recipe "frozen" begin with."""
+FROZEN_LR = 0.1
+"""gate_lr of the recipe "frozen" unless one is given: of its "adamw8"."""
+FROZEN_BETA, FROZEN_SHARPEN = 4.0, 16.0
+"""Temperature of its relaxed gates, and what their logits are multiplied by at the end.
+
+All were chosen on validation data of a GPT whose weights have the pattern 2:4 (results/frozen-masks-trials.csv).
 """
 
 
@@ -68,6 +84,9 @@ class _Task:
     noise: float | None
     theta: float
     limit: float | None
+    prior: float
+    distill: float
+    temperature: float
     stage: Stages
 
     @property
@@ -167,6 +186,88 @@ def _paper(task: _Task) -> Pipeline[Pruned]:
     return (yield from _harden_and_tune(task, tune_config, history))
 
 
+def _frozen(task: _Task) -> Pipeline[Pruned]:
+    """Gates alone are trained, from what a criterion or a mask says, and the likeliest mask is put on the weights."""
+    config, tune_config = split_epochs(task.config, 1.0 if task.mask_share is None else task.mask_share)
+    defaults = {"optimizer": "adamw8", "gate_lr": FROZEN_LR}
+    config = replace(config, **{name: value for name, value in defaults.items() if name not in config.changes()})
+    config = replace(config, weight_decay=0.0, gates_scheduled=True)
+    # Gates and weights have a schedule each, as nothing is trained in both stages.
+    config, tune_config = (
+        replace(part, span=task.config.span, warmup=task.config.warmup) for part in (config, tune_config)
+    )
+    trainable = {name for name, p in task.model.named_parameters() if p.requires_grad}
+    pattern, plain = task.plan.pattern, task.plan.prunable(task.model)
+    attach_frozen(task.model, plain, pattern, estimator=task.estimator, seed=task.stage.seed)
+    weights.mark_seen(task.model, trace.noted(task.scores.values()))
+    for name in list(plain):  # scores are as large as weights, and go as they come
+        set_logits_(task.model, prior_logits({name: task.scores.pop(name)}, task.prior, pattern))
+    del plain
+    budget = task.plan.budget(control="none" if pattern else "shift", sharpen=FROZEN_SHARPEN)
+    stage = task.stage("masks", config, budget)
+    if task.distill:
+        forward = distilled(task.stage.objective, weight=task.distill, temperature=task.temperature)
+        stage = replace(stage, options={**stage.options, "loss": F.cross_entropy, "forward": forward})
+    try:
+        history = yield stage
+    finally:
+        means = {site.name: site.mean for site in sites(task.model)}
+        for name, p in {**dict(task.model.named_parameters()), **means}.items():
+            p.requires_grad_(name in trainable)
+    return (yield from _harden_and_tune(task, tune_config, history))
+
+
+def attach_frozen(
+    model: nn.Module,
+    plain: Mapping[str, Tensor],
+    pattern: str | None,
+    *,
+    estimator: str = kernels.SOFT,
+    seed: int = 0,
+) -> None:
+    """Gates of 0 on weights that no gradient reaches; of a pattern in 16 bits where the weights have no more."""
+    # No numbers of the weights' size but the gates: a half for all, and the weights themselves as means.
+    half = {name: torch.full((), 0.5, device=w.device).expand(w.shape) for name, w in plain.items()}
+    if any(is_sharded(w) for w in plain.values()):
+        half = {name: torch.full_like(w.detach(), 0.5, dtype=torch.float32) for name, w in plain.items()}
+    means, seen = {name: w.detach() for name, w in plain.items()}, weights.seen(model)
+    slab = SpikeSlab(half, means, dict.fromkeys(plain, torch.zeros(())), {}, weights.total(model), seen)
+    for part in (half, means, slab.std):  # so that nobody has to hash them
+        trace.note(part, seen)
+    short = pattern is not None and all(w.dtype == torch.bfloat16 for w in plain.values())
+    attach(
+        model,
+        slab,
+        mapping=pattern or "sigmoid",
+        estimator=estimator,
+        beta=FROZEN_BETA,
+        gate_dtype=torch.bfloat16 if short else torch.float32,
+        seed=seed,
+    )
+    for p in model.parameters():
+        p.requires_grad_(False)
+    for p in (*(site.gate for site in sites(model)), *sample_parameters(model)):
+        p.requires_grad_(True)  # of a sharded model, gradients of gates are made from those of its draws
+
+
+def prior_logits(scores: Mapping[str, Tensor], strength: float, pattern: str | None) -> dict[str, Tensor]:
+    """What gates begin with: strength * log(score), or of a mask strength where it keeps and 0 elsewhere.
+
+    A pattern's are centred in each group.
+    """
+    logits = {}
+    for name, whole in scores.items():
+        score = local(whole)
+        if score.dtype == torch.bool:
+            logits[name] = strength * score.float()
+        else:
+            logits[name] = strength * torch.log(score.detach().float() + 1e-8)
+        if pattern is not None:
+            groups = patterns.grouped(logits[name], patterns.parse(pattern)[1], name=name)
+            logits[name] = (groups - groups.mean(-1, keepdim=True)).reshape(score.shape)
+    return logits
+
+
 def _start(task: _Task) -> SpikeSlab:
     """The same keep_prob everywhere for random pruning, and two of them around the mask of any other criterion."""
     if task.criterion in ("random", random):
@@ -191,6 +292,7 @@ class Recipe:
         train: Trains them, and leaves the pruned network.
         takes_pattern: Whether it can learn an N:M pattern.
         takes_samples: Whether Algorithm 1 can estimate its gradients, and so its masks are random.
+        takes_shards: Whether it can learn a pattern of a model that fully_shard has cut.
         follows_lr: Whether a gate_lr that is not given follows from the weights' lr.
         uses: Which arguments of `pft` it alone reads.
     """
@@ -198,6 +300,7 @@ class Recipe:
     train: Callable[[_Task], Pipeline[Pruned]]
     takes_pattern: bool = False
     takes_samples: bool = True
+    takes_shards: bool = False
     follows_lr: bool = True
     uses: tuple[str, ...] = ()
 
@@ -211,6 +314,9 @@ RECIPES = {
     ),
     "coupled": Recipe(_coupled, takes_pattern=True),
     "paper": Recipe(_paper, uses=("eps", "mapping")),
+    "frozen": Recipe(
+        _frozen, takes_pattern=True, takes_shards=True, follows_lr=False, uses=("prior", "distill", "temperature")
+    ),
 }
 """What `pft` takes as its `recipe`."""
 
@@ -223,7 +329,7 @@ def pft(
     *,
     sparsity: float | Mapping[str, float] | None = None,
     pattern: str | None = None,
-    criterion: str | Criterion = "magnitude",
+    criterion: str | Criterion | Mapping[str, Tensor] = "magnitude",
     recipe: str = "thresholded",
     mask_share: float | None = None,
     eps: float = 1e-4,
@@ -231,6 +337,9 @@ def pft(
     noise: float | None = None,
     theta: float = 0.5,
     limit: float | None = LIMIT,
+    prior: float = PRIOR,
+    distill: float = 0.0,
+    temperature: float = 1.0,
     dense: Config | None = None,
     scope: str = "global",
     min_per_layer: int = 0,
@@ -256,14 +365,20 @@ def pft(
 
     The recipe "coupled" trains random masks: [dense] -> train weights and keep_prob -> top-k -> sparse fine-tuning. It
     ties each gate to its weight's magnitude, holds the mean keep_prob to a budget that falls to 1 - sparsity, and
-    hardens the gates meanwhile. With a `pattern`, every group of 4 weights has one gate: a choice of so many out of 4,
-    relaxed by Gumbel-softmax. The pattern then holds from the start, in place of the budget.
+    hardens the gates meanwhile. With a `pattern`, the gates of every group share what they keep, a choice of so many
+    weights that is relaxed by Gumbel-softmax. The pattern then holds from the start, in place of the budget.
 
     The recipe "paper" has the steps of "coupled", as the paper writes them. It starts from keep_prob = 1 - sparsity
     everywhere for random pruning, and block-isotropic with `eps` around the mask of any other criterion. Nothing holds
     the budget. Each of the two stages has the whole learning-rate schedule of `config`. The gates have the weights'
     learning rate unless a gate_lr is given, and follow the schedule either way. For
     CIFAR-10 the paper has 60 + 120 epochs: Config(epochs=180, lr=0.1, schedule="step") and mask_share = 1/3.
+
+    The recipe "frozen" learns masks of weights that are not trained: [dense] -> train gates -> top-k, or the likeliest
+    choice of every group -> fine-tuning of what is kept, if mask_share says so. Kept weights are those of the dense
+    network to the bit. The gates begin with what a criterion says of the weights, or with a mask. `distill` trains them
+    on the dense network's answers. Of 16-bit weights under a pattern, everything together takes some 7 bytes per
+    weight; see the page on language models.
 
     An untrained model gives PFT at initialisation. lr = 0 gives strong lottery tickets; "coupled" and "paper" need
     mask_share = 1 and a gate_lr as well, 20 and 0.5.
@@ -272,14 +387,16 @@ def pft(
         model: The network; it is pruned in place.
         data: What trains it: (x, y) tensors, a part of a split, a Dataset or a DataLoader.
         config: The whole budget after dense training, on one learning-rate schedule, or one for each stage of the
-            recipe "paper"; osp with the same config is the fair comparison. A gate_lr that is not given is smaller
-            where the mask is learned in many steps, and lr for the recipe "paper".
+            recipes "paper" and "frozen"; osp with the same config is the fair comparison. A gate_lr that is not given
+            is smaller where the mask is learned in many steps, and lr for the recipe "paper". The recipe "frozen" has
+            0.1, on the schedule, and an optimizer that is not given is "adamw8" for its gates.
         sparsity: Fraction of the weights to prune, such as 0.9. Or a mapping from patterns of names to fractions, as
             {"conv*": 0.5, "fc*": 0.9}; the first that fits counts, and other weights are left alone.
-        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
-        criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores.
+        pattern: Keep so many of every 4 or 8 weights in a row, "1:4", "2:4" or "4:8"; `sparsity` follows from it.
+        criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores. For the
+            recipe "frozen" also a mask, from which the gates begin.
         recipe: thresholded (the k best scores at every step), coupled (keep probabilities whose mean falls to
-            1 - sparsity) or paper.
+            1 - sparsity), paper, or frozen (gates alone are trained).
         mask_share: Share of the epochs in which the mask is learned; the rest fine-tunes. 1 unless given, and 0.5 for
             the recipes "coupled" and "paper".
         eps: Keep probability, at the start, of the weights that `criterion` would prune; `recipe` "paper" only.
@@ -291,6 +408,11 @@ def pft(
         theta: Share of its gradient that a weight below the threshold gets; `recipe` "thresholded" only.
         limit: The gradient of an output's weights below the threshold has at most this share of the norm of all its
             weights; `recipe` "thresholded" only. None sets no limit, and very sparse networks may lose whole layers.
+        prior: What multiplies the logarithms of the scores, whose product the gates begin with, or how far the logits
+            of a mask's kept weights lie above the others'; `recipe` "frozen" only.
+        distill: Share of the loss that is the Kullback-Leibler divergence from the dense network's answers; `recipe`
+            "frozen" only. They come from the same weights without a mask, so that there is no second copy.
+        temperature: What logits are divided by before the two are compared; `recipe` "frozen" only.
         dense: How the network is trained before pruning; None prunes it as it is.
         scope: One ranking (global), the same sparsity in each layer (layer), or a higher one in larger layers (erk).
         min_per_layer: Weights that every layer keeps at least.
@@ -320,11 +442,15 @@ def pft(
         ['masks', 'masks']
     """
     _check_recipe(recipe, pattern, config, noise)
-    _check_used(recipe, {"eps": eps, "mapping": mapping, "theta": theta, "limit": limit})
+    used = {"eps": eps, "mapping": mapping, "theta": theta, "limit": limit}
+    _check_used(recipe, used | {"prior": prior, "distill": distill, "temperature": temperature})
     check_name("mapping", mapping, _MAPPINGS)
     if RECIPES[recipe].follows_lr or "gate_lr" in config.changes():
         check_rates(config)
-    stage, plan = set_up(locals())
+    if recipe == "frozen":
+        _check_frozen(config, mask_share, prior, distill, temperature)
+    criterion = _criterion(criterion, recipe)
+    stage, plan = set_up({**locals(), "shards": RECIPES[recipe].takes_shards})
     history = (yield stage("dense", dense)) if dense else []
     task = _Task(
         plan=plan,
@@ -337,6 +463,9 @@ def pft(
         noise=noise,
         theta=theta,
         limit=limit,
+        prior=prior,
+        distill=float(distill),
+        temperature=temperature,
         stage=stage,
     )
     result = yield from RECIPES[recipe].train(task)
@@ -374,6 +503,42 @@ def _check_recipe(recipe: str, pattern: str | None, config: Config, noise: float
             f"the pattern {pattern} is learned by the recipes {' and '.join(able)} without samples, not by "
             f"recipe={recipe!r} with samples={config.samples}; use recipe={able[0]!r} and samples=0"
         )
+
+
+def _check_frozen(config: Config, mask_share: float | None, prior: float, distill: float, temperature: float) -> None:
+    """Refuses rates of weights that are not trained, and a loss that is no mixture."""
+    if mask_share in (None, 1) and config.changes().get("lr", 0):
+        raise ValueError(
+            f"lr is {config.lr}, but the recipe 'frozen' trains gates and no weights; leave lr out, or give "
+            "mask_share=0.8, say, to fine-tune what is kept for the rest of the epochs"
+        )
+    if config.gate_lr is None:
+        raise ValueError(
+            "gate_lr is None, but the recipe 'frozen' trains nothing but the gates; leave it out, or use pp.osp"
+        )
+    if not 0 <= prior < math.inf:
+        raise ValueError(f"prior is {prior}; it is how far apart logits begin, a number of at least 0, such as {PRIOR}")
+    if not 0 <= distill <= 1 or not 0 < temperature < math.inf:
+        raise ValueError(
+            f"distill is {distill} and temperature {temperature}; the first is a share of the loss, in [0, 1], and the "
+            "second a positive number"
+        )
+
+
+def _criterion(criterion: str | Criterion | Mapping[str, Tensor], recipe: str) -> str | Criterion:
+    """A mask as a criterion that returns it."""
+    if not isinstance(criterion, Mapping):
+        return criterion
+    if recipe != "frozen":
+        raise ValueError(
+            f"the criterion is a mask, which the recipe {recipe!r} cannot begin with; use recipe='frozen', or a name"
+        )
+    mask = dict(criterion)
+
+    def one_shot_mask(model: nn.Module, data: Data) -> dict[str, Tensor]:
+        return mask
+
+    return one_shot_mask
 
 
 def _check_used(recipe: str, values: Mapping[str, float | str | None]) -> None:

@@ -308,11 +308,12 @@ def check_request(
     sparsity: float | Mapping[str, float] | None,
     criterion: str | Criterion = "magnitude",
     pattern: str | None = None,
+    shards: bool = False,
 ) -> None:
     """Refuses before anything is trained what would be refused after it."""
     plain = weights.all_weights(model)
     criteria.check(criterion, model)
-    if pattern is not None:
+    if pattern is not None and not shards:
         refuse_sharded(plain.values(), "pattern", pattern)
     masks.asked_sparsity(sparsity, pattern)
 
@@ -370,6 +371,7 @@ class Plan:
         layers: The sparsity of every tensor, by name, where each has its own; None: one ranking of all.
         min_per_layer: Weights that every tensor keeps at least.
         pattern: The N:M pattern to end in, or None.
+        by_row: Whether every row of a tensor keeps the same number.
     """
 
     model: nn.Module
@@ -378,6 +380,7 @@ class Plan:
     layers: Mapping[str, float] | None
     min_per_layer: int
     pattern: str | None
+    by_row: bool = False
 
     @property
     def goal(self) -> float | Mapping[str, float]:
@@ -388,8 +391,8 @@ class Plan:
         """The mask of the best scores."""
         floor = 0 if self.pattern is not None else self.min_per_layer
         goal = None if self.pattern is not None else self.goal
-        total = weights.total(self.model)
-        return masks.top_k(scores, sparsity=goal, pattern=self.pattern, min_per_layer=floor, total=total)
+        total, scope = weights.total(self.model), masks.ROW if self.by_row else "global"
+        return masks.top_k(scores, sparsity=goal, pattern=self.pattern, scope=scope, min_per_layer=floor, total=total)
 
     def magnitude_mask(self) -> dict[str, Tensor]:
         """The mask of the largest weights."""
@@ -409,8 +412,17 @@ class Plan:
         layers = None if self.layers is None else {name: _partly(s, share) for name, s in self.layers.items()}
         return replace(self, sparsity=_partly(self.sparsity, share), layers=layers).mask(scores)
 
+    def refuse_rows(self) -> None:
+        """Refuses rows of one size where a mask is not ranked but moves in training."""
+        if self.by_row:
+            raise ValueError(
+                "scope='row' is for masks that are ranked anew, as by pp.osp, pp.imp and pp.acdc, but this method "
+                "moves its mask tensor by tensor in training; use scope='layer'"
+            )
+
     def budget(self, **options: Any) -> Budget:
         """The budget of a stage that ends with this sparsity."""
+        self.refuse_rows()
         return Budget(self.sparsity, layers=self.layers, **options)
 
 
@@ -457,25 +469,30 @@ def make_plan(
         overall = masks.sparsity(mask, total=everything)
     if prunable is weights.prunable and include is None and exclude is None and not isinstance(sparsity, Mapping):
         _warn_of_frozen(masks.asked_sparsity(sparsity, pattern), overall, size, everything)
-    _refuse_regrowth(model, overall)
-    return Plan(model, chosen, overall, layers, min_per_layer, pattern)
+    refuse_regrowth(model, overall)
+    return Plan(model, chosen, overall, layers, min_per_layer, pattern, scope == masks.ROW)
 
 
-def set_up(arguments: Mapping[str, Any]) -> tuple[Stages, Plan]:
+def set_up(arguments: Mapping[str, Any], *, takes_rows: bool = False) -> tuple[Stages, Plan]:
     """What makes a method's stages, and what they are to reach; refuses what cannot be before anything is trained.
 
     Args:
         arguments: The method's own, `locals()`: whatever methods share has one name in all of them.
+        takes_rows: Whether every mask comes from `Plan.mask`, so that rows of one size are possible.
     """
 
     def named(function: Callable[..., Any]) -> dict[str, Any]:
         return {name: arguments[name] for name in inspect.signature(function).parameters if name in arguments}
 
     check_request(**named(check_request))
-    return Stages(**named(Stages)), make_plan(**named(make_plan))
+    stages, plan = Stages(**named(Stages)), make_plan(**named(make_plan))
+    if not takes_rows:
+        plan.refuse_rows()
+    criteria.check_weights(arguments.get("criterion", "magnitude"), plan.model, plan.prunable)
+    return stages, plan
 
 
-def _refuse_regrowth(model: nn.Module, sparsity: float) -> None:
+def refuse_regrowth(model: nn.Module, sparsity: float) -> None:
     """Refuses a lower sparsity than that of the mask the model has: the weights that it lacks are zero."""
     size = weights.total(model)
     before = sum(keep.numel() - masks.kept({"": keep}) for _, keep in weights.masked(model)) / size
@@ -538,6 +555,7 @@ class Start:
 
 def begin_dense(plan: Plan) -> None:
     """Notes which weights are to be pruned in training: a mask of ones."""
+    plan.refuse_rows()
     weights.apply_mask(plan.model, masks.all_kept(plan.prunable(plan.model)))
 
 

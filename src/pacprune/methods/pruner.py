@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from pacprune import imports
 from pacprune.distributed import count, is_sharded, local, ranks, unwrapped
 from pacprune.masking import weights
-from pacprune.masking.criteria import CRITERIA, Criterion, score
+from pacprune.masking.criteria import CRITERIA, Criterion, check_weights, score
 from pacprune.methods.pipeline import Pruned, Request, as_noted, check_request, make_plan
 from pacprune.methods.table import METHODS, Method
 from pacprune.training.carrier import Carrier, clear_states_, weakly
@@ -67,7 +67,7 @@ class Pruner:
         forward: (model, batch) -> output, where its batches are neither (x, y) nor the model's arguments.
         mask_share: Share of the steps in which the mask moves; the rest fine-tunes. 1 unless given, and 0.5 for gmp and
             dpf.
-        pattern: Keep so many of every 4 weights in a row, "1:4" or "2:4"; `sparsity` follows from it.
+        pattern: Keep so many of every 4 or 8 weights in a row, "1:4", "2:4" or "4:8"; `sparsity` follows.
         gate_lr: Learning rate of what pft learns beside the weights, by momentum SGD, while the optimiser has its
             largest rate; it follows the optimiser's schedule. "auto" is 10, less in more than 3,200 steps. None learns
             nothing.
@@ -132,6 +132,7 @@ class Pruner:
         """How many weights were pruned before, as a mask of theirs says."""
         self._plan = plan = make_plan(model, sparsity, **choice, pattern=pattern, min_per_layer=min_per_layer)
         weights.refuse_sparse_gradients(model, plan.prunable(model))
+        check_weights(criterion, model, plan.prunable)
         self.final_sparsity = plan.sparsity
         request = Request(
             plan=plan,

@@ -273,12 +273,14 @@ class Recipe(NamedTuple):
         settings: The settings of every scale; or a function from smoke, reduced and full to them.
         figures: Yields the figures of one setting.
         several: Whether a scale has several settings, of which --only can name one.
+        together: Whether they share one folder, which --only adds to.
         lines: What `pacprune reproduce --list` says of it.
     """
 
     settings: Mapping[str, Settings] | Callable[[str], Settings]
     figures: Callable[[Any, Job], Iterator[Figure]]
     several: bool = False
+    together: bool = False
     lines: tuple[Line, ...] = ()
 
     @property

@@ -21,6 +21,7 @@ from pacprune.paper import (
     flow_chart,
     keep_probs,
     kl_weight,
+    language_model,
     linear_model,
     mask_entropy,
     mask_stability,
@@ -129,6 +130,13 @@ RECIPES: dict[str, Recipe] = {
         characters.SETTINGS,
         characters.figures,
         lines=(Line("a character GPT", see="results.md#a-character-gpt"),),
+    ),
+    "language-model": Recipe(
+        language_model.SETTINGS,
+        language_model.figures,
+        several=True,
+        together=True,
+        lines=(Line("a language model of C", scale="full"),),
     ),
     "error-vs-sparsity": Recipe(
         error_vs_sparsity.settings,
@@ -249,7 +257,7 @@ def run(
         name: Key of RECIPES.
         scale: How much is computed, one of those of the recipe.
         only: Of a recipe with several settings (a data set and a network each), the one to compute; None is all.
-        out: The folder; None is runs/NAME-SCALE[-ONLY].
+        out: The folder; None is runs/NAME-SCALE[-ONLY], or runs/NAME-SCALE where all settings share one.
         seed: Seed of everything.
         device: Where to compute.
         data_dir: Folder of the data files; None is the default one.
@@ -264,8 +272,9 @@ def run(
     place = _check(name, scale, seed, device, data_dir)
     if only is not None:
         _check_only(name, scale, only)
-    folder = Path("runs") / "-".join(part for part in (name, scale, only) if part) if out is None else out
-    request = {"recipe": name, "scale": scale, "seed": seed, "only": only}
+    owner = None if RECIPES[name].together else only
+    folder = Path("runs") / "-".join(part for part in (name, scale, owner) if part) if out is None else out
+    request = {"recipe": name, "scale": scale, "seed": seed, "only": owner}
     if _claim(folder, request):
         return store.result(folder)
     drawings, numbers = reproduce(RECIPES[name], Job(scale, folder, seed, place, data_dir, progress, only))
@@ -275,7 +284,8 @@ def run(
         "numbers": numbers,
         "figures": [_record(drawing) for drawing in drawings],
     }
-    store.finish(folder, result)
+    if only == owner:  # else it is a part of what the folder is for
+        store.finish(folder, result)
     return result
 
 

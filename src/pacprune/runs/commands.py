@@ -454,9 +454,10 @@ def stage(options: Training) -> Config:
     """The Config of the stages after dense training."""
     gate_lr = getattr(options, "gate_lr", None)  # not every method has gates
     on_gpu = torch.device(options.device).type == "cuda"
+    frozen = getattr(options, "recipe", None) == "frozen" and getattr(options, "mask_share", None) in (None, 1)
     return Config(
         epochs=options.epochs,
-        lr=options.lr,
+        lr=0.0 if frozen else options.lr,  # which all commands have, and weights that stay have no use of
         gate_lr="auto" if gate_lr is None else gate_lr,
         batch_size=options.batch_size,
         schedule=options.schedule,
@@ -470,7 +471,10 @@ def stage(options: Training) -> Config:
 
 def dense_stage(options: Training) -> Config:
     """The Config of dense training."""
-    rates = {"lr": options.dense_lr, "weight_decay": options.dense_weight_decay}
+    rates = {
+        "lr": options.lr if options.dense_lr is None else options.dense_lr,
+        "weight_decay": options.dense_weight_decay,
+    }
     changes = {name: value for name, value in rates.items() if value is not None}
     return replace(stage(options), epochs=options.dense_epochs, **changes)
 

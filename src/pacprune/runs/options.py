@@ -22,7 +22,7 @@ from pacprune.certification.commitment import SOURCE
 from pacprune.data.own import FORMS
 from pacprune.masking import criteria, patterns
 from pacprune.methods.compress import SPARSITIES
-from pacprune.methods.pft import OFFSET_LR
+from pacprune.methods.pft import FROZEN_LR, OFFSET_LR
 from pacprune.methods.table import METHODS, Method, pruning_methods
 from pacprune.training.config import GATE_RATIO, GATE_STEPS, SCHEDULES
 from pacprune.training.posterior import OBJECTIVES
@@ -199,6 +199,7 @@ def _gate_lr(method: Method) -> Any:
     if not method.takes("recipe"):
         return _option(None, "Learning rate of the keep probabilities.", unset=unset, per_member=True)
     unset = f"{OFFSET_LR:g}; recipe coupled: {unset}, both less in more than {GATE_STEPS} steps; recipe paper: --lr"
+    unset += f"; recipe frozen: {FROZEN_LR:g}"
     return _option(None, "Learning rate of what decides which weights are kept.", unset=unset, per_member=True)
 
 

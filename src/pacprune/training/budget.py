@@ -77,7 +77,8 @@ class Budget:
             control "variational": in so many steps the price of the KL rises from 0.
         every: Steps from one mask of a plain network to the next; by default 16, with feedback 1, with growth 100.
         min_per_layer: How many weights of every tensor of a plain network are kept at least.
-        pattern: "2:4" or "1:4", for a plain network: the N largest of every group of M weights are the last to go.
+        pattern: "2:4", "1:4" or "4:8", for a plain network: the N largest of every group of M weights are the last to
+            go.
         exchange: Of the control "growth": the share of its weights that a tensor exchanges at the start. It falls to 0
             along half a cosine at the end of the ramp.
         layers: The sparsity of every tensor by its name, where each is held by itself; together they have `sparsity`.

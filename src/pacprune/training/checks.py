@@ -44,6 +44,9 @@ SHARED = (
 )
 """Fields of Config that all members of a population have in common, since they take their steps together."""
 
+_OF_ONE_MODEL = ("adamw8",)
+"""Optimisers that no population has, since its tensors have a dimension more."""
+
 _BROADCAST = "Using a target size"
 """How a warning of torch's losses begins where outputs (n, 1) and labels (n,) become n x n differences."""
 
@@ -257,6 +260,11 @@ def check_population(configs: Sequence[Config]) -> None:
                 f"{name} is {getattr(configs[0], name)}, which a population has no use of; "
                 f"set {name}=0, or train one by one"
             )
+    if configs[0].optimizer in _OF_ONE_MODEL:
+        raise ValueError(
+            f"the optimizer {configs[0].optimizer!r} moves one model, but {len(configs)} are trained as a population; "
+            "use 'adamw', or train one by one"
+        )
     if callable(configs[0].optimizer):
         raise ValueError(
             f"the optimizer is a function, which moves one model, but {len(configs)} are trained as a population; name "
@@ -272,5 +280,5 @@ def check_population(configs: Sequence[Config]) -> None:
 def in_step(first: Config, second: Config) -> bool:
     """Whether two models with these configs can be trained as one population."""
     same = all(getattr(first, name) == getattr(second, name) for name in SHARED)
-    alone = first.samples or first.patience or callable(first.optimizer)
+    alone = first.samples or first.patience or callable(first.optimizer) or first.optimizer in _OF_ONE_MODEL
     return same and (first.gate_lr is None) == (second.gate_lr is None) and not alone

@@ -89,7 +89,8 @@ class Config:
         weight_decay: L2 penalty of the weights (of AdamW: decoupled), such as 5e-4.
         batch_size: Examples per step, over all ranks together. A DataLoader has its own.
         steps_per_epoch: Steps that count as an epoch of a stream (an IterableDataset); None for all other data.
-        optimizer: "sgd", "adam" or "adamw". Or a function from the weights to an optimiser of torch.optim, such as
+        optimizer: "sgd", "adam", "adamw", or "adamw8" (AdamW with a state of 1 byte per parameter: an 8-bit mean, and
+            one second moment for every 256). Or a function from the weights to an optimiser of torch.optim, such as
             lambda params: torch.optim.NAdam(params, lr=1e-3): its learning rate follows the schedule, and lr, momentum
             and weight_decay are its own. Gates then have SGD.
         schedule: What lr follows: "constant", "cosine" (falls to 0), "step" (0.1 times at 50 % and again at 75 %), or a

@@ -256,19 +256,27 @@ def _add_sparsity(rows: History, model: nn.Module, stage: Stage) -> None:
     """To every member's row: sum(1 - keep_prob) / D where there are gates, or the share of D that is masked, if any."""
     if sites := attachment.sites(model):
         key, between = "expected_sparsity", attachment.between_ranks(sites)
-        pruned = [1 - site.keep_prob().double() for site in sites]
+        counts = [_pruned(site, members=stage.members) for site in sites]
     elif pairs := weights.masked(model):
         key, between = "sparsity", across(weight for weight, _ in pairs)
-        pruned = [(~local(keep)).double() for _, keep in pairs]
+        counts = [(~local(keep)).double().flatten(1 if stage.members else 0).sum(-1) for _, keep in pairs]
     else:
         return
-    counts = [tensor.flatten(1 if stage.members else 0).sum(-1) for tensor in pruned]
     totals = sum(counts[1:], counts[0])
     if between is not None:
         totals = between.sum(totals)
     for row, total in zip(rows, _listed(totals), strict=True):
         if sites or total:  # a member without a mask has a row as if it were alone
             row[key] = total / weights.noted_total(model)
+
+
+def _pruned(site: attachment.AttachedWeight, *, members: bool) -> Tensor:
+    """How many weights of this rank's rows the gates prune in expectation, of every member."""
+    if site.sampler.pattern is None:
+        return (1 - site.keep_prob().double()).flatten(1 if members else 0).sum(-1)
+    n, m = site.sampler.pattern  # whatever the gates are, so that nobody has to look at them
+    seed = site.sampler.seed
+    return torch.full(seed.shape, (1 - n / m) * site.local_mean.numel() / seed.numel(), device=seed.device).double()
 
 
 def groups(model: nn.Module, configs: Sequence[Config], *, rest: bool, std_optimizer: str | None = None) -> list[Group]:

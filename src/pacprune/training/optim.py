@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pacprune.distributed import across, local
+from pacprune.distributed import across, first_index, local
+from pacprune.kernels import block_adam
 
 BETA2, EPS = 0.999, 1e-8
 State = dict[str, Tensor]
@@ -174,7 +175,38 @@ class Adam:
         return rate / (torch.sqrt(state["square"] / (1 - BETA2 ** state["step"].double())) + EPS)
 
 
-OPTIMIZERS: dict[str, Rule] = {"sgd": SGD(), "adam": Adam(decoupled=False), "adamw": Adam(decoupled=True)}
+class BlockAdam:
+    """AdamW in about 1 byte per parameter: an 8-bit mean, and a second moment for every 256 (`kernels.block_adam`)."""
+
+    def new_state(self, p: Tensor, group: Group) -> State:
+        """The mean and its scales, the second moments, and the number of steps."""
+        return block_adam.new_state(p)._asdict()
+
+    def step_together(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
+        """Tensor by tensor; on a GPU in one launch each."""
+        torch._foreach_add_([state["step"] for state in states], 1)  # type: ignore[attr-defined]
+        rates = group.rate, group.momentum[0], group.weight_decay[0]
+        for p, grad, state in zip(params, grads, states, strict=True):
+            block_adam.step_(p, grad, block_adam.State(**state), *rates)
+
+    def step_members(self, group: Group, p: Tensor, grad: Tensor, state: State) -> None:
+        """Refused: blocks are cut from the rows of one model."""
+        raise ValueError("the optimizer 'adamw8' moves one model, not a population; train one by one, or use 'adamw'")
+
+    def reach(self, rate: Tensor, momentum: Tensor, state: State) -> Tensor:
+        """A unit of gradient is divided by the size of what came before in its block."""
+        mean, square, form = state["mean"], state["square"], block_adam.rows(state["mean"])
+        size = torch.sqrt(square / (1 - block_adam.BETA2 ** state["step"].double()))
+        by_number = size.repeat_interleave(block_adam.BLOCK, dim=-1)[:, : form.inner].reshape(mean.shape)
+        return rate / (by_number + block_adam.EPS)
+
+
+OPTIMIZERS: dict[str, Rule] = {
+    "sgd": SGD(),
+    "adam": Adam(decoupled=False),
+    "adamw": Adam(decoupled=True),
+    "adamw8": BlockAdam(),
+}
 """What `Config.optimizer` names."""
 
 
@@ -270,8 +302,18 @@ class Optimizer:
     def _state(self, p: nn.Parameter, group: Group) -> State:
         number = self._number[id(p)]
         if number not in self.state:
-            self.state[number] = self._rule(group).new_state(self._rows([p])[0], group)
+            self.state[number] = state = self._rule(group).new_state(self._rows([p])[0], group)
+            if "first" in state:
+                state["first"].fill_(self._first_block(number, p))
         return self.state[number]
+
+    def _first_block(self, number: int, p: Tensor) -> int:
+        """How many blocks of `block_adam` lie before this rank's rows, of this parameter and of all before it."""
+        before = [q for group in self.groups for q in group.params][:number]
+        forms = [block_adam.rows(q) for q in before]
+        inner = block_adam.rows(p)
+        rows_before = first_index(p) // max(1, inner.inner)
+        return sum(form.rows * form.blocks for form in forms) + rows_before * inner.blocks
 
     def _rows(self, tensors: list[Any]) -> list[Tensor]:
         """What this rank holds of tensors that may be sharded."""

@@ -30,6 +30,7 @@ from pacprune.data.batches import (
 )
 from pacprune.distributed import across, is_sharded, local, ranks
 from pacprune.masking import attachment, weights
+from pacprune.masking.redrawn import redrawn
 from pacprune.training import budget, estimators
 from pacprune.training.budget import Budget
 from pacprune.training.config import EXECUTIONS, MASKS, Config
@@ -101,6 +102,8 @@ class Step:
         self.model, self.configs, self.stage, self.device, self.config = model, configs, stage, device, configs[0]
         self.sites, self.stepper = attachment.sites(model), stage.stepper
         self.between = attachment.between_ranks(self.sites)
+        self.redraws = any(site.sampler.pattern for site in self.sites) and self.config.execution == "eager"
+        """Whether layers need not keep their draws."""
         shape = (len(configs),) if stage.members else ()
         self.clock = torch.zeros(len(stage.groups) + NUMBERS, *shape, device=device)
         self.value = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -345,7 +348,8 @@ class Step:
 
     def _loss(self, batch: Any, piece: _Piece) -> Tensor:
         """The mean loss of this part of a micro-batch; the bound, where that is trained on, is of all ranks' mean."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.amp):
+        saving = redrawn() if self.redraws else nullcontext()
+        with saving, torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.amp):
             loss = self.stage.objective(batch)
             return loss if self.stage.bound is None else self.stage.bound(ranks.mean(loss, piece.share))
 
