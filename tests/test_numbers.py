@@ -73,7 +73,7 @@ def assert_shown(shown: str, measured: float, where: str) -> None:
 
 def test_methods_on_new_ground() -> None:
     network, checked = "", 0
-    for row in table("docs/results.md", "network, data", "pruned", "Feather", "AC/DC"):
+    for row in table("docs/tables.md", "network, data", "pruned", "Feather", "AC/DC"):
         network = row["network, data"] or network
         rows, sparsity = new_ground(NEW_GROUND[network]), float(row["pruned"].rstrip(" %")) / 100
         for heading, method in HEADINGS.items():
@@ -88,7 +88,7 @@ def test_methods_on_new_ground() -> None:
 
 def test_compress_with_a_guarantee() -> None:
     network, checked = "", 0
-    for row in table("docs/results.md", "network, data", "promise", *ARMS):
+    for row in table("docs/tables.md", "network, data", "promise", *ARMS):
         label = re.sub(r" \(.*", "", row["network, data"])
         network = label or network
         promise = re.fullmatch(r"(drop|disagreement) ≤ ([0-9.]+) %", row["promise"])
