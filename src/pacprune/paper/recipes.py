@@ -63,7 +63,7 @@ RECIPES: dict[str, Recipe] = {
         lines=(Line("stages of OSP, PFT, PBP", "3", "paper", "agrees", "tutorial.md", scale="paper", cpu=0.1),),
     ),
     "overview": Recipe(
-        overview.SETTINGS, overview.figures, lines=(Line("the picture of the README", see="../README.md", cpu=0.1),)
+        overview.SETTINGS, overview.figures, lines=(Line("the picture of the README", see="index.md", cpu=0.1),)
     ),
     "pft-vs-osp": Recipe(
         pft_vs_osp.SETTINGS,
