@@ -1,8 +1,8 @@
 """The notebook runs from the first cell to the last, and prints and draws what it has stored, up to noise."""
 
-import importlib.util
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,7 @@ SPREAD = 5.0
 
 
 def run(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    spec = importlib.util.spec_from_file_location("run_notebook", DOCS / "run_notebook.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.run(cells)
+    return runpy.run_path(str(DOCS / "run_notebook.py"))["run"](cells)
 
 
 def printed(outputs: list[dict[str, Any]]) -> str:
