@@ -1,6 +1,6 @@
 """The wheel and the sdist install with pip and with uv, on every supported Python that this machine has.
 
-torch is not installed into these environments. What is checked is what the archives hold, and that each Python reads it.
+torch is not installed into these environments. Checked is what the archives hold, and that each Python reads them.
 """
 
 import os
