@@ -134,3 +134,58 @@ README: dict[str, Callable[[], bool]] = {
 def test_the_readme(words: str) -> None:
     assert words in " ".join((ROOT / "README.md").read_text().split())
     assert README[words]()
+
+
+def pruned(network: str, arm: str) -> str:
+    """The weights pruned at a drop of at most 1 point, in %, mean over the seeds."""
+    rows = frame.read(RESULTS / f"compress-{network}.csv")
+    same = [r for r in rows if (r["risk"], r["limit"], r["arm"]) == ("drop", 0.01, arm)]
+    return f"{100 * interval([r['sparsity'] or 0.0 for r in same]).mean:.1f}"
+
+
+def certified(dataset: str, model: str, alpha: float, column: str) -> str:
+    """A certificate at 90 % pruned, in %, mean over the seeds."""
+    rows = frame.read(RESULTS / "certificates.csv")
+    where = {"dataset": dataset, "model": model, "sparsity": 0.9, "alpha": alpha}
+    same = [row[column] for row in rows if all(row[key] == value for key, value in where.items())]
+    return f"{100 * interval(same).mean:.2f}"
+
+
+def ends(method: str) -> str:
+    """The least and the largest mean test error at 98 % on CIFAR-10, over the criteria that a method starts from."""
+    rows = frame.read(RESULTS / "pft-vs-osp.csv")
+    rows = [r for r in rows if (r["dataset"], r["method"], r["sparsity"]) == ("cifar10", method, 0.98)]
+    criteria = {row["criterion"] for row in rows}
+    means = [interval([100 * r["test_error"] for r in rows if r["criterion"] == c]).mean for c in criteria]
+    return f"{min(means):.1f} and {max(means):.1f}"
+
+
+NETWORKS = ("cifar10-resnet20", "fashion-mnist-lenet5", "mnist-lenet5")
+BEST = (("mnist", "lenet5", 0.6), ("fashion-mnist", "lenet5", 0.8), ("cifar10", "resnet20", 0.8))
+FINDINGS: dict[str, Callable[[], list[str]]] = {
+    r"(10\.7 ± 3\.6) points less .* (5\.1 ± 1\.2) on a ViT and (2\.4 ± 1\.2)": lambda: [
+        differences(f"cifar10-{network}", "gmp") for network in ("convnext", "vit", "resnet20")
+    ],
+    r"with ([\d.]+) % of the weights of a ResNet20 .* ([\d.]+) % of a LeNet-5 .* and ([\d.]+) % on MNIST": lambda: [
+        pruned(network, "chain") for network in NETWORKS
+    ],
+    r"allows ([\d.]+), ([\d.]+) and ([\d.]+) %": lambda: [pruned(network, "ordinary") for network in NETWORKS],
+    r"at most ([\d.]+) % on MNIST \(LeNet-5\), ([\d.]+) % on Fashion.* and ([\d.]+) % on CIFAR-10": lambda: [
+        certified(*cell, "held_out_certificate") for cell in BEST
+    ],
+    r"Those of PAC-Bayes are ([\d.]+), ([\d.]+) and ([\d.]+) %": lambda: [
+        certified(*cell, "gibbs_certificate") for cell in BEST
+    ],
+    r"ends between ([\d.]+ and [\d.]+) % test error.* ends between ([\d.]+ and [\d.]+) %": lambda: [
+        ends("osp"),
+        ends("pft-coupled"),
+    ],
+}
+
+
+@pytest.mark.parametrize("words", FINDINGS)
+def test_the_findings(words: str) -> None:
+    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    match = re.search(words, text)
+    assert match is not None, words
+    assert list(match.groups()) == FINDINGS[words]()

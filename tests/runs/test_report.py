@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pacprune.bounds.numeric import rounded_up
 from pacprune.certification.bounds_table import BOUNDS
 from pacprune.certification.certificate import Certificate
 from pacprune.certification.decode import load
@@ -72,10 +71,12 @@ def test_the_report_has_no_script_and_loads_nothing(page: str) -> None:
         assert base64.b64decode(content, validate=True).startswith(PNG)
 
 
-def test_every_link_leads_to_a_file(page: str, folder: Path) -> None:
-    links = re.findall(r'href="([^"]*)"', page)
-    assert len(links) == len(FIGURES) + 1
-    assert all((folder / link).is_file() for link in links)
+def test_every_file_that_is_linked_is_in_the_page(page: str, folder: Path) -> None:
+    links = re.findall(r'<a download="([^"]*)" href="data:[\w/]+;base64,([^"]*)"', page)
+    assert len(links) == page.count("href=") == len(FIGURES) + 1
+    for name, content in links:
+        (file,) = folder.glob(f"*/{name}")
+        assert base64.b64decode(content, validate=True) == file.read_bytes()
 
 
 def test_the_report_states_the_certificate_its_assumptions_and_its_commands(
@@ -95,8 +96,8 @@ def test_the_report_lists_every_bound_and_marks_the_claim(page: str, certificate
     assert "What its delta of 0.1 pays for" in table
     for name, value in certificate.bounds.items():
         assert BOUNDS[name].label in table
-        assert f"<td>{rounded_up(value)}</td>" in table
-    label, bound = BOUNDS["seeger"].label, rounded_up(certificate.bound)
+        assert f"<td>{report.percent_up(value)}</td>" in table
+    label, bound = BOUNDS["seeger"].label, report.percent_up(certificate.bound)
     claim = f"<strong>{label}</strong><small>the claim</small></th><td>{bound}</td>"
     assert f"{claim}<td>0.08 PAC-Bayes + 0.02 Monte Carlo</td>" in table
     assert "They do not hold all at once" in page
@@ -104,7 +105,8 @@ def test_the_report_lists_every_bound_and_marks_the_claim(page: str, certificate
 
 def test_bounds_are_rounded_up(page: str, folder: Path) -> None:
     (dense, pbp) = store.result(folder)["rows"]
-    assert f"<td>{rounded_up(pbp['certificate'])}</td><td>{rounded_up(pbp['held_out'])}</td>" in page
+    assert f"<td>{report.percent_up(pbp['certificate'])}</td><td>{report.percent_up(pbp['held_out'])}</td>" in page
+    assert report.percent_up(0.0900001) == "9.01 %"
     assert dense["certificate"] is None
 
 
