@@ -189,3 +189,17 @@ def test_the_findings(words: str) -> None:
     match = re.search(words, text)
     assert match is not None, words
     assert list(match.groups()) == FINDINGS[words]()
+
+
+def test_the_comparison_with_other_libraries() -> None:
+    rows, checked = frame.read(RESULTS / "peers.csv"), 0
+    names = {"torch.nn": "torch.nn.utils.prune", "NNCF": "nncf", "pacprune": "pft"}
+    for row in table("docs/peers.md", "method", "LeNet-5"):
+        method = next((method for label, method in names.items() if row["method"].startswith(label)), "")
+        for heading, network in (("MLP 784-300-100-10", "mlp"), ("LeNet-5", "lenet5")):
+            same = [r for r in rows if (r["network"], r["method"], r["judged_on"]) == (network, method, "test")]
+            if same:
+                errors = interval([100 * r["error"] for r in same])
+                assert row[heading] == f"{errors.mean:.2f} ± {errors.high - errors.mean:.2f}"
+                checked += 1
+    assert checked == 6
