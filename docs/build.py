@@ -5,8 +5,10 @@ Every link and every anchor is checked, and the network is not asked for anythin
 """
 
 import ast
+import base64
 import html
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -34,6 +36,8 @@ SECTIONS = {
 """What is documented on which page; a name behind none of them is added to the page "More"."""
 OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)")
 """A link to a file of the checkout that is no page: it is laid beside the pages."""
+NOTEBOOK = re.compile(r"\]\((\w+)\.ipynb\)")
+"""A link to a notebook of this folder, which is a page of the site."""
 HEADER = re.compile(r"^(Args|Returns|Raises|Yields|Example|Examples):$")
 CODE = re.compile(r"(`+)(.+?)\1", re.DOTALL)
 CALL = re.compile(r"pp\.([A-Za-z_][\w.]*)(\(.*\))?", re.DOTALL)
@@ -43,7 +47,9 @@ def main(folder: Path) -> None:
     """Writes all pages, and has them made into a site."""
     pages, site = folder / "pages", folder / "site"
     shutil.rmtree(pages, ignore_errors=True)
-    shutil.copytree(DOCS, pages, ignore=shutil.ignore_patterns("*.py", "*.toml", "__pycache__"))
+    shutil.copytree(DOCS, pages, ignore=shutil.ignore_patterns("*.py", "*.toml", "*.ipynb", "__pycache__"))
+    for notebook in DOCS.glob("*.ipynb"):
+        write_notebook(notebook, pages)
     (pages / "reference").mkdir()
     places = write_api(pages / "reference")
     (pages / "reference" / "command-line.md").write_text(command_line())
@@ -52,7 +58,7 @@ def main(folder: Path) -> None:
         (pages / name.lower()).write_text((ROOT / name).read_text().replace("](docs/", "]("))
     outside = set()
     for page in pages.glob("*.md"):
-        text = with_links(page.read_text(), places)
+        text = NOTEBOOK.sub(r"](\1.md)", with_links(page.read_text(), places))
         outside |= {link.rstrip("/") for link in OUTSIDE.findall(text)}
         page.write_text(OUTSIDE.sub(beside, text))
     shutil.copy(DOCS / "zensical.toml", folder)
@@ -320,6 +326,26 @@ def fields(node: ast.ClassDef) -> list[tuple[str, str, str]]:
             words = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
             rows.append((part.target.id, ast.unparse(part.annotation), str(words)))
     return rows
+
+
+# --- The notebook.
+
+
+def write_notebook(notebook: Path, folder: Path) -> None:
+    """A notebook as a page: its text, its code, and the outputs that are stored in it."""
+    lines = []
+    for i, cell in enumerate(json.loads(notebook.read_text())["cells"]):
+        source = "".join(cell["source"])
+        lines += [source, ""] if cell["cell_type"] == "markdown" else ["```python", source, "```", ""]
+        for output in cell.get("outputs", []):
+            if output["output_type"] == "stream":
+                lines += ["```text", "".join(output["text"]).rstrip(), "```", ""]
+            elif "image/png" in output["data"]:
+                name = f"{notebook.stem}-{i}.png"
+                (folder / name).write_bytes(base64.b64decode(output["data"]["image/png"]))
+                lines += [f"![What the cell draws]({name})", ""]
+    lines += [f"As a notebook: [{notebook.name}](../docs/{notebook.name})"]
+    (folder / f"{notebook.stem}.md").write_text("\n".join(lines) + "\n")
 
 
 # --- What holds for all pages.

@@ -1,5 +1,7 @@
 """Every code block of README.md and docs/*.md runs, in order, in one namespace and one empty folder per file."""
 
+import contextlib
+import io
 import re
 import shlex
 import sys
@@ -15,6 +17,12 @@ ROOT = Path(__file__).parents[1]
 PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if page.exists()]
 FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 NOT_CODE = {"", "text", "toml", "json"}
+NUMBER = re.compile(r"[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+def up_to_noise(text: str) -> str:
+    """A text without its numbers and its breaks: what another machine prints as well."""
+    return " ".join(NUMBER.sub("#", text).split())
 
 
 def run_command(line: str) -> None:
@@ -42,12 +50,17 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         for package in needed.split():
             pytest.importorskip(package)
     namespace: dict[str, object] = {"__name__": "__page__"}
+    printed, end = "", 0
     for block in FENCE.finditer(text):
         kind, body = block["kind"].strip(), block["body"]
         line = text.count("\n", 0, block.start("body"))
         if kind == "python":
             # Blank lines before the block make a traceback show the line of the page.
-            exec(compile("\n" * line + body, page, "exec"), namespace)
+            with contextlib.redirect_stdout(io.StringIO()) as stream:
+                exec(compile("\n" * line + body, page, "exec"), namespace)
+            printed, end = stream.getvalue(), block.end()
+        elif kind == "text" and printed and not text[end : block.start()].strip():
+            assert up_to_noise(body) in up_to_noise(printed), f"{page.name}:{line}: the block above prints {printed}"
         elif kind == "console":
             for command in re.findall(r"^\$ (.*)$", body.replace("\\\n", ""), re.MULTILINE):
                 run_command(command)

@@ -74,7 +74,7 @@ def assert_shown(shown: str, measured: float, where: str) -> None:
 
 def test_methods_on_new_ground() -> None:
     network, checked = "", 0
-    for row in table("docs/results.md", "network, data", "pruned", "Feather", "AC/DC"):
+    for row in table("docs/tables.md", "network, data", "pruned", "Feather", "AC/DC"):
         network = row["network, data"] or network
         rows, sparsity = new_ground(NEW_GROUND[network]), float(row["pruned"].rstrip(" %")) / 100
         for heading, method in HEADINGS.items():
@@ -89,7 +89,7 @@ def test_methods_on_new_ground() -> None:
 
 def test_compress_with_a_guarantee() -> None:
     network, checked = "", 0
-    for row in table("docs/results.md", "network, data", "promise", *ARMS):
+    for row in table("docs/tables.md", "network, data", "promise", *ARMS):
         label = re.sub(r" \(.*", "", row["network, data"])
         network = label or network
         promise = re.fullmatch(r"(drop|disagreement) ≤ ([0-9.]+) %", row["promise"])
@@ -170,3 +170,72 @@ README: dict[str, Callable[[], bool]] = {
 def test_the_readme(words: str) -> None:
     assert words in " ".join((ROOT / "README.md").read_text().split())
     assert README[words]()
+
+
+def pruned(network: str, arm: str) -> str:
+    """The weights pruned at a drop of at most 1 point, in %, mean over the seeds."""
+    rows = frame.read(RESULTS / f"compress-{network}.csv")
+    same = [r for r in rows if (r["risk"], r["limit"], r["arm"]) == ("drop", 0.01, arm)]
+    return f"{100 * interval([r['sparsity'] or 0.0 for r in same]).mean:.1f}"
+
+
+def certified(dataset: str, model: str, alpha: float, column: str) -> str:
+    """A certificate at 90 % pruned, in %, mean over the seeds."""
+    rows = frame.read(RESULTS / "certificates.csv")
+    where = {"dataset": dataset, "model": model, "sparsity": 0.9, "alpha": alpha}
+    same = [row[column] for row in rows if all(row[key] == value for key, value in where.items())]
+    return f"{100 * interval(same).mean:.2f}"
+
+
+def ends(method: str) -> str:
+    """The least and the largest mean test error at 98 % on CIFAR-10, over the criteria that a method starts from."""
+    rows = frame.read(RESULTS / "pft-vs-osp.csv")
+    rows = [r for r in rows if (r["dataset"], r["method"], r["sparsity"]) == ("cifar10", method, 0.98)]
+    criteria = {row["criterion"] for row in rows}
+    means = [interval([100 * r["test_error"] for r in rows if r["criterion"] == c]).mean for c in criteria]
+    return f"{min(means):.1f} and {max(means):.1f}"
+
+
+NETWORKS = ("cifar10-resnet20", "fashion-mnist-lenet5", "mnist-lenet5")
+BEST = (("mnist", "lenet5", 0.6), ("fashion-mnist", "lenet5", 0.8), ("cifar10", "resnet20", 0.8))
+FINDINGS: dict[str, Callable[[], list[str]]] = {
+    r"(10\.7 ± 3\.6) points less .* (5\.1 ± 1\.2) on a ViT and (2\.4 ± 1\.2)": lambda: [
+        differences(f"cifar10-{network}", "gmp") for network in ("convnext", "vit", "resnet20")
+    ],
+    r"with ([\d.]+) % of the weights of a ResNet20 .* ([\d.]+) % of a LeNet-5 .* and ([\d.]+) % on MNIST": lambda: [
+        pruned(network, "chain") for network in NETWORKS
+    ],
+    r"allows ([\d.]+), ([\d.]+) and ([\d.]+) %": lambda: [pruned(network, "ordinary") for network in NETWORKS],
+    r"at most ([\d.]+) % on MNIST \(LeNet-5\), ([\d.]+) % on Fashion.* and ([\d.]+) % on CIFAR-10": lambda: [
+        certified(*cell, "held_out_certificate") for cell in BEST
+    ],
+    r"Those of PAC-Bayes are ([\d.]+), ([\d.]+) and ([\d.]+) %": lambda: [
+        certified(*cell, "gibbs_certificate") for cell in BEST
+    ],
+    r"ends between ([\d.]+ and [\d.]+) % test error.* ends between ([\d.]+ and [\d.]+) %": lambda: [
+        ends("osp"),
+        ends("pft-coupled"),
+    ],
+}
+
+
+@pytest.mark.parametrize("words", FINDINGS)
+def test_the_findings(words: str) -> None:
+    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    match = re.search(words, text)
+    assert match is not None, words
+    assert list(match.groups()) == FINDINGS[words]()
+
+
+def test_the_comparison_with_other_libraries() -> None:
+    rows, checked = frame.read(RESULTS / "peers.csv"), 0
+    names = {"torch.nn": "torch.nn.utils.prune", "NNCF": "nncf", "pacprune": "pft"}
+    for row in table("docs/peers.md", "method", "LeNet-5"):
+        method = next((method for label, method in names.items() if row["method"].startswith(label)), "")
+        for heading, network in (("MLP 784-300-100-10", "mlp"), ("LeNet-5", "lenet5")):
+            same = [r for r in rows if (r["network"], r["method"], r["judged_on"]) == (network, method, "test")]
+            if same:
+                errors = interval([100 * r["error"] for r in same])
+                assert row[heading] == f"{errors.mean:.2f} ± {errors.high - errors.mean:.2f}"
+                checked += 1
+    assert checked == 6

@@ -146,22 +146,20 @@ def paint(
 ) -> None:
     """One panel per alpha: certificate and errors against sparsity, all on one scale or each on its own."""
     alphas = sorted({row["alpha"] for row in rows if row["what"] != "snip"})
-    snip = [(row["sparsity"], row["value"]) for row in rows if row["what"] == "snip"]
+    snip = [(painting.sparsity_place(row["sparsity"]), row["value"]) for row in rows if row["what"] == "snip"]
     canvas.set_size_inches(max(9.0, 3.6 * len(alphas)), 4)  # the title needs so much
     for axes, alpha in zip(canvas.subplots(1, len(alphas), sharey=one_scale, squeeze=False)[0], alphas, strict=True):
         panel = [row for row in rows if row["alpha"] == alpha]
-        painting.lines(axes, panel, x="sparsity", y="value", by="what", styles=styles)
+        painting.sparsity_lines(axes, panel, y="value", by="what", styles=styles)
         # One mark per seed: where SNIP falls apart and the others do not, its interval would fill the panel.
         style = {"color": METHODS["osp"].colour, "label": "test error of one-shot SNIP, each seed"}
         axes.scatter(*zip(*snip, strict=True), s=14, marker="D", zorder=3, **style)
-        axes.set_title(f"alpha = {alpha:g}", loc="left", fontsize=10)
-        axes.set_xlabel("sparsity")
-        axes.set_xticks(sorted({row["sparsity"] for row in rows}))
+        axes.set_title(f"P from {100 * alpha:g} % of the examples (alpha {alpha:g})", loc="left", fontsize=10)
         scale = [row for row in rows if row["what"] != "snip"] if one_scale else panel
-        axes.set_ylim(0, min(1.05, 1.5 * max(row["value"] for row in scale)))
-    axes = canvas.axes[0]
-    axes.set_ylabel("error rate")
-    axes.legend(fontsize=7)
+        painting.error_axis(axes, [row["value"] for row in scale], "error rate in %")
+    for axes in canvas.axes[1:]:
+        axes.set_ylabel("")
+    canvas.legend(*canvas.axes[0].get_legend_handles_labels(), ncols=3, loc="outside lower center", fontsize=9)
     what = f"{painting.subject(rows)}: {painting.over_seeds(rows)}"
     plots.title(canvas, what, "weights, data order, masks, draws")
 

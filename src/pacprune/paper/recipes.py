@@ -44,10 +44,10 @@ from pacprune.paper.frame import NOT_MEASURED, STRIDE, Drawing, Job, Line, Recip
 from pacprune.runs import commands, plots, store
 from pacprune.types import Progress, check_name
 
-_CONTEST = "results.md#learned-masks-against-one-shot-and-gradual-pruning-at-equal-budget"
-_CERTIFICATES = "results.md#certificates-of-sparse-networks"
-_REORDERED = "results.md#does-the-mask-depend-on-the-order-of-the-data"
-_GATES = "results.md#where-keep-probabilities-go"
+_CONTEST = "tables.md#learned-masks-against-one-shot-and-gradual-pruning-at-equal-budget"
+_CERTIFICATES = "tables.md#certificates-of-sparse-networks"
+_REORDERED = "tables.md#does-the-mask-depend-on-the-order-of-the-data"
+_GATES = "tables.md#where-keep-probabilities-go"
 _LINEAR = "linear.md#5-the-figures"
 
 RECIPES: dict[str, Recipe] = {
@@ -65,7 +65,7 @@ RECIPES: dict[str, Recipe] = {
         lines=(Line("stages of OSP, PFT, PBP", "3", "paper", "agrees", "tutorial.md", scale="paper", cpu=0.1),),
     ),
     "overview": Recipe(
-        overview.SETTINGS, overview.figures, lines=(Line("the picture of the README", see="../README.md", cpu=0.1),)
+        overview.SETTINGS, overview.figures, lines=(Line("the picture of the README", see="index.md", cpu=0.1),)
     ),
     "pft-vs-osp": Recipe(
         pft_vs_osp.SETTINGS,
@@ -86,13 +86,13 @@ RECIPES: dict[str, Recipe] = {
         new_ground.SETTINGS,
         new_ground.figures,
         several=True,
-        lines=(Line("eleven methods, untuned", see="results.md#methods-on-new-ground"),),
+        lines=(Line("eleven methods, untuned", see="tables.md#methods-on-new-ground"),),
     ),
     "weak-magnitude": Recipe(
         weak_magnitude.SETTINGS,
         weak_magnitude.figures,
         several=True,
-        lines=(Line("where size says little", see="results.md#methods-on-new-ground"),),
+        lines=(Line("where size says little", see="tables.md#methods-on-new-ground"),),
     ),
     "pft-at-init": Recipe(
         pft_at_init.SETTINGS,
@@ -129,7 +129,7 @@ RECIPES: dict[str, Recipe] = {
     "characters": Recipe(
         characters.SETTINGS,
         characters.figures,
-        lines=(Line("a character GPT", see="results.md#a-character-gpt"),),
+        lines=(Line("a character GPT", see="tables.md#a-character-gpt"),),
     ),
     "language-model": Recipe(
         language_model.SETTINGS,
@@ -186,19 +186,19 @@ RECIPES: dict[str, Recipe] = {
         data_scarce.SETTINGS,
         data_scarce.figures,
         several=True,
-        lines=(Line("few examples", see="results.md#few-examples-a-posterior-against-a-held-out-certificate"),),
+        lines=(Line("few examples", see="tables.md#few-examples-a-posterior-against-a-held-out-certificate"),),
     ),
     "posteriors": Recipe(
         posteriors.SETTINGS,
         posteriors.figures,
         several=True,
-        lines=(Line("what a posterior earns", see="results.md#what-a-posterior-earns"),),
+        lines=(Line("what a posterior earns", see="tables.md#what-a-posterior-earns"),),
     ),
     "compress": Recipe(
         compress.SETTINGS,
         compress.figures,
         several=True,
-        lines=(Line("limits that are proved", see="results.md#compress-with-a-guarantee", h200=6),),
+        lines=(Line("limits that are proved", see="tables.md#compress-with-a-guarantee", h200=6),),
     ),
     "choosing": Recipe(
         choosing.SETTINGS,
@@ -237,7 +237,7 @@ made, as the paper says (paper), so with fewer epochs or seeds (reduced), or in
 another way (other). Numbers: whether they agree with what the paper says.
 H200, CPU: minutes that the command took on an H200 and on two cores, where
 somebody took the time. docs/paper.md goes through the paper item by item, and
-docs/results.md has the numbers."""
+docs/tables.md has the numbers."""
 
 
 def run(

@@ -177,6 +177,7 @@ def store_outcomes(options: Training, outcomes: list[Outcome], split: Split, fol
         "total": total,
         "test_error": last.test_error,
         "dense_error": outcomes[0].test_error if options.dense_epochs else None,
+        "test_examples": len(split.test),
         "input": {"shape": list(split.train.x.shape[1:]), "dtype": str(split.train.x.dtype).removeprefix("torch.")},
         "classes": models.outputs_of(split),
         "files": split.files,

@@ -36,4 +36,5 @@ def demo(options: Demo, begin: Callable[[], Path], progress: Progress) -> dict[s
     store.write_metrics(folder, history)
     certificate = outcomes[-1].certificate
     assert certificate is not None, "pbp certifies"
-    return {"rows": [outcome.row for outcome in outcomes], **commands.save_certificate(folder, certificate)}
+    rows = [outcome.row for outcome in outcomes]
+    return {"rows": rows, "test_examples": len(split.test), **commands.save_certificate(folder, certificate)}

@@ -282,7 +282,7 @@ _PRUNED: dict[str, dict[str, Any]] = {
         "warmup": 0.05,
     },
 }
-"""The other methods have the settings with which docs/results.md compares them."""
+"""The other methods have the settings with which docs/tables.md compares them."""
 
 
 def preset(kind: type, data: str, model: str | None = None, method: str | None = None) -> dict[str, Any]:

@@ -150,13 +150,13 @@ def _methods(canvas: Any, rows: Table) -> None:
     canvas.set_size_inches(7, 0.6 + 0.55 * len(rows))
     axes = canvas.subplots()
     names = [f"{row['method']} ({row['sparsity']:.0%} pruned)" for row in rows]
-    values = [row["test_error"] for row in rows]
+    values = [100 * row["test_error"] for row in rows]
     axes.barh(names, values, height=0.6, color=[colour(row["method"]) for row in rows])
-    for place, row in enumerate(rows):
-        axes.text(row["test_error"], place, f" {row['test_error']:.3f}", va="center")
+    for place, value in enumerate(values):
+        axes.text(value, place, f" {value:.2f} %", va="center")
     markers = {"certificate": ("D", "certificate"), "held_out": ("s", "held-out baseline")}
     for key, (marker, label) in markers.items():
-        points = [(row[key], place) for place, row in enumerate(rows) if row[key] is not None]
+        points = [(100 * row[key], place) for place, row in enumerate(rows) if row[key] is not None]
         if points:
             axes.plot(
                 *zip(*points, strict=True),
@@ -169,7 +169,7 @@ def _methods(canvas: Any, rows: Table) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlim(left=0)
-    axes.set_xlabel("fraction of test examples that are wrong")
+    axes.set_xlabel("test examples that are wrong, in %")
     title(canvas, "Test error of one run", "split, weights, data order, draws")
 
 
@@ -206,15 +206,15 @@ def _curves(canvas: Any, rows: Table) -> None:
             # The rounds of imp have no colour.
             style = {"color": STAGES.get(stage, BLUE), "lw": 2, "marker": ".", "ms": 5}
             above.plot(x, [row["loss"] for row in part], label=stage, **style)
-            below.plot(x, [row["sparsity"] for row in part], **style)
+            below.plot(x, [100 * row["sparsity"] for row in part], **style)
         above.set_yscale("log")
         above.set_title(method, loc="left")
         above.legend(fontsize=8)
         below.set_xlabel("epoch")
         below.xaxis.get_major_locator().set_params(integer=True)
-        below.set_ylim(-0.03, 1.03)
+        below.set_ylim(-3, 103)
     grid[0][0].set_ylabel("training loss")
-    grid[1][0].set_ylabel("sparsity")
+    grid[1][0].set_ylabel("pruned, in %")
     title(canvas, "Training of one run", "weights, data order, sampled masks")
 
 
@@ -250,7 +250,7 @@ def _layers(canvas: Any, rows: Table) -> None:
         places = [place + (number + 0.5) * height - 0.4 for place in range(len(layers))]
         axes.barh(
             places,
-            [layer_rows[layer]["sparsity"] for layer in layers],
+            [100 * layer_rows[layer]["sparsity"] for layer in layers],
             height * 0.9,
             color=colour(method),
             label=method,
@@ -258,8 +258,8 @@ def _layers(canvas: Any, rows: Table) -> None:
     sizes = {row["layer"]: row["weights"] for row in rows}
     axes.set_yticks(range(len(layers)), [f"{layer}\n({sizes[layer]:,})" for layer in layers], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("fraction of the layer's weights that are zero")
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("weights of the layer that are zero, in %")
     title(canvas, "Where the zeros of the saved network are", "weights, data order, sampled masks")
     if len(methods) > 1:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -339,15 +339,15 @@ def _certificate(canvas: Any, rows: Table) -> None:
     for place, row in enumerate(rows):
         start = 0.0
         for key, colour in colours.items():
-            axes.barh(place, row.get(key, 0.0), 0.6, left=start, color=colour)
-            start += row.get(key, 0.0)
+            axes.barh(place, 100 * row.get(key, 0.0), 0.6, left=start, color=colour)
+            start += 100 * row.get(key, 0.0)
         if not start:
-            axes.barh(place, row["total"], 0.6, color="#D0D0D0")
-        axes.text(row["total"], place, f" {rounded_up(row['total'])}", va="center")
+            axes.barh(place, 100 * row["total"], 0.6, color="#D0D0D0")
+        axes.text(100 * row["total"], place, f" {100 * float(rounded_up(row['total'])):.2f} %", va="center")
     axes.set_yticks(range(len(rows)), [row["certificate"] for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.set_xlabel("bound on the error rate on new data")
+    axes.set_xlabel("bound on the error rate on new data, in %")
     pieces = [key for key in colours if any(key in row for row in rows)]
     blocks = [axes.barh(0, 0, color=colours[key]) for key in pieces]
     canvas.legend(blocks, pieces, ncols=4, loc="outside lower center", fontsize=9)

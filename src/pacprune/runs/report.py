@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from pacprune import bounds
 from pacprune.bounds import Ledger
 from pacprune.bounds.numeric import rounded_up
 from pacprune.certification.bounds_table import BOUNDS
@@ -31,8 +32,8 @@ COLUMNS = {
     "held_out": "Held-out baseline",
 }
 MEANINGS = {
-    "Sparsity": "the fraction of the weights that are zero",
-    "Test error": "the fraction of wrong answers on the test part, which no training has seen",
+    "Sparsity": "the weights that are zero, in % of all that can be pruned",
+    "Test error": "wrong answers on the test part, which no training has seen",
     "Certificate": "a proved upper bound on the error rate on new data: it holds before any test data are seen",
     "Held-out baseline": "the simplest proof, to judge the certificate by: an exact binomial (Clopper-Pearson) bound "
     "for the prior's thresholded network on the same examples",
@@ -43,15 +44,21 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
     """Draws the figures of a run folder and writes report.html beside them, in the folder itself or in `out`."""
     command, options = store.read_config(folder)
     out = folder if out is None else out
-    figures = plots.draw(folder, result, out)
+    drawn = plots.draw(folder, result, out)
+    figures = {figure.name: _figure(figure) for figure in drawn}
+    proof = figures.pop("certificate", "")
     certificate = plots.certificate_of(folder)
     body = [
         f"<h1>{_title(command, result)}</h1>",
-        f"<p>{escape(_summary(result))}</p>",
-        _table(result["rows"]),
-        _certificate(certificate, os.path.relpath(folder / store.CERTIFICATE, out), result) if certificate else "",
-        *(_figure(figure, out) for figure in figures),
-        "" if all(figure.png for figure in figures) else f"<p>{escape(plots.HINT)}</p>",
+        f'<p id="summary">{escape(_summary(result))}</p>',
+        f'<p id="steps">{escape(METHODS[command].steps)}</p>' if _has_steps(command) else "",
+        _table(result["rows"], result.get("test_examples")),
+        figures.pop("methods", ""),
+        _certificate(certificate, folder, out, result) if certificate else "",
+        proof,
+        *figures.values(),
+        "" if all(figure.png for figure in drawn) else f"<p>{escape(plots.HINT)}</p>",
+        _next(command, os.path.relpath(folder, out), folder / "model.safetensors", result),
         _reproduction(command, options, result),
     ]
     page = f"""<!doctype html>
@@ -83,6 +90,20 @@ def _title(command: str, result: dict[str, Any]) -> str:
     return _TITLES[command] if command in _TITLES else METHODS[command].title
 
 
+def _has_steps(command: str) -> bool:
+    return command in METHODS and bool(METHODS[command].steps)
+
+
+def percent(value: float) -> str:
+    """A fraction in percent, to a hundredth."""
+    return f"{100.0 * value:.2f} %"
+
+
+def percent_up(value: float) -> str:
+    """A bound in percent, rounded up as everywhere."""
+    return percent(float(rounded_up(value)))
+
+
 def _meaning(method: str) -> str:
     """What a row of the table is."""
     return "the network before pruning" if method == "dense" else f"{METHODS[method].title}: {METHODS[method].sentence}"
@@ -104,34 +125,60 @@ def cell(name: str, value: Any) -> str:
 
 def _summary(result: dict[str, Any]) -> str:
     rows = {row["method"]: row for row in result["rows"]}
-    headline = [result["headline"]] if "headline" in result else []
-    wrong = [f"{name} {row['test_error']:.1%}" for name, row in rows.items()]
-    text = " ".join([*headline, f"Wrong answers on the test part: {', '.join(wrong)}."])
+    wrong = ", ".join(f"{name} {percent(row['test_error'])}" for name, row in rows.items())
+    lines = [result["headline"]] if "headline" in result else []
+    if "kept" in result:
+        lines.append(f"{result['kept']:,} of {result['total']:,} weights are left.")
+    lines.append(f"Wrong answers on the test part: {wrong}.")
     if "pbp" in rows:
-        bound = rounded_up(rows["pbp"]["certificate"])
-        text += f" For a network drawn by pbp, the error rate on new data is certified to be at most {bound}."
-    return text
+        bound = percent_up(rows["pbp"]["certificate"])
+        lines.append(f"For a network drawn by pbp, the error rate on new data is certified to be at most {bound}.")
+    return " ".join(lines)
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[dict[str, Any]], examples: int | None) -> str:
     titles = columns(rows)
     head = "".join(f"<th>{title}</th>" for title in titles.values())
     lines = []
     for row in rows:
-        cells = "".join(f"<td>{cell(name, row[name])}</td>" for name in titles if name != "method")
+        cells = "".join(f"<td>{_shown(name, row, examples)}</td>" for name in titles if name != "method")
         lines.append(f"<tr><th>{escape(row['method'])}<small>{_meaning(row['method'])}</small></th>{cells}</tr>")
     added = OF_DRAWN if any(METHODS[row["method"]].certifies for row in rows if row["method"] in METHODS) else {}
     meanings = "".join(
         f"<dt>{t}</dt><dd>{sentence(MEANINGS[t] + added.get(t, ''))}</dd>" for t in titles.values() if t in MEANINGS
     )
+    chance = f"<p><small>{_CHANCE}</small></p>" if examples else ""
     return (
         f'<div class="wide"><table id="results"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-        f"<p><small>All numbers are fractions between 0 and 1.</small></p><dl>{meanings}</dl>"
+        f"<tbody>{''.join(lines)}</tbody></table></div>{chance}<dl>{meanings}</dl>"
     )
 
 
-def _certificate(c: Certificate, place: str, result: dict[str, Any]) -> str:
+_CHANCE = (
+    "Small below a test error: the wrong examples, and the 95 % interval (Clopper-Pearson) for the error rate on new "
+    "data. Networks whose intervals overlap widely cannot be told apart by this test part."
+)
+
+
+def _shown(name: str, row: dict[str, Any], examples: int | None) -> str:
+    """A cell of the table, in percent; a test error that counts examples has its interval."""
+    value = row[name]
+    if value is None:
+        return "–"
+    if name in ("certificate", "held_out"):
+        return percent_up(value)
+    drawn = row["method"] in METHODS and METHODS[row["method"]].certifies  # its error is a mean over networks
+    if name != "test_error" or not examples or drawn:
+        return percent(value)
+    wrong = round(value * examples)
+    high = bounds.clopper_pearson(wrong, n=examples, delta=0.025)
+    low = 1.0 - bounds.clopper_pearson(examples - wrong, n=examples, delta=0.025)
+    return f"{percent(value)}<small>{wrong:,} of {examples:,}<br>{100 * low:.1f} to {100 * high:.1f} %</small>"
+
+
+def _certificate(c: Certificate, folder: Path, out: Path, result: dict[str, Any]) -> str:
+    place = os.path.relpath(folder / store.CERTIFICATE, out)
+    record = _attached(RECORD, "application/json", (folder / store.CERTIFICATE / RECORD).read_bytes(), RECORD)
     facts = [*_facts(c), *([sentence(result["tries"]["text"])] if "tries" in result else [])]
     items = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
     assumed = "".join(f"<li>{escape(sentence(line))}</li>" for line in c.record["assumptions"])
@@ -141,7 +188,7 @@ def _certificate(c: Certificate, place: str, result: dict[str, Any]) -> str:
         f'<h3>What is assumed</h3><ul id="assumptions">{assumed}</ul>'
         "<h3>How to check it</h3><p>In the folder of this report:</p>"
         f'<pre id="verify">pacprune verify {escape(place)}</pre>'
-        f'<p>All numbers and hashes: <a href="{escape(place)}/{RECORD}">{RECORD}</a></p></section>'
+        f"<p>All numbers and hashes: {record}</p></section>"
     )
 
 
@@ -155,7 +202,7 @@ def _bounds(c: Certificate) -> str:
             spent = str(Ledger.from_dict(c.record["bounds"][name]["ledger"])).partition(" = ")[2]
             if name == "held_out":
                 spent = spent.replace("PAC-Bayes", "Clopper-Pearson")
-            rows.append(f"<tr><th>{head}</th><td>{rounded_up(c.bounds[name])}</td><td>{spent}</td></tr>")
+            rows.append(f"<tr><th>{head}</th><td>{percent_up(c.bounds[name])}</td><td>{spent}</td></tr>")
     return (
         f'<p id="winner"><strong>{escape(sentence(c.winner))}</strong></p>'
         '<div class="wide"><table id="bounds"><thead><tr><th>Bound</th><th>Error rate on new data, at most</th>'
@@ -212,14 +259,35 @@ def sentence(words: str) -> str:
     return words[0].upper() + words[1:] + "."
 
 
-def _figure(figure: plots.Figure, out: Path) -> str:
+def _figure(figure: plots.Figure) -> str:
     image = ""
     if figure.png is not None:
         content = base64.b64encode(figure.png.read_bytes()).decode()
         image = f'<img alt="{escape(figure.caption)}" src="data:image/png;base64,{content}">'
-    link = f'<a href="{figure.csv.relative_to(out).as_posix()}">data (CSV)</a>'
+    link = _attached(figure.csv.name, "text/csv", figure.csv.read_bytes(), "data (CSV)")
     caption = f"<figcaption>{escape(figure.caption)} {link}</figcaption>"
     return f'<figure id="{figure.name}"><div class="wide">{image}</div>{caption}</figure>'
+
+
+def _attached(name: str, kind: str, content: bytes, words: str) -> str:
+    """A link to a file that is in the page itself, so that the page can be mailed alone."""
+    return f'<a download="{name}" href="data:{kind};base64,{base64.b64encode(content).decode()}">{words}</a>'
+
+
+def _next(command: str, place: str, network: Path, result: dict[str, Any]) -> str:
+    """How large the network is, and what can be done with it; for the command of a method."""
+    if command not in METHODS or not network.exists() or "kept" not in result:
+        return ""
+    lines = [
+        f"pacprune export {escape(place)} --out small.safetensors",
+        f"pacprune profile {escape(place)}",
+    ]
+    return (
+        f"<section><h2>What to do with it</h2><p>model.safetensors has {network.stat().st_size:,} bytes, zeros "
+        "included. The first command writes the weights that are left alone; the second measures what each form of the "
+        f'network takes in bytes and time. In the folder of this report:</p><pre id="next">{chr(10).join(lines)}</pre>'
+        "</section>"
+    )
 
 
 def _reproduction(command: str, options: Any, result: dict[str, Any]) -> str:
@@ -260,7 +328,9 @@ a { color: var(--mark); } small { color: var(--soft); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .5rem .75rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
 th:first-child { text-align: left; } #bounds th { font-weight: normal; } #bounds td:last-child { color: var(--soft); }
-#bounds thead th { font-weight: 600; } tbody th small { display: block; font-weight: normal; max-width: 22rem; }
+#bounds thead th { font-weight: 600; } tbody small { display: block; font-weight: normal; max-width: 22rem; }
+#summary { font-size: 1.1rem; } #results td { white-space: nowrap; }
+@media (max-width: 600px) { th, td { padding: .4rem .35rem; } #results { font-size: .85rem; } }
 thead th { border-bottom: 2px solid var(--ink); }
 details table { width: auto; } details td { text-align: left; } details th { font-weight: normal; color: var(--soft); }
 dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: var(--soft); }

@@ -732,7 +732,7 @@ class Traits:
 CONTROLS = {
     "magnitude": Traits(magnitude, period=16, takes_pattern=True),
     # With feedback and a new mask after 16 steps, very sparse networks ended with layers that have no weight left,
-    # likely since many of those that grew unseen came back at once (docs/results.md, DPF).
+    # likely since many of those that grew unseen came back at once (docs/protocol.md, DPF).
     "feedback": Traits(feedback, takes_pattern=True),
     "growth": Traits(growth, period=100, takes_shards=False),
     "soft": Traits(soft, takes_shards=False),
