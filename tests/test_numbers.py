@@ -130,7 +130,7 @@ def test_certificates_of_a_language_model() -> None:
 
 def test_bounds_that_count_tokens() -> None:
     rows = frame.read(RESULTS / "documents-tinyshakespeare-gpt.csv")
-    for row in table("docs/language_models.md", "characters of a document", "tokens counted: fails in"):
+    for row in table("docs/documents.md", "characters of a document", "tokens counted: fails in"):
         length = float(row["characters of a document"].replace(",", ""))
         same = [r for r in rows if r["length"] == length and r["n"] == 100]
         for heading, name in (

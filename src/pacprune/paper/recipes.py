@@ -216,7 +216,7 @@ RECIPES: dict[str, Recipe] = {
     "documents": Recipe(
         documents.SETTINGS,
         documents.figures,
-        lines=(Line("documents, not tokens", see="language_models.md#why-documents-and-not-tokens"),),
+        lines=(Line("documents, not tokens", see="documents.md#why-documents-and-not-tokens"),),
     ),
     "monitor-delay": Recipe(
         monitor_delay.SETTINGS,
