@@ -160,10 +160,12 @@ def certify_error(
     rules.refuse_repeats(split, declaration)
     rules.refuse_batch_statistics(model)
     rules.refuse_untraced(weights.origin(model), split, "the network", declaration)
+    before = weights.fingerprint(model)
     risks.evaluate(risks.RISKS["error"], model, None, split.bound)  # which says of outputs and labels what does not fit
     n, ledger = len(split.bound), BOUNDS["held_out"].ledger(delta, certified=certified)
     errors = int(drawn_networks.errors(model, {}, split.bound).sum())
     rules.refuse_unsteady(model, split.bound.x)
+    rules.refuse_moved(model, before)
     bound = bounds.clopper_pearson(errors, n=n, delta=ledger.delta_each)
     sparsity = weights.sparsity(model)
     state = {key: t.detach().clone() for key, t in (*model.named_parameters(), *model.named_buffers())}

@@ -199,6 +199,7 @@ class _Trial:
     declaration: str | None
     hashes: tuple[str, ...]
     sparsities: tuple[float, ...]
+    states: tuple[int | None, ...]
 
     @classmethod
     def begun(
@@ -232,6 +233,7 @@ class _Trial:
             rules.refuse_batch_statistics(network)
             rules.refuse_untraced(weights.origin(network), split, who, declaration)
         documents.refuse_misread(split, entry, risk_name, declaration)
+        states = tuple(map(weights.fingerprint, [*networks, *([] if reference is None else [reference])]))
         if isinstance(risk, str):
             risks.refuse_unfit(entry, networks, reference, split)
         for network in [*networks, *([] if reference is None else [reference])]:
@@ -246,7 +248,19 @@ class _Trial:
                 "place, so give them copy.deepcopy(model), and the model as it was as the reference"
             )
         sparsities = tuple(weights.sparsity(network) for network in networks)
-        return cls(networks, reference, split, risk_name, entry, delta, certified, declaration, hashes, sparsities)
+        return cls(
+            networks,
+            reference,
+            split,
+            risk_name,
+            entry,
+            delta,
+            certified,
+            declaration,
+            hashes,
+            sparsities,
+            states,
+        )
 
     @property
     def delta_each(self) -> float:
@@ -325,6 +339,9 @@ class _Trial:
                 f"there are {len(tests)} tests on {len(self.split.bound)} examples, more than a verifier recomputes; "
                 "give fewer groups or candidates"
             )
+        for subject, state in zip([*self.networks, self.reference], self.states, strict=False):
+            if subject is not None:
+                rules.refuse_moved(subject, state)
         network = self.networks[place]
         files = {"model.safetensors": _state(network)}
         if self.reference is not None:

@@ -19,7 +19,7 @@ from pacprune.certification.risks import Answers, Risk, Sample
 from pacprune.data.batches import device_of
 from pacprune.data.splits import Split, index_hash
 from pacprune.masking import weights
-from pacprune.training.evaluate import evaluating
+from pacprune.training.evaluate import answers, evaluating
 
 CONFIDENCE = 1e-6
 """Chance refutes a certificate only at this level: a true one is called false once in a million times."""
@@ -207,7 +207,7 @@ class RiskAudit:
         with evaluating(network), evaluating(exact):
             rough, fine = (
                 risks.logits_of(output).double()
-                for output in (network(x), exact(x.double() if x.is_floating_point() else x))
+                for output in (answers(network, x), answers(exact, x.double() if x.is_floating_point() else x))
             )
         return fine, drawn_networks.MACHINES * float((rough - fine).abs().max())
 

@@ -37,7 +37,7 @@ from pacprune.methods.pipeline import Pruned, together
 from pacprune.methods.table import METHODS, pruning_methods
 from pacprune.training.checks import check_config
 from pacprune.training.config import Config, whole
-from pacprune.training.evaluate import evaluating
+from pacprune.training.evaluate import answers, evaluating
 from pacprune.training.fit import fit
 from pacprune.training.population import AT_ONCE
 from pacprune.training.posterior import refuse_if_touched, touched
@@ -673,7 +673,7 @@ def _is_by_sign(model: nn.Module, split: Split) -> bool:
     """Whether the network answers by signs; refuses inputs that it cannot take, and labels that are no classes."""
     network, few, y = copy.deepcopy(model), split.prior.x[:2].to(device_of(model)), split.prior.y
     with evaluating(network), refusing_unfit(few, "the model"):
-        output = network(few)
+        output = answers(network, few)
     risks.refuse_one_hot(output, split)
     by_sign = risks.is_by_sign(output, y[:2])
     if (by_sign or y.is_floating_point()) and not bool(((y == 0) | (y == 1)).all()):

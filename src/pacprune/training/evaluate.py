@@ -7,6 +7,7 @@ from typing import Any, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from pacprune.data.batches import (
     Objective,
@@ -46,6 +47,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
+
+
+def answers(model: nn.Module, x: Tensor, state: Mapping[str, Tensor] | None = None) -> Any:
+    """What a network, perhaps with another state, makes of inputs on its device.
+
+    The network gets a copy of them: some write into their input, as one does that begins with ReLU(inplace=True).
+    """
+    x = x.to(device_of(model), copy=True)
+    return model(x) if state is None else functional_call(model, dict(state), (x,))
 
 
 def mistakes(logits: Tensor, y: Tensor) -> Tensor:

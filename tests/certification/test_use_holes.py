@@ -1,0 +1,154 @@
+"""Attacks by what is done with the bound examples: each worked once, and none works any more."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pacprune as pp
+from pacprune.certification import drawn_networks, risks
+from pacprune.data import trace
+from pacprune.data.splits import Split
+from pacprune.training.evaluate import evaluating
+
+SHORT = pp.Config(epochs=2, lr=0.1)
+
+
+@cache
+def made() -> tuple[Split, nn.Module]:
+    """Digits, and a network."""
+    trace._looks.clear()
+    torch.manual_seed(0)
+    split, model = pp.data.digits(), small()
+    pp.fit(model, split.prior, SHORT)
+    return split, model
+
+
+def small() -> nn.Module:
+    return pp.models.mlp(64, hidden=[16])
+
+
+# --- What a network does while it answers.
+
+
+class Occluded(nn.Module):
+    """Looks at the upper rows alone, and blanks the others in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        x[:, :, 3:] = 0
+        return self.inner(x)
+
+
+def test_a_network_that_writes_into_its_input_changes_neither_the_data_nor_what_others_see() -> None:
+    """The reference was shown what the network had left: a drop of at most -0.2 was certified, and it was above 0.2."""
+    split, dense = made()
+    occluded = Occluded()
+    pp.fit(occluded, split.prior, SHORT)
+    pixels, y = split.bound.x.clone(), split.bound.y
+    certificate = pp.certify_held_out(occluded, split, risk="drop", reference=dense)
+    pp.certify_held_out(occluded, split)
+    pp.error(occluded, split.bound)
+    drawn_networks.disagreements(occluded, *drawn(occluded), pixels[:10], seed=0)
+    assert torch.equal(split.bound.x, pixels)
+    with evaluating(dense), evaluating(occluded):
+        wrong = [model(pixels.clone()).argmax(-1) != y for model in (occluded, dense)]
+    assert certificate.risk == pytest.approx(float(wrong[0].float().mean() - wrong[1].float().mean()))
+
+
+def drawn(model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
+    slab = pp.isotropic(model, sparsity=0.5, std=0.01)
+    return slab, drawn_networks.thresholded(slab)
+
+
+def test_a_loss_that_writes_into_its_batch_changes_no_data() -> None:
+    split, model = made()
+    pixels, labels = split.bound.x.clone(), split.bound.y.clone()
+
+    def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        batch[0].zero_()
+        batch[1].copy_(output.argmax(-1))
+        return output.argmax(-1) != batch[1]
+
+    risks.evaluate(risks.find(loss)[1], model, None, split.bound)
+    assert torch.equal(split.bound.x, pixels)
+    assert torch.equal(split.bound.y, labels)
+
+
+class Switch(nn.Module):
+    """Normalises by the batch where that is large, and by nothing where it is small."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - 5 * x.mean(0)) / (x.std(0) + 1e-3) if len(x) > self.size else x
+
+
+@pytest.mark.parametrize("size", [64, 500])
+@pytest.mark.parametrize("risk", ["error", "brier"])
+def test_batch_statistics_of_large_batches_alone_are_refused(size: int, risk: str) -> None:
+    """64 examples as one batch were tried, and counted was in batches of 1,000: 0.04 in place of 0.19."""
+    split, _ = made()
+    model = nn.Sequential(small(), Switch(size))
+    pp.fit(model, split.prior, SHORT)
+    with pytest.raises(ValueError, match="of 719 answers of the network depend on what else is in the batch"):
+        pp.certify_held_out(model, split, risk=risk)
+
+
+class Adapting(nn.Module):
+    """Moves a buffer with what it is asked, slowly enough for its answers to stay, from or up to some call on."""
+
+    def __init__(self, calls: range) -> None:
+        super().__init__()
+        self.inner, self.calls, self.count = small(), calls, 0
+        self.register_buffer("mean", torch.zeros(1, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += not self.training
+        if not self.training and self.count in self.calls:
+            self.mean += 1e-9 * x.mean(0)
+        return self.inner(x - self.mean)
+
+
+@pytest.mark.parametrize("calls", [range(10**6), range(1, 2), range(60, 70)])
+@pytest.mark.parametrize("risk", ["error", "top2"])
+def test_a_network_that_changes_its_buffers_as_it_answers_is_refused(calls: range, risk: str) -> None:
+    split, _ = made()
+    model = Adapting(calls)
+    pp.fit(model, split.prior, SHORT)
+    model.count = 0
+    with pytest.raises(ValueError, match="parameters or buffers of the network change when it answers"):
+        pp.certify_held_out(model, split, risk=risk)
+
+
+def test_infinite_outputs_hide_no_others() -> None:
+    """The largest output is the measure of rounding: infinite, it excused whatever depends on the batch."""
+    split, _ = made()
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x[:, :9] - x[:, :9].mean(0), torch.full_like(x[:, :1], -torch.inf)], dim=1)
+
+    model = nn.Sequential(small(), Masked())
+    pp.fit(model, (split.prior.x, split.prior.y % 9), SHORT)
+    with pytest.raises(ValueError, match="depend on what else is in the batch"):
+        pp.certify_held_out(model, split, declare="the labels were taken modulo 9")
+
+
+def test_a_loss_of_large_batches_alone_is_refused() -> None:
+    split, model = made()
+
+    def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        each = (output.argmax(-1) != batch[1]).double()
+        return each if len(each) <= 64 else each.mean() + 0 * each
+
+    with pytest.raises(ValueError, match="the losses of 719 of 719 examples depend on what else is in the batch"):
+        pp.certify_held_out(model, split, risk=loss)
