@@ -152,3 +152,47 @@ def test_a_loss_of_large_batches_alone_is_refused() -> None:
 
     with pytest.raises(ValueError, match="the losses of 719 of 719 examples depend on what else is in the batch"):
         pp.certify_held_out(model, split, risk=loss)
+
+
+# --- What a user does with the examples.
+
+
+def cut() -> Split:
+    x, y = made()[0].train.x.clone(), made()[0].train.y.clone()
+    return pp.data.split(x, y, standardise=False, seed=13)
+
+
+@pytest.mark.parametrize("way", ["torch", "numpy"])
+def test_bound_examples_written_over_prior_ones_are_noticed(way: str) -> None:
+    """The part's hashes were those of before: a network that was trained on the bound set was VALID at level 2."""
+    split = cut()
+    pp.fit(small(), split.prior, SHORT)  # which asks for the hashes
+    x, y = split.prior.x, split.prior.y
+    if way == "torch":
+        x.copy_(split.bound.x[: len(x)])
+        y.copy_(split.bound.y[: len(x)])
+    else:
+        x.numpy()[:] = split.bound.x[: len(x)].numpy()
+        y.numpy()[:] = split.bound.y[: len(x)].numpy()
+    with pytest.raises(ValueError, match="x of the prior part was overwritten since the part was made"):
+        pp.fit(small(), split.prior, SHORT)
+
+
+def test_labels_of_the_bound_set_that_were_edited_are_noticed() -> None:
+    split, model = cut(), small()
+    pp.fit(model, split.prior, SHORT)
+    pp.certify_held_out(model, split)
+    with torch.no_grad():
+        split.bound.y.copy_(model(split.bound.x).argmax(1))
+    for risk in ("error", "brier"):
+        with pytest.raises(ValueError, match="y of the bound part was overwritten since the part was made"):
+            pp.certify_held_out(model, split, risk=risk)
+    with pytest.raises(ValueError, match="y of the bound part was overwritten"):
+        pp.error(model, split.bound)
+
+
+def test_examples_of_a_part_that_changed_places_are_noticed() -> None:
+    split = cut()
+    split.prior.y.copy_(split.prior.y.flip(0))
+    with pytest.raises(ValueError, match="y of the prior part was overwritten"):
+        pp.fit(small(), split.prior, SHORT)

@@ -14,7 +14,7 @@ from pacprune.certification.record import Group, Shares
 from pacprune.certification.risks import at_once, logits_of
 from pacprune.certification.verify import LEAVES
 from pacprune.data import trace
-from pacprune.data.splits import Split, check_split
+from pacprune.data.splits import Split, check_split, refuse_overwritten
 from pacprune.data.trace import Trace
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab
@@ -106,6 +106,7 @@ def refuse_split(split: Split) -> None:
 
 def refuse_cut(split: Split) -> None:
     """All rules about how the data were cut and standardised."""
+    refuse_overwritten(split.prior, split.bound, split.unlabelled)
     refuse_overlap(split)
     refuse_order(split)
     refuse_standardisation(split)

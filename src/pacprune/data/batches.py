@@ -139,6 +139,7 @@ def _part(data: Data) -> splits.Part | None:
         source = source.part
     if type(source) is not splits.Part:
         return None
+    splits.refuse_overwritten(source)
     indices = _fixed_indices(data)
     return source if indices is None else source.subset(torch.as_tensor(indices, dtype=torch.int64))
 
