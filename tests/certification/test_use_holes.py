@@ -1,6 +1,8 @@
 """Attacks by what is done with the bound examples: each worked once, and none works any more."""
 
+import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import pacprune as pp
 from pacprune.certification import drawn_networks, risks
+from pacprune.certification.held_out import certify_sequence
 from pacprune.data import trace
 from pacprune.data.splits import Split
 from pacprune.training.evaluate import evaluating
@@ -196,3 +199,103 @@ def test_examples_of_a_part_that_changed_places_are_noticed() -> None:
     split.prior.y.copy_(split.prior.y.flip(0))
     with pytest.raises(ValueError, match="y of the prior part was overwritten"):
         pp.fit(small(), split.prior, SHORT)
+
+
+class Stop(Exception):
+    pass
+
+
+def test_training_that_the_bound_set_ends_is_seen() -> None:
+    """Looks while a fit runs were known at its beginning alone: early stopping by the bound set was certified."""
+    split, model = pp.data.digits(), small()
+
+    def progress(*_: Any) -> None:
+        if pp.error(model, split.bound) < 0.9:
+            raise Stop
+        model.train()
+
+    with pytest.raises(Stop):
+        pp.fit(model, split.prior, pp.Config(epochs=9, lr=0.1), progress=progress)
+    with pytest.raises(ValueError, match="has seen the bound set: 719 of its 719 examples"):
+        pp.certify_held_out(model, split)
+
+
+def test_what_is_trained_after_a_loss_on_the_bound_set_needs_a_declaration() -> None:
+    """A copy that is trained on the bound set at a rate of 1e-12 tells how good the network is there."""
+    split, first = pp.data.digits(), small()
+    pp.fit(first, split.prior, SHORT)
+    pp.fit(copy.deepcopy(first), split.bound, pp.Config(epochs=1, lr=1e-12))
+    assert pp.certify_held_out(first, split).record["declaration"] is None  # it was there before
+    second = small()
+    pp.fit(second, split.prior, SHORT)
+    words = "no setting was chosen by the losses on the digits"
+    for risk in ("error", "top2"):
+        with pytest.raises(ValueError, match="something else was trained on 719 of the 719 bound examples"):
+            pp.certify_held_out(second, split, risk=risk)
+        assert words in pp.certify_held_out(second, split, risk=risk, declare=words).statement
+    with pytest.raises(ValueError, match="something was trained on bound examples before"):
+        pp.compress(small(), split, SHORT, dense=SHORT, max_error=0.4)
+
+
+def test_what_is_trained_after_a_posterior_needs_a_declaration_and_another_prior_none() -> None:
+    split, model = pp.data.digits(), small()
+    for _ in range(2):
+        model = small()
+        pp.fit(model, split.prior, SHORT)
+        prior = pp.read(pp.attach(model, pp.isotropic(model, sparsity=0.1, std=0.01)))
+        pp.fit_posterior(model, prior, split, pp.Config(epochs=1, lr=1e-12))
+        assert pp.certify(model, prior, split, draws=100).record["declaration"] is None
+    model = small()
+    pp.fit(model, split.prior, SHORT)
+    with pytest.raises(ValueError, match="something else was trained on 719 of the 719 bound examples"):
+        pp.certify_held_out(model, split)
+
+
+@pytest.fixture
+def ledger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("PACPRUNE_LEDGER", raising=False)
+
+
+@pytest.mark.usefixtures("ledger")
+def test_the_best_of_networks_that_were_evaluated_is_one_of_several_tries() -> None:
+    """The line said: certificate number 1, 1 declared and paid for."""
+    split, networks = pp.data.digits(), [small() for _ in range(3)]
+    for seed, network in enumerate(networks):
+        pp.fit(network, split.prior, SHORT, seed=seed)
+    alone = pp.certify_held_out(networks[0], split).tries
+    pp.error(networks[0], split.bound)
+    assert "evaluated" not in str(pp.certify_held_out(networks[0], split).tries)
+    for network in networks:
+        pp.error(network, split.bound)
+    best = pp.certify_held_out(networks[0], split).tries
+    assert alone is not None
+    assert best is not None
+    assert "one of 3 networks that were evaluated on them; 1 declared and paid for: if this is chosen" in str(best)
+    assert (best.number, best.evaluated) == (1, 3)
+    assert best.undeclared_bound == pp.certify_held_out(networks[0], split, delta=0.05 / 12).bound
+    assert str(pp.certify_held_out(networks[0], split, certified=3).tries).endswith("3 declared and paid for")
+    drop = pp.certify_held_out(networks[0], split, risk="drop", reference=networks[1]).tries
+    assert drop is not None
+    assert drop.evaluated == 3
+
+
+@pytest.mark.usefixtures("ledger")
+def test_a_delta_that_was_chosen_by_the_p_value_is_another_try() -> None:
+    split, dense = made()
+    model = copy.deepcopy(dense)
+    pp.osp(model, split.prior, SHORT, sparsity=0.5)
+    tries = [certify_sequence([model], split, limit=0.1, reference=dense, delta=d).tries for d in (0.05, 0.1, 0.05)]
+    assert [counted.number for counted in tries if counted] == [1, 2, 1]
+
+
+@pytest.mark.usefixtures("ledger")
+def test_the_sentence_of_compress_has_the_tries_and_the_declaration() -> None:
+    split, first = pp.data.digits(), small()
+    pp.fit(first, split.prior, SHORT)
+    pp.certify_held_out(first, split)
+    common: dict[str, Any] = {"max_error": 0.5, "sparsities": [0.3], "refinements": 0, "dense": SHORT}
+    words = "no setting was chosen by that certificate"
+    compressed = pp.compress(small(), split, SHORT, **common, declare=words)
+    assert compressed.passed
+    assert f'The issuer states: "{words}". This is certificate number 2 on these' in compressed.statement

@@ -232,6 +232,7 @@ class _Trial:
             rules.refuse_random(network)
             rules.refuse_batch_statistics(network)
             rules.refuse_untraced(weights.origin(network), split, who, declaration)
+            rules.refuse_chosen(network, split, who, declaration)
         documents.refuse_misread(split, entry, risk_name, declaration)
         states = tuple(map(weights.fingerprint, [*networks, *([] if reference is None else [reference])]))
         if isinstance(risk, str):
@@ -432,7 +433,9 @@ class _Trial:
         """Counts this certificate among those on the same examples."""
         record = certificate.record
         assert record["kind"] == "risk"
-        subject = {key: record[key] for key in ("hashes", "risk", "rule", "limit", "order")}
+        # Where p-values are compared with it, another delta is another try.
+        tested = self.delta if record["rule"] == "sequence" else None
+        subject = {key: record[key] for key in ("hashes", "risk", "rule", "limit", "order")} | {"delta": tested}
         # Other groups, or another loss, under the same name are another try.
         counted = [{key: test[key] for key in ("group", "n", "counts", "mean")} for test in record["tests"]]
         examples = certify.tensor_hash(certificate.tensors.get("examples.safetensors", {}))
@@ -447,7 +450,13 @@ class _Trial:
         walk = walk_at if record["rule"] == "sequence" and certificate.passed else None
         trained = max(weights.last_change(network) or 0 for network in self.networks)
         return tries.count(
-            self.split.pool, hashed, declared=self.certified, bound_at=bound_at, walk_at=walk, trained=trained
+            self.split.pool,
+            hashed,
+            declared=self.certified,
+            bound_at=bound_at,
+            walk_at=walk,
+            trained=trained,
+            evaluated=certify.evaluated(self.networks, self.split),
         )
 
 

@@ -213,6 +213,18 @@ def refuse_untraced(seen: Trace, split: Split, who: str, declaration: str | None
         )
 
 
+def refuse_chosen(network: nn.Module, split: Split, who: str, declaration: str | None) -> None:
+    """What was trained after something else was trained on bound examples may have been chosen by its loss there."""
+    told = trace.looked(before=weights.last_change(network), trained=True)
+    count = 0 if declaration is not None else touched(told, split.bound, apart_from=split.prior)
+    if count:
+        raise ValueError(
+            f"before {who} was trained or pruned, something else was trained on {count} of the {len(split.bound)} "
+            f"bound examples, by whose losses {who} may have been chosen; train it first, or in another process, or "
+            'say that nothing was chosen so: declare="no setting was chosen by ..."'
+        )
+
+
 def refuse_trained_start(plain: nn.Module, prior: SpikeSlab, split: Split, declaration: str | None) -> None:
     """Refuses a prior without data whose means answer so well that something has trained them."""
     if declaration is not None or not is_data_free(split) or trace.UNTRAINED not in prior.origin.labelled:

@@ -373,11 +373,13 @@ def changing(model: nn.Module, *, chosen: bool = True) -> Iterator[None]:
 def training(models: Sequence[nn.Module]) -> Iterator[None]:
     """While `fit` trains: as `changing`, and where weights have moved at the end, pacprune has trained the model."""
     note_changes(models)
-    before = [_fingerprints(model) for model in models]
+    before, looks = [_fingerprints(model) for model in models], trace.count_looks()
     forget_stamps(models)
     try:
         yield
     finally:
+        if trace.count_looks() > looks:  # by a progress, or anything else that runs meanwhile
+            mark_seen(models, trace.looked())
         stamp(models)
         for model, start in zip(models, before, strict=True):
             if None in start.values() or any(notes(module).fingerprint != start.get(module) for module in start):

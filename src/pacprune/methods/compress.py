@@ -127,7 +127,15 @@ class Compressed:
         return (
             f"Compressed to {self.sparsity:.2%} sparsity ({self.bytes:,} bytes in place of {dense:,}); certified "
             f"{self.risk} at most {self.limit:g} at delta {self.certificate.ledger.delta:g}."
+            f"{self._beside_the_claim}"
         )
+
+    @property
+    def _beside_the_claim(self) -> str:
+        """What the issuer states, and the count of tries where it is more than what is paid for."""
+        words, tries = self.certificate.record["declaration"], self.certificate.tries
+        declared = "" if words is None else f' The issuer states: "{words}".'
+        return declared if tries is None or tries.paid or tries.number is None else f"{declared} This is {tries}."
 
     @property
     def examples_needed(self) -> int | None:
@@ -662,6 +670,11 @@ def _check_request(
         raise ValueError(
             f"something was evaluated on {count} of the {len(split.bound)} bound examples before, and what is trained "
             "now may have been chosen by it; use a split whose bound part was never looked at, in a new process"
+        )
+    if declaration is None and touched(trace.looked(trained=True), split.bound, apart_from=split.prior):
+        raise ValueError(
+            "something was trained on bound examples before, and what is trained now may have been chosen by its "
+            'losses; do so in a new process, or say that nothing was: declare="no setting was chosen by ..."'
         )
     if dense is None:
         rules.refuse_untraced(weights.origin(model), split, "the model", declaration)

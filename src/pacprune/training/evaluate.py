@@ -122,8 +122,9 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data, *, forward: Forwar
         >>> pp.error(model, split.test) < 0.2
         True
     """
-    look_at(data)
-    for member in [model] if isinstance(model, nn.Module) else model:
+    models = [model] if isinstance(model, nn.Module) else model
+    look_at(data, [weights.fingerprint(member) for member in models])
+    for member in models:
         weights.warn_of_revived(member)
     if not isinstance(model, nn.Module):
         if forward is not None:
@@ -200,7 +201,7 @@ def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10, forward: Forwa
 def mean_loss(model: nn.Module, data: Data, *, loss: Loss = F.cross_entropy, forward: Forward | None = None) -> float:
     """The mean loss in eval mode, every example weighted alike."""
     objective = Objective(loss, forward)
-    look_at(data)
+    look_at(data, [weights.fingerprint(model)])
     total, count, device = 0.0, 0, device_of(model)
     with evaluating(model), isolated_rng(device, data):
         for batch in batches(data, BATCH, device=device):
