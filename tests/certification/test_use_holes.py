@@ -1,19 +1,24 @@
 """Attacks by what is done with the bound examples: each worked once, and none works any more."""
 
 import copy
+import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pacprune as pp
+from pacprune.bounds.numeric import rounded_up
 from pacprune.certification import drawn_networks, risks
-from pacprune.certification.held_out import certify_sequence
+from pacprune.certification.held_out import certify_sequence, tallies_of
 from pacprune.data import trace
 from pacprune.data.splits import Split
+from pacprune.masking import weights
 from pacprune.training.evaluate import evaluating
 
 SHORT = pp.Config(epochs=2, lr=0.1)
@@ -299,3 +304,161 @@ def test_the_sentence_of_compress_has_the_tries_and_the_declaration() -> None:
     compressed = pp.compress(small(), split, SHORT, **common, declare=words)
     assert compressed.passed
     assert f'The issuer states: "{words}". This is certificate number 2 on these' in compressed.statement
+
+
+@pytest.mark.parametrize("way", ["optimizer", "data"])
+def test_a_progress_that_trains_is_foreign(way: str) -> None:
+    """Weights that a function changed between two steps passed for those of the fit."""
+    split, model = pp.data.digits(), small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def progress(*_: Any) -> None:
+        if way == "data":
+            for parameter in model.parameters():
+                parameter.data.mul_(1.001)
+            return
+        with torch.enable_grad():
+            nn.functional.cross_entropy(model(split.bound.x), split.bound.y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pp.fit(model, split.prior, SHORT, progress=progress)
+    with pytest.raises(ValueError, match="were made or changed by something other than pacprune"):
+        pp.certify_held_out(model, split)
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_a_progress_that_looks_at_other_data_changes_nothing(random: bool) -> None:
+    split, model = pp.data.digits(), nn.Sequential(small(), nn.BatchNorm1d(10))
+    if random:
+        pp.attach(model, pp.isotropic(model, sparsity=0.1, std=0.01))
+
+    def progress(*_: Any) -> None:
+        pp.error(model, split.test)
+        if random:
+            pp.gibbs_error(model, split.test, draws=2)
+        model.train()
+
+    pp.fit(model, split.prior, pp.Config(epochs=1, lr=0.1), progress=progress)
+    assert pp.certify_held_out(pp.harden(model) if random else model, split).record["declaration"] is None
+
+
+# --- What a network is beside its parameters and buffers.
+
+
+class Hiding(nn.Module):
+    """Keeps something where no state dict has it."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.inner, self.kept = small(), kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+HIDDEN: dict[str, Any] = {
+    "a tensor": (torch.ones(3), "kept"),
+    "an array": (np.ones(3), "kept"),
+    "in a list": ([0, torch.ones(3)], r"kept\[1\]"),
+    "in a dictionary": ({"bank": {"x": torch.ones(3)}}, r"kept\['bank'\]\['x'\]"),
+    "in a dataclass": (pp.data.Part("prior", torch.ones(3), torch.ones(3), torch.arange(3)), "kept.x, kept.y"),
+    "a module in a list": ([nn.Linear(3, 3)], r"kept\[0\]"),
+    "a tensor of a module in a list": ([Hiding((torch.ones(3),))], r"kept\[0\]"),
+}
+
+
+@pytest.mark.parametrize("way", HIDDEN)
+def test_what_a_network_keeps_in_plain_attributes_needs_a_declaration(way: str, tmp_path: Path) -> None:
+    """The bound set itself lay there, and a network that had been trained on it."""
+    split, (kept, place) = made()[0], HIDDEN[way]
+    model = Hiding(None)
+    pp.fit(model, split.prior, SHORT)
+    model.kept = kept
+    for risk in ("error", "brier"):
+        with pytest.raises(ValueError, match=f"the network keeps {place}.* as a plain attribute"):
+            pp.certify_held_out(model, split, risk=risk)
+    model.kept = None
+    honest = pp.certify_held_out(model, split).save(tmp_path)
+    model.kept = kept
+    report = pp.verify(honest, split=split, model=model)
+    assert "as a plain attribute" in str(report.failure)
+
+
+def test_a_prior_of_a_network_with_plain_attributes_needs_a_declaration() -> None:
+    split, model = made()[0], Hiding(torch.ones(3))
+    pp.fit(model, split.prior, SHORT)
+    prior = pp.read(pp.attach(model, pp.isotropic(model, sparsity=0.1, std=0.01)))
+    pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
+    with pytest.raises(ValueError, match="the network keeps kept as a plain attribute"):
+        pp.certify(model, prior, split, draws=50)
+    words = "the attribute holds three ones"
+    assert words in pp.certify(model, prior, split, draws=50, declare=words).statement
+
+
+def test_other_names_of_what_a_network_is_are_no_secrets() -> None:
+    split = made()[0]
+    model = Hiding(None)
+    pp.fit(model, split.prior, SHORT)
+    first = next(model.parameters())
+    model.kept = {
+        "module": [model.inner],
+        "self": model,
+        "weight": first,
+        "view": first[:2],
+        "relu": [nn.ReLU()],
+        "n": 3,
+    }
+    assert pp.certify_held_out(model, split).record["declaration"] is None
+    for layer in (
+        nn.LSTM(8, 4),
+        torch.nn.utils.spectral_norm(nn.Linear(4, 4)),
+    ):
+        assert weights.hidden(copy.deepcopy(layer) if isinstance(layer, nn.LSTM) else layer) == []
+
+
+# --- What a verifier excuses.
+
+
+def restated(certificate: pp.Certificate, levels: Tensor) -> pp.Certificate:
+    """The certificate with other levels, and all that follows from them."""
+    record: Any = copy.deepcopy(certificate.record)
+    changed = pp.Certificate(record, {**certificate.tensors, "examples.safetensors": {"levels/0": levels}})
+    tally = tallies_of(changed)[0]
+    bound = tally.bound(0.05)
+    record["tests"][0] |= {"mean": tally.mean, "bound": bound}
+    record["bounds"]["held_out"]["bound"] = record["claim"]["bound"] = bound
+    figure = f"at most {rounded_up(bound)}."
+    record["statement"] = re.sub(r"at most [0-9.]+\.", figure, record["statement"])
+    return changed
+
+
+def tiny(output: Tensor, _: Any) -> Tensor:
+    return torch.full((len(output),), 8 / 65536, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("less", [1, 8])
+def test_no_value_can_be_stated_lower_than_it_is(less: int, tmp_path: Path) -> None:
+    """8 levels of 65,536 were excused on every example: 0 was VALID for a risk of 8/65536."""
+    x, words = torch.randn(2000, 4), "the weights are random numbers"
+    model = nn.Linear(4, 2)
+    honest = pp.certify_held_out(model, (x, torch.zeros(2000).long()), risk=tiny, declare=words)
+    levels = honest.tensors["examples.safetensors"]["levels/0"]
+    for change, valid in ((0, True), (-less, False)):
+        folder = restated(honest, levels + change).save(tmp_path / str(change))
+        assert pp.verify(folder).valid  # level 1 cannot tell
+        report = pp.verify(folder, split=(x, torch.zeros(2000).long()), model=model, risk=tiny)
+        assert report.valid == valid
+    assert "the values of 2000 of 2000 examples are not as stated" in str(report.failure)
+
+
+def test_losses_stated_one_level_lower_are_refused_and_those_of_another_machine_are_not(tmp_path: Path) -> None:
+    split, model = made()
+    honest = pp.certify_held_out(model, split, risk="brier")
+    levels = honest.tensors["examples.safetensors"]["levels/0"]
+    lower = restated(honest, (levels - 1).clamp_min(0)).save(tmp_path / "lower")
+    assert "are not as stated" in str(pp.verify(lower, split=split, model=small()).failure)
+    other = copy.deepcopy(model).double()
+    fine = risks.evaluate(risks.RISKS["brier"], other, None, replace(split.bound, x=split.bound.x.double())).values
+    report = pp.verify(restated(honest, fine).save(tmp_path / "other"), split=split, model=small())
+    assert report.valid, report.failure

@@ -143,6 +143,7 @@ def certify(
     _refuse_broken_rules(model, prior, posterior, split, declaration)
     sealed = _sealed(commitment, beacon, plan, prior, posterior, split)
     candidate = _candidate(model, prior, posterior, split, sealed)
+    rules.refuse_hidden(candidate.plain, "the network", declaration)
     rules.refuse_trained_start(candidate.plain, prior, split, declaration)
     evidence, tensors, q_counts = _evidence(candidate, plan, _is_fresh(model, split), name, progress)
     certificate = Certificate(_record(evidence, q_counts, candidate, plan, declaration), tensors)
@@ -161,6 +162,7 @@ def certify_error(
     rules.refuse_batch_statistics(model)
     rules.refuse_untraced(weights.origin(model), split, "the network", declaration)
     rules.refuse_chosen(model, split, "the network", declaration)
+    rules.refuse_hidden(model, "the network", declaration)
     before = weights.fingerprint(model)
     risks.evaluate(risks.RISKS["error"], model, None, split.bound)  # which says of outputs and labels what does not fit
     n, ledger = len(split.bound), BOUNDS["held_out"].ledger(delta, certified=certified)

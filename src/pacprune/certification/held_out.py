@@ -233,6 +233,7 @@ class _Trial:
             rules.refuse_batch_statistics(network)
             rules.refuse_untraced(weights.origin(network), split, who, declaration)
             rules.refuse_chosen(network, split, who, declaration)
+            rules.refuse_hidden(network, who, declaration)
         documents.refuse_misread(split, entry, risk_name, declaration)
         states = tuple(map(weights.fingerprint, [*networks, *([] if reference is None else [reference])]))
         if isinstance(risk, str):

@@ -338,11 +338,15 @@ class Tally:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One value per example: whole numbers from `lowest` to 1, or levels from 0 to LEVELS of that range."""
+    """One value per example: whole numbers from `lowest` to 1, or levels from 0 to LEVELS of that range.
+
+    `exact` are the levels before they were rounded up, where these were computed.
+    """
 
     values: Tensor
     whole: bool
     lowest: int
+    exact: Tensor | None = None
 
     def tally(self, mask: Tensor | None = None) -> Tally:
         """The counts of all examples, or of some."""
@@ -480,7 +484,8 @@ def sample(values: Tensor, lowest: int) -> Sample:
     means = values.double().flatten(1).mean(1) if values.ndim > 1 else values.double()
     _check_range(means, lowest)
     # Rounded up: the risk of the levels is at least that of the values.
-    return Sample(((means - lowest) / (1 - lowest) * LEVELS).ceil().int(), False, lowest)
+    exact = (means - lowest) / (1 - lowest) * LEVELS
+    return Sample(exact.ceil().int(), False, lowest, exact)
 
 
 def _check_range(values: Tensor, lowest: int) -> None:

@@ -213,6 +213,17 @@ def refuse_untraced(seen: Trace, split: Split, who: str, declaration: str | None
         )
 
 
+def refuse_hidden(network: nn.Module, who: str, declaration: str | None) -> None:
+    """Refuses tensors and modules of which no training notes what they have seen, and which no hash has."""
+    places = [] if declaration is not None else weights.hidden(network)
+    if places:
+        raise ValueError(
+            f"{who} keeps {weights.some(places, 3)} as a plain attribute, so that nobody knows what it has seen, and "
+            "no hash tells it from another; make it a parameter, a buffer (register_buffer) or a module of the "
+            'network, or say what it is: declare="the attribute holds ..."'
+        )
+
+
 def refuse_chosen(network: nn.Module, split: Split, who: str, declaration: str | None) -> None:
     """What was trained after something else was trained on bound examples may have been chosen by its loss there."""
     told = trace.looked(before=weights.last_change(network), trained=True)

@@ -335,7 +335,7 @@ def note(tensors: Mapping[str, Tensor], trace: Trace) -> None:
     """Remembers of each of these tensors what it follows from."""
     for tensor in tensors.values():
         key = id(tensor)
-        _origins[key] = weakref.ref(tensor, lambda _, key=key: _origins.pop(key, None)), _version(tensor), trace
+        _origins[key] = weakref.ref(tensor, lambda _, key=key: _origins.pop(key, None)), version_of(tensor), trace
 
 
 def noted(tensors: Iterable[Tensor]) -> Trace:
@@ -343,10 +343,10 @@ def noted(tensors: Iterable[Tensor]) -> Trace:
     together = Trace()
     for tensor in tensors:
         known, version, trace = _origins.get(id(tensor), (lambda: None, 0, _UNKNOWN))
-        together = together | (trace if known() is tensor and version == _version(tensor) else _UNKNOWN)
+        together = together | (trace if known() is tensor and version == version_of(tensor) else _UNKNOWN)
     return together
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """How often the tensor was written to; tensors of inference mode do not count that."""
     return 0 if tensor.is_inference() else tensor._version
