@@ -282,7 +282,7 @@ def test_a_network_whose_answers_are_no_function_of_their_input_is_refused(how: 
     pp.fit(model, split.prior, pp.Config(epochs=2, lr=0.1))
     refused(model, words, split)
     with pytest.raises(ValueError, match=words):
-        rules.refuse_unsteady(model.eval().__call__, split.bound.x)
+        rules.refuse_unsteady(model, split.bound.x)
     prior = pp.read(pp.attach(model, pp.isotropic(model, sparsity=0.1, std=0.01)))
     pp.fit_posterior(model, prior, split, pp.Config(epochs=0))
     with pytest.raises(ValueError, match=words):

@@ -252,6 +252,7 @@ class _Audit:
         """The first fixed network that is not what it should be, or that errs otherwise than stated."""
         try:
             rules.refuse_batch_statistics(self.plain)
+            rules.refuse_hidden(self.plain, "the network", self.cert.record["declaration"])
             rules.refuse_unsteady(self.plain, self.split.bound.x)
         except ValueError as error:
             return f"recount: {error}"

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -143,6 +143,7 @@ def certify(
     _refuse_broken_rules(model, prior, posterior, split, declaration)
     sealed = _sealed(commitment, beacon, plan, prior, posterior, split)
     candidate = _candidate(model, prior, posterior, split, sealed)
+    rules.refuse_hidden(candidate.plain, "the network", declaration)
     rules.refuse_trained_start(candidate.plain, prior, split, declaration)
     evidence, tensors, q_counts = _evidence(candidate, plan, _is_fresh(model, split), name, progress)
     certificate = Certificate(_record(evidence, q_counts, candidate, plan, declaration), tensors)
@@ -160,10 +161,14 @@ def certify_error(
     rules.refuse_repeats(split, declaration)
     rules.refuse_batch_statistics(model)
     rules.refuse_untraced(weights.origin(model), split, "the network", declaration)
+    rules.refuse_chosen(model, split, "the network", declaration)
+    rules.refuse_hidden(model, "the network", declaration)
+    before = weights.fingerprint(model)
     risks.evaluate(risks.RISKS["error"], model, None, split.bound)  # which says of outputs and labels what does not fit
     n, ledger = len(split.bound), BOUNDS["held_out"].ledger(delta, certified=certified)
     errors = int(drawn_networks.errors(model, {}, split.bound).sum())
     rules.refuse_unsteady(model, split.bound.x)
+    rules.refuse_moved(model, before)
     bound = bounds.clopper_pearson(errors, n=n, delta=ledger.delta_each)
     sparsity = weights.sparsity(model)
     state = {key: t.detach().clone() for key, t in (*model.named_parameters(), *model.named_buffers())}
@@ -184,7 +189,7 @@ def certify_error(
     }
     record["assumptions"] = assumptions(record)  # type: ignore[arg-type]
     certificate = Certificate(record, {"model.safetensors": state})
-    return replace(certificate, tries=_tries(certificate, split, trained=weights.last_change(model)))
+    return replace(certificate, tries=_tries(certificate, split, network=model))
 
 
 # --- Who is certified.
@@ -454,7 +459,7 @@ def _tries(
     split: Split,
     plan: Plan | None = None,
     q_counts: Counts | None = None,
-    trained: int | None = None,
+    network: nn.Module | None = None,
 ) -> Tries:
     """Counts this certificate among those on the same examples."""
     record, ledger, sealed = certificate.record, certificate.ledger, certificate.record["commitment"]
@@ -470,7 +475,17 @@ def _tries(
     subject = digest({"hashes": record["hashes"], "split": split_hashes(split), "plan": done, "sealed": sealed})
     groups = ((plan or {}).get("shares") or {"groups": {}})["groups"].values()
     declared = ledger.candidates * max(1, sum(entry["certificates"] for entry in groups))
-    return tries.count(split.pool, subject, declared=declared, bound_at=bound_at, trained=trained)
+    if network is None:
+        return tries.count(split.pool, subject, declared=declared, bound_at=bound_at)
+    trained, among = weights.last_change(network), evaluated([network], split)
+    return tries.count(split.pool, subject, declared=declared, bound_at=bound_at, trained=trained, evaluated=among)
+
+
+def evaluated(networks: Sequence[nn.Module], split: Split) -> int:
+    """Among how many networks, evaluated on bound examples in this process, these may have been chosen."""
+    ids = split.bound.ids.reshape(-1)
+    looks = trace.networks_on(ids[~torch.isin(ids, split.prior.known.examples)])
+    return 1 + len(looks - {weights.fingerprint(network) for network in networks})
 
 
 def _conclusion(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from pacprune.certification.risks import Risk, at_once, logits_of
 from pacprune.data.batches import device_of
 from pacprune.data.splits import IGNORED, Part, Split
-from pacprune.training.evaluate import evaluating
+from pacprune.training.evaluate import answers, evaluating
 
 _PREFIX, _CHANGES = 32, 8
 """So many tokens at the beginning of a row, with so many changes among them, are looked for inside other rows."""
@@ -213,12 +213,12 @@ def refuse_foresight(network: nn.Module, part: Part) -> None:
         return
     x = part.x[: at_once(network, part.x, _COMPARED)].to(device_of(network))
     with evaluating(network):
-        before = logits_of(network(x))
+        before = logits_of(answers(network, x))
         if not isinstance(before, Tensor) or before.shape[:2] != x.shape:
             return
         for cut in sorted({1, *(x.shape[1] * quarter // 4 for quarter in (1, 2, 3)), x.shape[1] - 1} - {0}):
             other = torch.cat([x[:, :cut], x[:, cut:].flip(0, 1)], dim=1)
-            after = logits_of(network(other))
+            after = logits_of(answers(network, other))
             rounding = 1000 * torch.finfo(before.dtype).eps * torch.stack([before, after]).abs().amax()
             moved = ((before - after)[:, :cut].abs() > rounding).flatten(1).any(1)
             if bool(moved.any()):

@@ -8,14 +8,13 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from pacprune import philox
 from pacprune.data.batches import device_of
 from pacprune.data.splits import Part
 from pacprune.distributed import ranks
 from pacprune.masking.spikeslab import SpikeSlab, draw_weights, top_mask
-from pacprune.training.evaluate import evaluating, mistakes
+from pacprune.training.evaluate import answers, evaluating, mistakes
 from pacprune.types import Progress
 
 MACHINES = 4
@@ -51,7 +50,7 @@ def outputs(plain: nn.Module, slab: SpikeSlab, x: Tensor, *, seed: int, steps: T
     networks = draw_weights(slab, seed=seed, step=steps)
 
     def call(network: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        return functional_call(plain, network, (inputs,))
+        return answers(plain, inputs, network)
 
     if not any(isinstance(module, nn.RNNBase) for module in plain.modules()):  # vmap has no rule for them
         try:
@@ -80,7 +79,7 @@ def errors(plain: nn.Module, weights: dict[str, Tensor], part: Part) -> Tensor:
     weights = {name: w.to(device) for name, w in weights.items()}
     with evaluating(plain):
         wrong = [
-            mistakes(functional_call(plain, weights, (x.to(device),)), y.to(device))
+            mistakes(answers(plain, x, weights), y.to(device))
             for x, y in zip(part.x.split(1000), part.y.split(1000), strict=True)
         ]
     return torch.cat(wrong)
@@ -184,10 +183,8 @@ def _call(plain: nn.Module, networks: dict[str, Tensor], x: Tensor) -> Tensor:
     """Outputs of one network on x, or of networks[k] on x[k]."""
     one = next(iter(networks.values()), None)
     if one is None or one.ndim == dict(plain.named_parameters())[next(iter(networks))].ndim:
-        return functional_call(plain, networks, (x,))
-    return torch.stack(
-        [functional_call(plain, {name: w[k] for name, w in networks.items()}, (x[k],)) for k in range(len(x))]
-    )
+        return answers(plain, x, networks)
+    return torch.stack([answers(plain, x[k], {name: w[k] for name, w in networks.items()}) for k in range(len(x))])
 
 
 def merge(parts: Sequence[Counts]) -> Counts:
@@ -234,6 +231,6 @@ def disagreements(plain: nn.Module, slab: SpikeSlab, weights: dict[str, Tensor],
     differs = [torch.empty(0, dtype=torch.bool)]
     for _, inputs, drawn in one_draw_each(plain, slab, x, seed=seed):
         with evaluating(plain):
-            fixed = functional_call(plain, weights, (inputs,)).argmax(dim=-1)
+            fixed = answers(plain, inputs, weights).argmax(dim=-1)
         differs.append((fixed != drawn.argmax(dim=-1)).cpu())
     return torch.cat(differs)

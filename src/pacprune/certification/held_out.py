@@ -199,6 +199,7 @@ class _Trial:
     declaration: str | None
     hashes: tuple[str, ...]
     sparsities: tuple[float, ...]
+    states: tuple[int | None, ...]
 
     @classmethod
     def begun(
@@ -231,7 +232,10 @@ class _Trial:
             rules.refuse_random(network)
             rules.refuse_batch_statistics(network)
             rules.refuse_untraced(weights.origin(network), split, who, declaration)
+            rules.refuse_chosen(network, split, who, declaration)
+            rules.refuse_hidden(network, who, declaration)
         documents.refuse_misread(split, entry, risk_name, declaration)
+        states = tuple(map(weights.fingerprint, [*networks, *([] if reference is None else [reference])]))
         if isinstance(risk, str):
             risks.refuse_unfit(entry, networks, reference, split)
         for network in [*networks, *([] if reference is None else [reference])]:
@@ -246,7 +250,19 @@ class _Trial:
                 "place, so give them copy.deepcopy(model), and the model as it was as the reference"
             )
         sparsities = tuple(weights.sparsity(network) for network in networks)
-        return cls(networks, reference, split, risk_name, entry, delta, certified, declaration, hashes, sparsities)
+        return cls(
+            networks,
+            reference,
+            split,
+            risk_name,
+            entry,
+            delta,
+            certified,
+            declaration,
+            hashes,
+            sparsities,
+            states,
+        )
 
     @property
     def delta_each(self) -> float:
@@ -325,6 +341,9 @@ class _Trial:
                 f"there are {len(tests)} tests on {len(self.split.bound)} examples, more than a verifier recomputes; "
                 "give fewer groups or candidates"
             )
+        for subject, state in zip([*self.networks, self.reference], self.states, strict=False):
+            if subject is not None:
+                rules.refuse_moved(subject, state)
         network = self.networks[place]
         files = {"model.safetensors": _state(network)}
         if self.reference is not None:
@@ -415,7 +434,9 @@ class _Trial:
         """Counts this certificate among those on the same examples."""
         record = certificate.record
         assert record["kind"] == "risk"
-        subject = {key: record[key] for key in ("hashes", "risk", "rule", "limit", "order")}
+        # Where p-values are compared with it, another delta is another try.
+        tested = self.delta if record["rule"] == "sequence" else None
+        subject = {key: record[key] for key in ("hashes", "risk", "rule", "limit", "order")} | {"delta": tested}
         # Other groups, or another loss, under the same name are another try.
         counted = [{key: test[key] for key in ("group", "n", "counts", "mean")} for test in record["tests"]]
         examples = certify.tensor_hash(certificate.tensors.get("examples.safetensors", {}))
@@ -430,7 +451,13 @@ class _Trial:
         walk = walk_at if record["rule"] == "sequence" and certificate.passed else None
         trained = max(weights.last_change(network) or 0 for network in self.networks)
         return tries.count(
-            self.split.pool, hashed, declared=self.certified, bound_at=bound_at, walk_at=walk, trained=trained
+            self.split.pool,
+            hashed,
+            declared=self.certified,
+            bound_at=bound_at,
+            walk_at=walk,
+            trained=trained,
+            evaluated=certify.evaluated(self.networks, self.split),
         )
 
 

@@ -19,10 +19,12 @@ from pacprune.certification.risks import Answers, Risk, Sample
 from pacprune.data.batches import device_of
 from pacprune.data.splits import Split, index_hash
 from pacprune.masking import weights
-from pacprune.training.evaluate import evaluating
+from pacprune.training.evaluate import answers, evaluating
 
 CONFIDENCE = 1e-6
 """Chance refutes a certificate only at this level: a true one is called false once in a million times."""
+_EXACT = 0.01
+"""By so little of a level values may differ that are computed in float64."""
 _SHAKES = 32
 """So many times outputs are moved at random, to see whether a value hangs on rounding."""
 
@@ -94,6 +96,7 @@ class RiskAudit:
         try:
             for network in [self.plain, *([] if self.reference is None else [self.reference])]:
                 rules.refuse_batch_statistics(network)
+                rules.refuse_hidden(network, "the network", self.record["declaration"])
                 values = not risk_is_of_classes(self.record["risk"]["name"], self.split)
                 rules.refuse_unsteady(network, self.split.bound.x, values=values)
                 documents.refuse_foresight(network, self.split.bound)
@@ -143,10 +146,19 @@ class RiskAudit:
         return None
 
     def _levels_failure(self, sample: Sample) -> str | None:
-        """Whether values of more than a few examples are others than stated, or one that does not hang on rounding."""
+        """Whether values of more than a few examples are others than stated, or one that does not hang on rounding.
+
+        A level is the value rounded up. So it lies below the value by no more than rounding, and above by less than 1
+        more. Rounding goes up and down: the sum may lie below that of the values by what chance allows.
+        """
         place = self.record["order"].index(self.record["hashes"]["model"])
         stated = self.cert.tensors["examples.safetensors"][f"levels/{place}"]
-        others = ((stated.long() - sample.values.long()).abs() > risks.NEAR).nonzero().flatten()
+        assert sample.exact is not None
+        low, high = sample.exact - stated, stated - sample.exact - 1
+        rounding = _EXACT
+        if bool(((low > rounding) | (high > rounding)).any()):
+            rounding = self._rounding_of_levels(sample)
+        others = ((low > rounding) | (high > rounding)).nonzero().flatten()
         count = len(others)
         moved = count
         if (
@@ -156,7 +168,23 @@ class RiskAudit:
             moved = math.ceil(float(shift) / risks.LEVELS)
         if moved > tolerance(count, len(stated)) or not self._hang_on_rounding(others, sample.values[others]):
             return f"recount: the values of {count} of {len(stated)} examples are not as stated"
+        low[others] = 0
+        if float(low.sum()) > len(low) * _EXACT + rounding * math.sqrt(2 * len(low) * math.log(1 / CONFIDENCE)):
+            mean = float(low.mean())
+            return f"recount: the values of {len(stated)} examples are {mean:.2g} levels more than stated on average"
         return None
+
+    def _rounding_of_levels(self, sample: Sample) -> float:
+        """How far values of another machine may lie from these, in levels, but for those that jump."""
+        assert sample.exact is not None
+        bound, networks = self.split.bound, [self.plain, self.reference]
+        plain, reference = (None if net is None else copy.deepcopy(net).double() for net in networks)
+        assert plain is not None
+        x = bound.x.double() if bound.x.is_floating_point() else bound.x
+        fine = risks.evaluate(self.risk, plain, reference, replace(bound, x=x)).exact
+        moved = torch.zeros(1) if fine is None else (fine - sample.exact).abs()
+        smooth = torch.where(moved <= risks.NEAR, moved, 0.0)
+        return max(_EXACT, min(risks.NEAR, drawn_networks.MACHINES * float(smooth.amax())))
 
     def _hang_on_rounding(self, index: Tensor, levels: Tensor) -> bool:
         """Whether the values of all these bound examples jump where outputs move as far as rounding can move them."""
@@ -207,7 +235,7 @@ class RiskAudit:
         with evaluating(network), evaluating(exact):
             rough, fine = (
                 risks.logits_of(output).double()
-                for output in (network(x), exact(x.double() if x.is_floating_point() else x))
+                for output in (answers(network, x), answers(exact, x.double() if x.is_floating_point() else x))
             )
         return fine, drawn_networks.MACHINES * float((rough - fine).abs().max())
 

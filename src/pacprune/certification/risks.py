@@ -21,6 +21,7 @@ from pacprune.bounds import held_out, montecarlo
 from pacprune.bounds.numeric import ROUNDING
 from pacprune.data.batches import device_of, refusing_unfit
 from pacprune.data.splits import IGNORED, NO_LABEL, Part, Split
+from pacprune.training.evaluate import answers as answers_of
 from pacprune.training.evaluate import evaluating, mistakes
 from pacprune.types import check_name
 
@@ -337,11 +338,15 @@ class Tally:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One value per example: whole numbers from `lowest` to 1, or levels from 0 to LEVELS of that range."""
+    """One value per example: whole numbers from `lowest` to 1, or levels from 0 to LEVELS of that range.
+
+    `exact` are the levels before they were rounded up, where these were computed.
+    """
 
     values: Tensor
     whole: bool
     lowest: int
+    exact: Tensor | None = None
 
     def tally(self, mask: Tensor | None = None) -> Tally:
         """The counts of all examples, or of some."""
@@ -360,10 +365,10 @@ def evaluate(risk: Risk, model: nn.Module, reference: nn.Module | None, part: Pa
     for x, y in zip(part.x.split(batch), part.y.split(batch), strict=True):
         x, y = x.to(device), y.to(device)
         with evaluating(model), refusing_unfit(x, "the network"):
-            output = model(x)
+            output = answers_of(model, x)
         _refuse_nan("the network", output)
         compared = None if reference is None else _reference_output(reference, x, output)
-        values = _values(risk, Answers(output, compared, x, y))
+        values = _values(risk, Answers(output, compared, x.clone(), y.clone()))  # a loss may write into them
         if values.ndim == 0 or len(values) != len(x):
             raise ValueError(
                 f"the loss of a batch of {len(x)} examples has the shape {tuple(values.shape)}; give one value for each"
@@ -382,7 +387,7 @@ def at_once(model: nn.Module, x: Tensor, most: int) -> int:
     if x.is_floating_point() or x.ndim != 2 or most < 2:
         return most
     with evaluating(model), refusing_unfit(x, "the network"):
-        logits = logits_of(model(x[:1].to(device_of(model))))
+        logits = logits_of(answers_of(model, x[:1]))
     return min(most, max(2, _AT_ONCE // max(1, logits.numel()))) if isinstance(logits, Tensor) else most
 
 
@@ -408,7 +413,7 @@ def refuse_unfit(risk: Risk, networks: Sequence[nn.Module], reference: nn.Module
     for network in networks:
         evaluate(risk, network, reference, few)
     with evaluating(networks[0]):
-        output = networks[0](few.x.to(device_of(networks[0])))
+        output = answers_of(networks[0], few.x)
     refuse_one_hot(output, split)
 
 
@@ -427,22 +432,27 @@ def refuse_one_hot(output: Any, split: Split) -> None:
 
 def refuse_batch_loss(risk: Risk, model: nn.Module, reference: nn.Module | None, part: Part) -> None:
     """A loss looks at one example at a time: that of a batch hardly varies, and a bound would take it for certain."""
-    some = part.subset(torch.arange(min(_STEADY, len(part))))
-    together, alone = (evaluate(risk, model, reference, some, batch=size) for size in (len(some), 1))
-    near = 0 if together.whole else NEAR
-    count = int(((together.values.long() - alone.values.long()).abs() > near).sum())
-    # One of them may lie where rounding makes its value jump.
-    if count > 1 or together.whole != alone.whole:
-        raise ValueError(
-            f"the losses of {count} of {len(some)} examples depend on what else is in the batch; let the loss look at "
-            "one example at a time"
-        )
+    backwards = torch.arange(len(part)).flip(0)
+    for order, together, alone in (
+        (torch.arange(min(_STEADY, len(part))), _STEADY, 1),
+        (backwards, _BATCH, _STEADY - 1),
+    ):
+        some = part.subset(order)
+        sample, other = (evaluate(risk, model, reference, some, batch=size) for size in (together, alone))
+        near = 0 if sample.whole else NEAR
+        count = int(((sample.values.long() - other.values.long()).abs() > near).sum())
+        # A few of them may lie where rounding makes a value jump.
+        if count > max(1, len(some) // 1000) or sample.whole != other.whole:
+            raise ValueError(
+                f"the losses of {count} of {len(some)} examples depend on what else is in the batch; let the loss look "
+                "at one example at a time"
+            )
 
 
 def _reference_output(reference: nn.Module, x: Tensor, output: Any) -> Any:
     """The reference network's answer, once it has the form of the other one."""
     with evaluating(reference), refusing_unfit(x, "the reference"):
-        compared = reference(x.to(device_of(reference)))
+        compared = answers_of(reference, x)
     shapes = [tuple(getattr(logits_of(answer), "shape", ())[1:]) for answer in (output, compared)]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -474,7 +484,8 @@ def sample(values: Tensor, lowest: int) -> Sample:
     means = values.double().flatten(1).mean(1) if values.ndim > 1 else values.double()
     _check_range(means, lowest)
     # Rounded up: the risk of the levels is at least that of the values.
-    return Sample(((means - lowest) / (1 - lowest) * LEVELS).ceil().int(), False, lowest)
+    exact = (means - lowest) / (1 - lowest) * LEVELS
+    return Sample(exact.ceil().int(), False, lowest, exact)
 
 
 def _check_range(values: Tensor, lowest: int) -> None:

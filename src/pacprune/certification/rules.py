@@ -1,7 +1,7 @@
 """What is refused, and why: every rule that a certificate rests on is one function that raises when it is broken."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import combinations
 
 import torch
@@ -14,17 +14,18 @@ from pacprune.certification.record import Group, Shares
 from pacprune.certification.risks import at_once, logits_of
 from pacprune.certification.verify import LEAVES
 from pacprune.data import trace
-from pacprune.data.batches import device_of
-from pacprune.data.splits import Split, check_split
+from pacprune.data.splits import Split, check_split, refuse_overwritten
 from pacprune.data.trace import Trace
 from pacprune.masking import attachment, weights
 from pacprune.masking.spikeslab import SpikeSlab
 from pacprune.training.checks import errs_as_trained
-from pacprune.training.evaluate import evaluating
+from pacprune.training.evaluate import BATCH, answers, evaluating
 from pacprune.training.posterior import refuse_if_touched, touched
 
 _STEADY = 64
 """So many examples are answered in several ways, to see whether an answer follows from its input alone."""
+_PIECES = 16
+"""Into so many pieces batches are cut to answer them again."""
 _ROUNDING = 1000
 """Rounding changes an output by less than so many units in the last place of the largest one."""
 
@@ -105,6 +106,7 @@ def refuse_split(split: Split) -> None:
 
 def refuse_cut(split: Split) -> None:
     """All rules about how the data were cut and standardised."""
+    refuse_overwritten(split.prior, split.bound, split.unlabelled)
     refuse_overlap(split)
     refuse_order(split)
     refuse_standardisation(split)
@@ -211,6 +213,29 @@ def refuse_untraced(seen: Trace, split: Split, who: str, declaration: str | None
         )
 
 
+def refuse_hidden(network: nn.Module, who: str, declaration: str | None) -> None:
+    """Refuses tensors and modules of which no training notes what they have seen, and which no hash has."""
+    places = [] if declaration is not None else weights.hidden(network)
+    if places:
+        raise ValueError(
+            f"{who} keeps {weights.some(places, 3)} as a plain attribute, so that nobody knows what it has seen, and "
+            "no hash tells it from another; make it a parameter, a buffer (register_buffer) or a module of the "
+            'network, or say what it is: declare="the attribute holds ..."'
+        )
+
+
+def refuse_chosen(network: nn.Module, split: Split, who: str, declaration: str | None) -> None:
+    """What was trained after something else was trained on bound examples may have been chosen by its loss there."""
+    told = trace.looked(before=weights.last_change(network), trained=True)
+    count = 0 if declaration is not None else touched(told, split.bound, apart_from=split.prior)
+    if count:
+        raise ValueError(
+            f"before {who} was trained or pruned, something else was trained on {count} of the {len(split.bound)} "
+            f"bound examples, by whose losses {who} may have been chosen; train it first, or in another process, or "
+            'say that nothing was chosen so: declare="no setting was chosen by ..."'
+        )
+
+
 def refuse_trained_start(plain: nn.Module, prior: SpikeSlab, split: Split, declaration: str | None) -> None:
     """Refuses a prior without data whose means answer so well that something has trained them."""
     if declaration is not None or not is_data_free(split) or trace.UNTRAINED not in prior.origin.labelled:
@@ -237,43 +262,62 @@ def refuse_batch_statistics(model: nn.Module) -> None:
             )
 
 
-def refuse_unsteady(network: nn.Module | Callable[[Tensor], Tensor], x: Tensor, *, values: bool = False) -> None:
+def refuse_unsteady(network: nn.Module, x: Tensor, *, values: bool = False) -> None:
     """An answer follows from its input alone, whatever else is in the batch, and is the same each time.
 
-    Some inputs are answered twice as a batch, and then one by one. Answers may differ where two outputs lie closer
+    Some inputs are answered twice as a batch, and then one by one. Then all are answered in the batches that are
+    counted, and once more in smaller ones and in another order. Answers may differ where two outputs lie closer
     together than rounding can tell. With `values`, the outputs themselves are the answer, and not their largest one.
+    Parameters and buffers stay as they are.
     """
-    if isinstance(network, nn.Module):
-        x = x[: at_once(network, x, _STEADY)].to(device_of(network))
-    with evaluating(network) if isinstance(network, nn.Module) else torch.no_grad():
-        batch = logits_of(network(x[:_STEADY]))
-        if not isinstance(batch, Tensor):
+    state = weights.fingerprint(network)
+    with evaluating(network):
+        few = x[: at_once(network, x, _STEADY)]
+        outputs = logits_of(answers(network, few))
+        if not isinstance(outputs, Tensor):
             return  # `mistakes` says that an error needs logits
-        values = values or batch.ndim == 1 or batch.shape[-1] == 1  # one output, whose sign is the answer
-        for others, why in (
-            (
-                logits_of(network(x[:_STEADY])),
-                "differ when they are asked for again: it draws something at random, such as dropout",
-            ),
-            (
-                torch.cat([logits_of(network(example[None])) for example in x[:_STEADY]]),
-                "depend on what else is in the batch: it uses statistics of the batch",
-            ),
-        ):
-            count = _other_values(batch, others) if values else _other_answers(batch, others)
-            if count:
-                answers = len(batch) if values else batch[..., 0].numel()
-                raise ValueError(
-                    f"{count} of {answers} answers of the network {why}, in eval mode too; let every answer follow "
-                    "from its own input alone"
-                )
+        values = values or outputs.ndim == 1 or outputs.shape[-1] == 1  # one output, whose sign is the answer
+        why = "differ when they are asked for again: it draws something at random, such as dropout"
+        _refuse_others(outputs, logits_of(answers(network, few)), why, values=values)
+        why = "depend on what else is in the batch: it uses statistics of the batch"
+        _refuse_others(outputs, _in_pieces(network, few, 1), why, values=values)
+        for batch in x.split(at_once(network, x, BATCH)):
+            order = philox.permutation(len(batch), seed=0)
+            others = _in_pieces(network, batch[order], 1 + len(batch) // _PIECES)
+            _refuse_others(logits_of(answers(network, batch))[order], others, why, values=values)
+    refuse_moved(network, state)
+
+
+def refuse_moved(network: nn.Module, state: int | None) -> None:
+    """Refuses a network whose `weights.fingerprint` was another one before it has answered."""
+    if weights.fingerprint(network) != state:
+        raise ValueError(
+            "parameters or buffers of the network change when it answers, in eval mode too, so that its answers follow "
+            "from those before; let it leave its state alone"
+        )
+
+
+def _in_pieces(network: nn.Module, x: Tensor, size: int) -> Tensor:
+    """The outputs for x, so many inputs at a time."""
+    return torch.cat([logits_of(answers(network, piece)) for piece in x.split(size)])
+
+
+def _refuse_others(outputs: Tensor, others: Tensor, why: str, *, values: bool) -> None:
+    """Refuses outputs of which the others are not the same up to rounding."""
+    count = (_other_values if values else _other_answers)(outputs, others)
+    if count:
+        total = len(outputs) if values else outputs[..., 0].numel()
+        raise ValueError(
+            f"{count} of {total} answers of the network {why}, in eval mode too; let every answer follow from its own "
+            "input alone"
+        )
 
 
 def _other_answers(batch: Tensor, others: Tensor) -> int:
     """How many answers differ by more than rounding."""
     if batch.shape != others.shape:
         return len(batch)
-    rounding = _ROUNDING * torch.finfo(batch.dtype).eps * torch.stack([batch, others]).abs().amax()
+    rounding = _rounding_of(batch, others)
     margins = torch.stack([_margins(batch, others), _margins(others, batch)])
     # A tie in one of them alone is none of rounding: logits less their mean over the batch are all 0 one by one.
     return int((margins > rounding).any(0).sum())
@@ -288,8 +332,15 @@ def _other_values(batch: Tensor, others: Tensor) -> int:
     """How many examples have an output that differs by more than rounding."""
     if batch.shape != others.shape:
         return len(batch)
-    rounding = _ROUNDING * torch.finfo(batch.dtype).eps * torch.stack([batch, others]).abs().amax()
-    return int(((batch - others).abs() > rounding).reshape(len(batch), -1).any(1).sum())
+    rounding = _rounding_of(batch, others)
+    differs = (batch != others) & ~((batch - others).abs() <= rounding)  # infinite numbers may be equal
+    return int(differs.reshape(len(batch), -1).any(1).sum())
+
+
+def _rounding_of(batch: Tensor, others: Tensor) -> Tensor:
+    """By how much rounding may move these outputs; an infinite one is no measure."""
+    both = torch.stack([batch, others]).abs()
+    return _ROUNDING * torch.finfo(batch.dtype).eps * both.masked_fill(~both.isfinite(), 0).amax()
 
 
 def refuse_random(model: nn.Module) -> None:

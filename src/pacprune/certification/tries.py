@@ -38,6 +38,7 @@ class Tries:
             certificates the bound says it.
         later: Whether the networks were trained or loaded, in this process, after another certificate on these
             examples was known.
+        evaluated: Among how many networks these are that were evaluated on the bound examples in this process.
     """
 
     number: int | None
@@ -46,15 +47,25 @@ class Tries:
     kept: bool = True
     walk: str | None = None
     later: bool = False
+    evaluated: int = 1
+
+    @property
+    def paid(self) -> bool:
+        """Whether all that is counted was declared."""
+        return self.number is not None and max(self.number, self.evaluated) <= self.declared
 
     def __str__(self) -> str:
         if self.number is None:
             return "tries are not counted (PACPRUNE_LEDGER=off): that there were no others is the issuer's word"
         where = "on this machine" if self.kept else "in this process (the ledger file cannot be written)"
-        count = f"certificate number {self.number} on these examples {where}; {self.declared} declared and paid for"
-        if self.number <= self.declared:
+        looks = f", and one of {self.evaluated} networks that were evaluated on them" if self.evaluated > 1 else ""
+        count = (
+            f"certificate number {self.number} on these examples {where}{looks}; {self.declared} declared and paid for"
+        )
+        if self.paid:
             return count
-        level = f"delta / ({self.number} x {self.number + 1})"
+        most = max(self.number, self.evaluated)
+        level = f"delta / ({most} x {most + 1})"
         text = f"{count}: if this is chosen among them, take {self.undeclared_bound:.4f} instead, the bound at {level}"
         if self.walk is not None:
             text = f"{count}: if this is chosen among them, the tests have to be passed at {level}; {self.walk}"
@@ -76,6 +87,7 @@ def count(
     bound_at: Callable[[float], float],
     walk_at: Callable[[float], str] | None = None,
     trained: int | None = None,
+    evaluated: int = 1,
 ) -> Tries:
     """Counts a certificate, the same subject once; on rank 0, whose count all ranks get.
 
@@ -87,16 +99,19 @@ def count(
         bound_at: A share of delta in (0, 1] -> the bound of this certificate with that share.
         walk_at: The same -> what is left of candidates that were tested one after another, in words.
         trained: When the networks were last trained or loaded, as `trace.now` counts; None where that is no matter.
+        evaluated: Among how many networks these are that were evaluated on the examples in this process.
     """
     later = trained is not None and any(
         moment < trained and _same(known, list(pool)) for key, (known, moment) in _known.items() if key != subject
     )
     _known.setdefault(subject, (list(pool), trace.now()))
     if os.environ.get("PACPRUNE_LEDGER", "").lower() == "off":
-        return Tries(None, declared, None)
+        return Tries(None, declared, None, evaluated=evaluated)
     number, kept = ranks.on_rank0(lambda: _number(list(pool), subject))
-    share = 1 / (number * (number + 1))
-    return Tries(number, declared, bound_at(share), kept, None if walk_at is None else walk_at(share), later)
+    most = max(number, evaluated)
+    share = 1 / (most * (most + 1))
+    walk = None if walk_at is None else walk_at(share)
+    return Tries(number, declared, bound_at(share), kept, walk, later, evaluated)
 
 
 def folder() -> Path:

@@ -111,8 +111,16 @@ def use_of(data: Data) -> Trace:
     return trace.of(x, trace.labelled(x, y)) | trace.looked()
 
 
-def look_at(data: Data) -> None:
-    """Notes that something is evaluated on these data."""
+def train_on(data: Data, networks: Sequence[int | None]) -> None:
+    """Notes that networks of these fingerprints are about to be trained on these data, which tells what they lose."""
+    if not is_stream(data):  # to read it for its hashes would take examples from it
+        part = _part(data)
+        hashes = example_hashes(data) if part is None else part.ids.reshape(-1)
+        trace.look(hashes, networks=networks, trained=True)
+
+
+def look_at(data: Data, networks: Sequence[int | None] = ()) -> None:
+    """Notes that networks of these fingerprints are evaluated on these data."""
     refuse_stream(data, "an evaluation")
     if isinstance(data, splits.Part) and not data.has_labels:
         raise ValueError(
@@ -121,12 +129,12 @@ def look_at(data: Data) -> None:
         )
     part, pair = _part(data), tensors(data)
     if part is not None:
-        trace.look(part.known.examples)
+        trace.look(part.known.examples, networks=networks)
     elif pair is not None:
-        trace.look(_hashes_of(pair[0]), lambda: trace.sketches(pair[0]))
+        trace.look(_hashes_of(pair[0]), lambda: trace.sketches(pair[0]), networks=networks)
     else:
         contents = _read(data)
-        trace.look(contents.x, lambda: contents.sketches)
+        trace.look(contents.x, lambda: contents.sketches, networks=networks)
 
 
 def _part(data: Data) -> splits.Part | None:
@@ -139,6 +147,7 @@ def _part(data: Data) -> splits.Part | None:
         source = source.part
     if type(source) is not splits.Part:
         return None
+    splits.refuse_overwritten(source)
     indices = _fixed_indices(data)
     return source if indices is None else source.subset(torch.as_tensor(indices, dtype=torch.int64))
 

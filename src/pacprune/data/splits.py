@@ -1,6 +1,7 @@
 """Examples cut at random into parts that are named by their use."""
 
 import hashlib
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,6 +52,9 @@ class Part:
     source: str = ""
     raw: Tensor | None = None
     origin: "Part | None" = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_checksums", _checksums(self))
 
     def __repr__(self) -> str:
         return f"Part({self.name}: {len(self):,} examples of shape {tuple(self.x.shape[1:])})"
@@ -155,6 +159,22 @@ class Part:
         x, y, index = self.x[positions], self.y[positions], self.index[positions]
         raw = None if self.raw is None else self.raw[positions]
         return Part(self.name, x, y, index, self.source, raw, self.origin)
+
+
+def _checksums(part: Part) -> list[int]:
+    """Of inputs, labels and places: of their bytes, since writing through numpy changes no version of a tensor."""
+    return [zlib.crc32(as_bytes(values).data) for values in (part.x, part.y, part.index)]
+
+
+def refuse_overwritten(*parts: Part) -> None:
+    """Refuses parts whose tensors were written to since they were made: what is known of them is about others."""
+    for part in parts:
+        for name, before, now in zip(("x", "y", "index"), part._checksums, _checksums(part), strict=True):  # type: ignore[attr-defined]
+            if before != now:
+                raise ValueError(
+                    f"{name} of the {part.name} part was overwritten since the part was made (checksum {before:08x}, "
+                    f"now {now:08x}); make the split anew, and give what changes tensors a copy of them"
+                )
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):

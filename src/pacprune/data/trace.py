@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -237,8 +238,27 @@ def as_bytes(values: Tensor) -> np.ndarray:
 
 # --- Looks: an evaluation may decide what is trained next.
 
-_looks: dict[bytes, tuple[int, Tensor, Tensor | None]] = {}
-"""When something was evaluated first in this process, and on what: hashes, and sketches of data of unknown origin."""
+
+class Look(NamedTuple):
+    """When something was evaluated first in this process, on what, and what was.
+
+    Args:
+        moment: When that was, as `now` counts.
+        hashes: Of the examples.
+        sketch: Their `sketches`, where they are of unknown origin; else None.
+        trained: Whether it was training, which tells its loss, and no evaluation.
+        networks: Fingerprints of the networks that were evaluated, or were about to be trained.
+    """
+
+    moment: int
+    hashes: Tensor
+    sketch: Tensor | None
+    trained: bool
+    networks: set[int]
+
+
+_looks: dict[bytes, Look] = {}
+"""All looks, by what was looked at."""
 _clock = itertools.count(1)
 
 
@@ -247,26 +267,49 @@ def now() -> int:
     return next(_clock)
 
 
-def look(hashes: Tensor, sketch: Callable[[], Tensor] | None = None) -> None:
+def look(
+    hashes: Tensor,
+    sketch: Callable[[], Tensor] | None = None,
+    *,
+    networks: Iterable[int | None] = (),
+    trained: bool = False,
+) -> None:
     """Notes that something was evaluated on these examples: what is trained afterwards may have been chosen by it.
 
-    `sketch` makes their `sketches`, where they may be near copies of examples that matter.
+    `sketch` makes their `sketches`, where they may be near copies of examples that matter. `networks` are known by
+    their fingerprints. `trained` is for training, which tells its losses.
     """
-    key = hashlib.blake2b(hashes.numpy().tobytes(), digest_size=16).digest()
+    key = hashlib.blake2b(hashes.numpy().tobytes(), digest_size=16).digest() + bytes([trained])
     if key not in _looks:
-        _looks[key] = now(), hashes, None if sketch is None else sketch()
+        _looks[key] = Look(now(), hashes, None if sketch is None else sketch(), trained, set())
+    _looks[key].networks.update(network for network in networks if network is not None)
 
 
-def looked(before: int | None = None) -> Trace:
-    """All that was looked at in this process, or before a moment of it."""
-    hashes = [hashes for moment, hashes, _ in _looks.values() if before is None or moment < before]
+def count_looks() -> int:
+    """How many different data were looked at in this process."""
+    return len(_looks)
+
+
+def looked(before: int | None = None, *, trained: bool = False) -> Trace:
+    """All that was evaluated on in this process, or before a moment of it; or, with `trained`, trained on."""
+    hashes = [
+        entry.hashes
+        for entry in _looks.values()
+        if entry.trained == trained and (before is None or entry.moment < before)
+    ]
     return Trace(examples=_union(*hashes)) if hashes else Trace()
+
+
+def networks_on(examples: Tensor) -> set[int]:
+    """Fingerprints of all networks that were evaluated in this process on any of these examples."""
+    looks = (entry for entry in _looks.values() if bool(torch.isin(entry.hashes, examples).any()))
+    return {network for entry in looks for network in entry.networks}
 
 
 def near_looks(x: Tensor, seen: Trace) -> Tensor:
     """Which examples are near copies of images that were looked at and are in the trace. A Boolean for each of x."""
     near, sketch = torch.zeros(len(x), dtype=torch.bool), None
-    for _, hashes, known in _looks.values():
+    for _, hashes, known, *_ in _looks.values():
         used = None if known is None else known[torch.isin(hashes, seen.examples)]
         if used is None or not used.numel():
             continue
@@ -292,7 +335,7 @@ def note(tensors: Mapping[str, Tensor], trace: Trace) -> None:
     """Remembers of each of these tensors what it follows from."""
     for tensor in tensors.values():
         key = id(tensor)
-        _origins[key] = weakref.ref(tensor, lambda _, key=key: _origins.pop(key, None)), _version(tensor), trace
+        _origins[key] = weakref.ref(tensor, lambda _, key=key: _origins.pop(key, None)), version_of(tensor), trace
 
 
 def noted(tensors: Iterable[Tensor]) -> Trace:
@@ -300,10 +343,10 @@ def noted(tensors: Iterable[Tensor]) -> Trace:
     together = Trace()
     for tensor in tensors:
         known, version, trace = _origins.get(id(tensor), (lambda: None, 0, _UNKNOWN))
-        together = together | (trace if known() is tensor and version == _version(tensor) else _UNKNOWN)
+        together = together | (trace if known() is tensor and version == version_of(tensor) else _UNKNOWN)
     return together
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """How often the tensor was written to; tensors of inference mode do not count that."""
     return 0 if tensor.is_inference() else tensor._version

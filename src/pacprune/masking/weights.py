@@ -1,12 +1,15 @@
 """Which weights can be pruned, how many are zero, and what pacprune has noted about a model."""
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from fnmatch import fnmatchcase
-from typing import TypedDict
+from types import SimpleNamespace
+from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -373,15 +376,35 @@ def changing(model: nn.Module, *, chosen: bool = True) -> Iterator[None]:
 def training(models: Sequence[nn.Module]) -> Iterator[None]:
     """While `fit` trains: as `changing`, and where weights have moved at the end, pacprune has trained the model."""
     note_changes(models)
-    before = [_fingerprints(model) for model in models]
+    before, looks = [_fingerprints(model) for model in models], trace.count_looks()
     forget_stamps(models)
     try:
         yield
     finally:
+        if trace.count_looks() > looks:  # by a progress, or anything else that runs meanwhile
+            mark_seen(models, trace.looked())
         stamp(models)
         for model, start in zip(models, before, strict=True):
             if None in start.values() or any(notes(module).fingerprint != start.get(module) for module in start):
                 _mark_trained(model, trained=True)
+
+
+@contextmanager
+def watched(model: nn.Module, *, closely: bool) -> Iterator[None]:
+    """While a function of the user's runs in the middle of training: that it has changed weights is noted as foreign.
+
+    What is written through `.data` changes no version of a tensor, and is noticed `closely` alone, by all numbers.
+    """
+
+    def state() -> list[int | None]:
+        return [*(trace.version_of(t) for t in _tensors(model)), fingerprint(model) if closely else None]
+
+    before = state()
+    try:
+        yield
+    finally:
+        if state() != before:
+            mark_seen(model, trace.foreign())
 
 
 def last_change(model: nn.Module) -> int | None:
@@ -458,8 +481,13 @@ def fingerprint(model: nn.Module) -> int | None:
 
     The samplers' own numbers (seeds, steps, budgets) do not count. A model that is cut into shards has none.
     """
+    return _fingerprint(_tensors(model))
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """All parameters and buffers but those of samplers."""
     samplers = {id(b) for m in model.modules() if type(m).__module__ == "pacprune.masking.sampler" for b in m.buffers()}
-    return _fingerprint([t for t in (*model.parameters(), *model.buffers()) if id(t) not in samplers])
+    return [t for t in (*model.parameters(), *model.buffers()) if id(t) not in samplers]
 
 
 @torch.no_grad()
@@ -484,6 +512,68 @@ def _sum_of_bits(flat: Tensor) -> Tensor:
         place = torch.arange(start, start + len(part), device=flat.device)
         total += (part * (place * 0x5851F42D4C957F2D + 0x14057B7EF767814F | 1)).sum()
     return total
+
+
+def hidden(model: nn.Module) -> list[str]:
+    """Tensors, arrays and modules that a model keeps beside its parameters, buffers and modules, by their places.
+
+    They are in plain attributes, or in dictionaries, lists and dataclasses there. No training notes what they know, and
+    no hash has them. What is a parameter or a buffer of the model under another name is none, and neither is a weight
+    that weight norm or another hook of torch computes anew.
+    """
+    known = _tensors(model)
+    places = []
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in _REGISTERED or any(f"{name}{end}" in module._parameters for end in ("_orig", "_g")):
+                continue
+            places += [f"{path}.{place}".removeprefix(".") for place in _loose(value, name, {id(model)}, model, known)]
+    return places
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules", "_pacprune_notes")
+
+
+def _loose(value: object, place: str, met: set[int], model: nn.Module, known: Sequence[Tensor]) -> Iterator[str]:
+    """The places of what is in no parameter, buffer or module of the model, inside a value."""
+    if id(value) in met:
+        return
+    met.add(id(value))
+    if isinstance(value, np.ndarray):
+        value = torch.as_tensor(value) if value.dtype.kind in "biuf" else None
+    if isinstance(value, Tensor) and value.numel() and not any(_same(value, other) for other in known):
+        yield place
+    is_other = isinstance(value, nn.Module) and all(value is not module for module in model.modules())
+    if is_other and any(True for _ in _inside_of(value)):
+        yield place
+    for part, entry in _entries(value):
+        yield from _loose(entry, f"{place}{part}", met, model, known)
+
+
+def _entries(value: object) -> Iterator[tuple[str, object]]:
+    """What lies in a dictionary, a list or a dataclass, and where."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r:.40}]", entry) for key, entry in value.items())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from ((f"[{number}]", entry) for number, entry in enumerate(value))
+    elif (is_dataclass(value) and not isinstance(value, type)) or isinstance(value, SimpleNamespace):
+        yield from ((f".{name}", entry) for name, entry in getattr(value, "__dict__", {}).items())
+
+
+def _inside_of(module: Any) -> Iterator[object]:
+    """What a module could keep: its tensors, and whatever it hides."""
+    yield from (*module.parameters(), *module.buffers(), *hidden(module))
+
+
+def _same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one: the same object, the same memory, or equal numbers."""
+    if tensor is other or tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return tensor is other or (
+            tensor.device == other.device
+            and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+            and tensor.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        )
+    return bool(torch.equal(tensor.detach().cpu(), other.detach().cpu()))
 
 
 def apply_mask(model: nn.Module, mask: Mapping[str, Tensor] | None) -> nn.Module:

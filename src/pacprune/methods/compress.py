@@ -37,7 +37,7 @@ from pacprune.methods.pipeline import Pruned, together
 from pacprune.methods.table import METHODS, pruning_methods
 from pacprune.training.checks import check_config
 from pacprune.training.config import Config, whole
-from pacprune.training.evaluate import evaluating
+from pacprune.training.evaluate import answers, evaluating
 from pacprune.training.fit import fit
 from pacprune.training.population import AT_ONCE
 from pacprune.training.posterior import refuse_if_touched, touched
@@ -127,7 +127,15 @@ class Compressed:
         return (
             f"Compressed to {self.sparsity:.2%} sparsity ({self.bytes:,} bytes in place of {dense:,}); certified "
             f"{self.risk} at most {self.limit:g} at delta {self.certificate.ledger.delta:g}."
+            f"{self._beside_the_claim}"
         )
+
+    @property
+    def _beside_the_claim(self) -> str:
+        """What the issuer states, and the count of tries where it is more than what is paid for."""
+        words, tries = self.certificate.record["declaration"], self.certificate.tries
+        declared = "" if words is None else f' The issuer states: "{words}".'
+        return declared if tries is None or tries.paid or tries.number is None else f"{declared} This is {tries}."
 
     @property
     def examples_needed(self) -> int | None:
@@ -663,6 +671,11 @@ def _check_request(
             f"something was evaluated on {count} of the {len(split.bound)} bound examples before, and what is trained "
             "now may have been chosen by it; use a split whose bound part was never looked at, in a new process"
         )
+    if declaration is None and touched(trace.looked(trained=True), split.bound, apart_from=split.prior):
+        raise ValueError(
+            "something was trained on bound examples before, and what is trained now may have been chosen by its "
+            'losses; do so in a new process, or say that nothing was: declare="no setting was chosen by ..."'
+        )
     if dense is None:
         rules.refuse_untraced(weights.origin(model), split, "the model", declaration)
     else:  # which trains what has never been trained
@@ -673,7 +686,7 @@ def _is_by_sign(model: nn.Module, split: Split) -> bool:
     """Whether the network answers by signs; refuses inputs that it cannot take, and labels that are no classes."""
     network, few, y = copy.deepcopy(model), split.prior.x[:2].to(device_of(model)), split.prior.y
     with evaluating(network), refusing_unfit(few, "the model"):
-        output = network(few)
+        output = answers(network, few)
     risks.refuse_one_hot(output, split)
     by_sign = risks.is_by_sign(output, y[:2])
     if (by_sign or y.is_floating_point()) and not bool(((y == 0) | (y == 1)).all()):

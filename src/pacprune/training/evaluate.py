@@ -7,6 +7,7 @@ from typing import Any, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from pacprune.data.batches import (
     Objective,
@@ -46,6 +47,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
+
+
+def answers(model: nn.Module, x: Tensor, state: Mapping[str, Tensor] | None = None) -> Any:
+    """What a network, perhaps with another state, makes of inputs on its device.
+
+    The network gets a copy of them: some write into their input, as one does that begins with ReLU(inplace=True).
+    """
+    x = x.to(device_of(model), copy=True)
+    return model(x) if state is None else functional_call(model, dict(state), (x,))
 
 
 def mistakes(logits: Tensor, y: Tensor) -> Tensor:
@@ -112,8 +122,9 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data, *, forward: Forwar
         >>> pp.error(model, split.test) < 0.2
         True
     """
-    look_at(data)
-    for member in [model] if isinstance(model, nn.Module) else model:
+    models = [model] if isinstance(model, nn.Module) else model
+    look_at(data, [weights.fingerprint(member) for member in models])
+    for member in models:
         weights.warn_of_revived(member)
     if not isinstance(model, nn.Module):
         if forward is not None:
@@ -190,7 +201,7 @@ def gibbs_error(model: nn.Module, data: Data, *, draws: int = 10, forward: Forwa
 def mean_loss(model: nn.Module, data: Data, *, loss: Loss = F.cross_entropy, forward: Forward | None = None) -> float:
     """The mean loss in eval mode, every example weighted alike."""
     objective = Objective(loss, forward)
-    look_at(data)
+    look_at(data, [weights.fingerprint(model)])
     total, count, device = 0.0, 0, device_of(model)
     with evaluating(model), isolated_rng(device, data):
         for batch in batches(data, BATCH, device=device):

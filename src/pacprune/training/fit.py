@@ -19,6 +19,7 @@ from pacprune.data.batches import (
     reading_once,
     rows,
     tensors,
+    train_on,
     use_of,
 )
 from pacprune.distributed import across_model, ranks, refuse_sharded
@@ -232,9 +233,11 @@ class Cohort:
         return Stepper(self.trained, budgets, seeds=self.seeds, members=members, clean=clean)
 
     def mark_seen(self, *used: Data) -> None:
-        """Notes on every member that it is trained on, or judged by, these data."""
+        """Notes on every member that it is trained on, or judged by, these data, and that losses on them are told."""
+        states = [weights.fingerprint(model) for model in self.models]
         for data in used:
             weights.mark_seen(self.models, use_of(data))
+            train_on(data, states)
 
     def objective(self, objective: Objective, *, check_each: bool) -> Callable[[Any], Tensor]:
         """batch -> the loss of the model, or of every member; `check_each` looks at the labels of every batch."""

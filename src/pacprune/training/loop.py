@@ -162,7 +162,8 @@ class Loop:
     def _report(self, steps_done: int) -> None:
         if self.progress:
             row = _mean_row([history[-1] for history in self.histories]) if self.histories[0] else {}
-            self.progress(self.stage.name, steps_done, self.config.epochs * self.per_epoch, row)
+            with weights.watched(self.model, closely=self.batch == 0):
+                self.progress(self.stage.name, steps_done, self.config.epochs * self.per_epoch, row)
 
     def _check_finite(self, losses: Tensor) -> None:
         if bool(torch.isfinite(losses).all()):

@@ -17,7 +17,7 @@ from pacprune import bounds
 from pacprune.bounds import differentiable
 from pacprune.data import trace
 from pacprune.data.batches import Objective, example_hashes, label_hashes, reading_once
-from pacprune.data.splits import Part, Split, check_split
+from pacprune.data.splits import Part, Split, check_split, refuse_overwritten
 from pacprune.data.trace import Trace
 from pacprune.distributed import ranks, refuse_sharded
 from pacprune.files import digest, write_atomically
@@ -196,6 +196,7 @@ def fit_posterior(
     """
     check_name("objective", objective, OBJECTIVES)
     check_split(split)
+    refuse_overwritten(split.prior, split.bound)
     cohort = Cohort(model, config, seed)
     count = len(cohort.models)
     kl_weights = _kl_weights(kl_weight, count)
