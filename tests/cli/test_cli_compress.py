@@ -163,7 +163,7 @@ def test_one_logit_several_labels_and_inputs_without_labels_serve(signs: tuple[n
     x, y = signs
     np.savez("one.npz", x=x, y=y[:, 0])
     np.savez("several.npz", x=x, y=y)
-    np.savez("bound.npz", x=x[:800], y=y[:800], x_bound=x[800:])
+    np.savez("bound.npz", x=x[:800], y=y[:800], x_bound=x[800:], split_declared_random=True)
     for data, model, limit, n in (
         ("one.npz", "mine_signs:one", "--max-drop", 600),
         ("several.npz", "mine_signs:network", "--max-error", 600),

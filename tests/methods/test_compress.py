@@ -308,7 +308,7 @@ def test_a_loss_of_ones_own_trains_dense_network_and_candidates() -> None:
 @pytest.mark.parametrize("labels", [0, 4])
 def test_a_disagreement_needs_no_labels_of_the_bound_set(labels: int, tmp_path: Path) -> None:
     x, y = signs(labels=labels)
-    split = pp.data.split(x[:900], y[:900], bound=x[900:], test=0.2, seed=1)
+    split = pp.data.split(x[:900], y[:900], bound=x[900:], split_declared_random=True, test=0.2, seed=1)
     assert (len(split.prior), len(split.bound), len(split.train), len(split.test)) == (720, 700, 720, 180)
     assert not split.bound.has_labels
     result = compress_signs(split, max(1, labels), max_disagreement=0.3)

@@ -176,6 +176,7 @@ def store_outcomes(options: Training, outcomes: list[Outcome], split: Split, fol
         "kept": total - round(counted * total),
         "total": total,
         "test_error": last.test_error,
+        "test": {"size": len(split.test), "copies": split.test_copies},
         "dense_error": outcomes[0].test_error if options.dense_epochs else None,
         "input": {"shape": list(split.train.x.shape[1:]), "dtype": str(split.train.x.dtype).removeprefix("torch.")},
         "classes": models.outputs_of(split),
