@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner, Result
 from pacprune.certification import verify
 from pacprune.certification.decode import load
 from pacprune.cli import app
-from pacprune.cli.console import as_flags
+from pacprune.cli.console import as_flags, user_errors
 
 SHORT = (
     *("--dense-epochs", "8", "--epochs", "3", "--max-drop", "0.08", "--sparsities", "0.5,0.8", "--refinements", "1"),
@@ -162,7 +163,7 @@ def test_one_logit_several_labels_and_inputs_without_labels_serve(signs: tuple[n
     x, y = signs
     np.savez("one.npz", x=x, y=y[:, 0])
     np.savez("several.npz", x=x, y=y)
-    np.savez("bound.npz", x=x[:800], y=y[:800], x_bound=x[800:])
+    np.savez("bound.npz", x=x[:800], y=y[:800], x_bound=x[800:], split_declared_random=True)
     for data, model, limit, n in (
         ("one.npz", "mine_signs:one", "--max-drop", 600),
         ("several.npz", "mine_signs:network", "--max-error", 600),
@@ -251,3 +252,20 @@ def test_messages_of_the_library_name_flags_on_the_command_line() -> None:
         "the risk is high, and delta is small": "the risk is high, and delta is small",
     }.items():
         assert as_flags(message, names) == line
+
+
+def test_layers_are_left_out_by_flags(tmp_path: Path) -> None:
+    words = (*SHORT, "--refinements", "0", "--exclude", "layers.4*, layers.2*", "--scope", "layer", "--method", "osp")
+    result = json.loads(call("compress", *words, "--out", str(tmp_path / "run"), "--json").stdout)
+    assert [point["selected_sparsity"] for point in result["points"]] == pytest.approx([0.5, 0.8])
+    assert all(point["sparsity"] < point["selected_sparsity"] for point in result["points"])
+    assert 'exclude = "layers.4*, layers.2*"' in (tmp_path / "run" / "config.toml").read_text()
+    refused = call("compress", *SHORT, "--include", "head*", "--out", str(tmp_path / "none"))
+    assert refused.exit_code == 2
+    assert "--include 'head*' names no weight of the model" in refused.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_warning_names_flags() -> None:
+    with pytest.warns(UserWarning, match="name them by --include to prune them"), user_errors(["include"]):
+        warnings.warn("19 weights are frozen; name them by include= to prune them", stacklevel=1)

@@ -218,3 +218,13 @@ def test_bad_data_get_one_sentence() -> None:
     assert "labels are integers or Booleans: one number per example" in refusal("osp", "--data", "mine.npz")
     assert "photos has 1 sub-folder;" in refusal("osp", "--data", "folder:photos")
     assert "cannot be made" in refusal("pbp", "--data", "mine:absent")
+
+
+def test_a_test_part_that_leaked_is_said_in_the_report() -> None:
+    x, y = np.random.default_rng(0).random((90, 9), dtype=np.float32), np.arange(90) % 3
+    np.savez("leak.npz", x=x, y=y, x_test=x[:30], y_test=y[:30])
+    with pytest.warns(UserWarning, match="30 of the 30 test examples are also among the 90"):
+        done = call("osp", "--data", "leak.npz", "--model", "mine:net", *SHORT, "--out", "run")
+    sentence = "30 of the 30 test examples are also among the training data, so that the test errors have leaked."
+    assert sentence in done.stdout
+    assert sentence in Path("run/report.html").read_text()

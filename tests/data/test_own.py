@@ -31,6 +31,10 @@ def leaves(): raise SystemExit("bye")
 """
 
 
+LEAKS = pytest.mark.filterwarnings("ignore:.* test examples are also among")
+"""Of data that are tested on themselves."""
+
+
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,6 +73,7 @@ def test_a_file_is_cut_by_the_seed(suffix: str) -> None:
     rules.refuse_split(split)
 
 
+@LEAKS
 def test_a_test_part_of_the_file_is_taken_as_it_is() -> None:
     more = arrays(9)
     np.savez("mine.npz", **arrays(), x_test=more["x"], y_test=more["y"], note="kept out")
@@ -77,12 +82,14 @@ def test_a_test_part_of_the_file_is_taken_as_it_is() -> None:
     assert split.test.y.tolist() == more["y"].tolist()
 
 
+@LEAKS
 @pytest.mark.parametrize(("shape", "expected"), [((8, 8), (1, 8, 8)), ((8, 8, 3), (3, 8, 8)), ((3, 8, 8), (3, 8, 8))])
 def test_images_have_their_channels_first(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     np.savez("mine.npz", x=np.zeros((20, *shape), np.uint8), y=np.arange(20) % 2)
     assert data.load("mine.npz").train.x.shape[1:] == expected
 
 
+@LEAKS
 @pytest.mark.parametrize("kind", [">f4", "f2", "f8", "u2", ">i4", "?"])
 def test_numbers_of_any_type_are_read(kind: str) -> None:
     np.savez("mine.npz", x=np.ones((20, 3)).astype(kind), y=(np.arange(20) % 2).astype("?" if kind == "?" else "u2"))
@@ -253,3 +260,24 @@ def test_a_bad_folder_is_refused() -> None:
 def test_names_are_written_as_a_certificate_can_hold_them() -> None:
     np.savez('übung "1".npz', **arrays())
     assert data.load('übung "1".npz').dataset == "_bung__1_.npz"
+
+
+def test_bound_inputs_in_a_file_are_declared_random_there() -> None:
+    x, y = np.random.default_rng(0).random((60, 4)), np.arange(60) % 3
+    np.savez("silent.npz", x=x[:40], y=y[:40], x_bound=x[40:])
+    with pytest.raises(ValueError, match=r"20 inputs x_bound, .* if they were, write split_declared_random=True"):
+        data.load("silent.npz")
+    np.savez("said.npz", x=x[:40], y=y[:40], x_bound=x[40:], split_declared_random=True)
+    assert data.load("said.npz").declared
+    tensors = {"x": torch.tensor(x[:40]), "y": torch.tensor(y[:40]), "x_bound": torch.tensor(x[40:])}
+    save_file({**tensors, "split_declared_random": torch.tensor([1])}, "said.safetensors")
+    assert len(data.load("said.safetensors").bound) == 20
+
+
+def test_targets_of_a_regression_are_not_to_be_rounded() -> None:
+    np.savez("real.npz", x=np.random.default_rng(0).random((60, 4)), y=np.linspace(-1, 1, 60))
+    with pytest.raises(ValueError, match="run from -1 to 1 as in regression"):
+        data.load("real.npz")
+    np.savez("whole.npz", x=np.random.default_rng(0).random((60, 4)), y=np.arange(60) % 3.0)
+    with pytest.raises(ValueError, match=r"several; write y\.astype\(int\)"):
+        data.load("whole.npz")

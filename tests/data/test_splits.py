@@ -363,7 +363,7 @@ def test_images_of_bytes_are_standardised_by_channel_wherever_their_channels_are
 
 def test_inputs_without_labels_are_the_bound_part():
     x, y, inputs = torch.rand(100, 5), torch.randint(3, (100,)), torch.rand(40, 5)
-    made = data.split(x, y, bound=inputs, test=0.2, seed=4)
+    made = data.split(x, y, bound=inputs, split_declared_random=True, test=0.2, seed=4)
     assert [len(part) for part in (made.prior, made.bound, made.train, made.unlabelled, made.test)] == [
         80,
         40,
@@ -378,7 +378,7 @@ def test_inputs_without_labels_are_the_bound_part():
     assert made.prior.x.mean(0).abs().max() < 1e-5
     assert made.files.keys() == {"x", "y", "bound_x"}
     assert repr(made) == "Split(own, declared random: 80 prior = train, 40 bound without labels, 20 test; 3 classes)"
-    other = data.split(x, y, bound=inputs + 1, test=0.2, seed=4)
+    other = data.split(x, y, bound=inputs + 1, split_declared_random=True, test=0.2, seed=4)
     assert torch.equal(other.prior.y, made.prior.y)
     assert other.bound.hash != made.bound.hash
 
@@ -391,7 +391,7 @@ def test_inputs_without_labels_are_the_bound_part():
         ({"bound": torch.rand(9, 5).double()}, "in torch.float64, and x has 100 .* torch.float32; give at least one"),
         ({"bound": torch.rand(9, 5), "unlabelled": 5}, "bound has 9 inputs, .*, and unlabelled is 5; give one of both"),
         ({"bound": torch.rand(9, 5), "y": torch.rand(100)}, "y runs from .* as in regression; leave bound out"),
-        ({"bound": torch.full((9, 5), float("nan"))}, "x holds 45 NaN"),
+        ({"bound": torch.full((9, 5), float("nan")), "split_declared_random": True}, "x holds 45 NaN"),
     ],
 )
 def test_inputs_that_cannot_be_the_bound_part_are_refused(options, sentence):
@@ -403,14 +403,14 @@ def test_inputs_that_cannot_be_the_bound_part_are_refused(options, sentence):
 
 def test_training_inputs_are_no_bound_inputs_unless_new_data_repeat_them():
     x, y = torch.rand(100, 5), torch.randint(3, (100,))
-    with pytest.raises(ValueError, match="30 of the 30 inputs of bound are among the 100 of x"):
+    with pytest.raises(ValueError, match="the 30 inputs of bound, and 30 of them are among the 100 of x"):
         data.split(x, y, bound=x[:30])
     made = data.split(x, y, bound=x[:30], split_declared_random=True)
     assert made.duplicates == 30
 
 
 def test_what_needs_labels_refuses_a_bound_part_without_any():
-    split = data.split(torch.rand(60, 4), torch.arange(60) % 2, bound=torch.rand(30, 4))
+    split = data.split(torch.rand(60, 4), torch.arange(60) % 2, bound=torch.rand(30, 4), split_declared_random=True)
     model = torch.nn.Linear(4, 2)
     for attempt in (
         lambda: pp.certify_held_out(model, split, declare="nothing was trained"),
@@ -432,3 +432,27 @@ def test_what_needs_labels_refuses_a_bound_part_without_any():
 def test_labels_that_are_no_numbers(y: object) -> None:
     with pytest.raises(ValueError, match=r"y is a .* that is no array of numbers"):
         pp.data.split(torch.zeros(3, 2), y, seed=0)  # type: ignore[arg-type]
+
+
+def test_test_examples_among_those_of_training_are_counted_and_warned_about():
+    x, y = torch.rand(200, 5), torch.randint(3, (200,))
+    with pytest.warns(
+        UserWarning, match="50 of the 50 test examples are also among the 200 that networks are trained on"
+    ):
+        made = data.split(x, y, test=(x[:50], y[:50]))
+    assert made.test_copies == 50
+    with pytest.warns(UserWarning, match="of the 80 test examples are also among"):
+        repeated = data.split(torch.cat([x, x]), torch.cat([y, y]), test=0.2)
+    assert 0 < repeated.test_copies < 80
+    images = torch.randint(256, (200, 8, 8), dtype=torch.uint8)
+    fewer = torch.randint(256, (200, 8, 8), dtype=torch.uint8)
+    fewer[0] = images[3]
+    assert data.split(images, y, test=(fewer, y)).test_copies == 1  # of 200, without a warning
+    assert data.digits().test_copies == 0
+
+
+def test_inputs_without_labels_have_to_be_declared_random():
+    x, y = torch.rand(100, 5), torch.randint(3, (100,))
+    sentence = "no seed has drawn the 30 inputs of bound, and 0 of them .* say split_declared_random=True"
+    with pytest.raises(ValueError, match=sentence):
+        data.split(x, y, bound=torch.rand(30, 5))

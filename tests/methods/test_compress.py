@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import pacprune as pp
 from pacprune.certification import held_out
@@ -111,6 +112,54 @@ def test_if_none_passes_it_says_which_bound_there_is_and_how_many_examples_it_ne
     with pytest.raises(ValueError, match="nothing to save: No candidate passed"):
         result.save(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
+
+
+def test_with_a_layer_left_out_the_chain_is_ordered_and_refined_by_what_is_asked_of_the_rest() -> None:
+    result = compress(exclude=["*.2"], refinements=2, sparsities=[0.3, 0.98])
+    rows = [(row["sparsity"], row["selected_sparsity"]) for row in result.points]
+    assert rows == sorted(rows)
+    assert [selected for _, selected in rows][:: len(rows) - 1] == pytest.approx([0.3, 0.98], abs=1e-3)
+    assert all(total == pytest.approx(selected * 2048 / 2368) for total, selected in rows)
+    middle = (0.7 * 0.02) ** 0.5  # what is pruned of the rest is halved, and not what is pruned of all
+    assert any(selected == pytest.approx(1 - middle, abs=1e-3) for _, selected in rows)
+    assert f"sparsity, {result.selected_sparsity:.2%} of the 2,048 selected weights (" in result.statement
+    assert f"sparsity {result.selected_sparsity:.4f} of the 2,048 selected, drop" in repr(result)
+
+
+def test_frozen_weights_are_left_alone_and_said_once() -> None:
+    model = network()
+    next(model.parameters()).requires_grad_(False)
+    options: dict[str, Any] = {"dense": DENSE, "max_error": 0.6, "sparsities": GRID, "refinements": 1}
+    with pytest.warns(UserWarning, match="weights are frozen and left alone") as warned:
+        result = pp.compress(model, SPLIT, CONFIG, **options)
+    assert len(warned) == 1
+    assert result.points[0]["sparsity"] == pytest.approx(result.points[0]["selected_sparsity"] * 320 / 2368)
+
+
+def test_weight_norm_that_is_left_out_is_packed_as_it_is(tmp_path: Path) -> None:
+    def normed() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), weight_norm(nn.Linear(64, 32)), nn.ReLU(), nn.Linear(32, 10))
+
+    options: dict[str, Any] = {"max_error": 0.6, "sparsities": [0.5], "refinements": 0, "exclude": "1"}
+    result = pp.compress(normed(), SPLIT, CONFIG, dense=DENSE, **options)
+    assert f"({result.bytes:,} bytes in place" in result.statement
+    folder = result.save(tmp_path)
+    assert pp.verify(folder / "certificate").valid
+    again = normed()
+    again.load_state_dict(pp.export.load(folder / "packed.safetensors"))
+    assert torch.equal(again(SPLIT.test.x[:5]), result.model(SPLIT.test.x[:5]))
+
+
+def test_what_cannot_be_packed_leaves_no_folder(
+    compressed: Compressed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model: nn.Module) -> bytes:
+        raise ValueError("it cannot be packed")
+
+    monkeypatch.setattr(module.export, "packed", refuse)
+    with pytest.raises(ValueError, match="cannot be packed"):
+        compressed.save(tmp_path / "small")
+    assert not (tmp_path / "small").exists()
 
 
 @pytest.mark.parametrize("method", ["osp", "gmp"])
@@ -259,7 +308,7 @@ def test_a_loss_of_ones_own_trains_dense_network_and_candidates() -> None:
 @pytest.mark.parametrize("labels", [0, 4])
 def test_a_disagreement_needs_no_labels_of_the_bound_set(labels: int, tmp_path: Path) -> None:
     x, y = signs(labels=labels)
-    split = pp.data.split(x[:900], y[:900], bound=x[900:], test=0.2, seed=1)
+    split = pp.data.split(x[:900], y[:900], bound=x[900:], split_declared_random=True, test=0.2, seed=1)
     assert (len(split.prior), len(split.bound), len(split.train), len(split.test)) == (720, 700, 720, 180)
     assert not split.bound.has_labels
     result = compress_signs(split, max(1, labels), max_disagreement=0.3)

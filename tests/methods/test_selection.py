@@ -1,5 +1,6 @@
 """What is pruned: include= and exclude=, frozen weights, sparsities by layer and scopes, of every method."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -220,6 +221,23 @@ def test_a_computed_weight_that_is_left_out_is_trained_and_stays(name: str) -> N
     assert sum(kept(result).values()) == round(0.1 * 230)
     assert result.sparsity == pp.sparsity(model) == pytest.approx(207 / (350 + 20))  # each output has a length, too
     assert not torch.equal(model[0].parametrizations.weight.original1, before)
+
+
+def test_a_sparsity_that_keeps_no_weight_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sparsity 0\.999 of 30 weights keeps none of them; give 0\.9666 or less"):
+        prune("osp", net(), sparsity=0.999, include="4")
+    assert sum(kept(prune("osp", net(), sparsity=0.9666, include="4")).values()) == 1
+
+
+def test_a_computed_weight_that_no_sparsity_names_is_left_alone() -> None:
+    model = net()
+    parametrizations.weight_norm(model[0])
+    assert list(prune("osp", copy.deepcopy(model), sparsity={"2*": 0.9}).mask) == ["2.weight"]
+    pruner = pp.Pruner(model, sparsity={"4*": 0.5}, steps=1, method="osp")
+    assert list(pruner.finish().mask) == ["4.weight"]
+    for sparsity in ({"0*": 0.5}, {"*": 0.5}, 0.5):
+        with pytest.raises(ValueError, match=r"^0\.weight is parametrized by _WeightNorm"):
+            pp.Pruner(model, sparsity=sparsity, steps=1)
 
 
 def test_hooks_on_a_layer_that_is_left_out_are_no_hindrance() -> None:

@@ -248,3 +248,13 @@ def test_bad_lists_criteria_and_verbs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"fit is not a pipeline such as pp\.osp"):
         pp.together(pp.fit, nets(), (X, Y), CONFIG)
     assert pp.together(pp.osp, [], (X, Y), CONFIG, sparsity=0.5) == []
+
+
+def test_a_list_of_patterns_is_one_selection_and_a_list_of_lists_has_one_per_model() -> None:
+    wide = [nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)) for _ in range(4)]
+    both = pp.together(pp.osp, wide[:2], (X, Y), CONFIG, sparsity=0.5, exclude=["0", "2"])
+    assert [list(result.mask) for result in both] == [["1.weight"]] * 2
+    each = pp.together(pp.osp, wide[2:], (X, Y), CONFIG, sparsity=0.5, exclude=[["0"], None])
+    assert [list(result.mask) for result in each] == [["1.weight", "2.weight"], ["0.weight", "1.weight", "2.weight"]]
+    with pytest.raises(ValueError, match="exclude has 1 entries for 2 models"):
+        pp.together(pp.osp, nets(2), (X, Y), CONFIG, sparsity=0.5, exclude=[["3"]])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pacprune as pp
@@ -303,3 +304,48 @@ def test_a_state_that_is_loaded_later_is_forgotten_where_weights_are_pruned() ->
     assert set(train(model, optimizer)) == {ZEROS}
     for weight, keep in weights.masked(model):
         assert not optimizer.state[weight]["momentum_buffer"][~keep].any()
+
+
+def test_zeros_of_a_loaded_network_stay_where_another_layer_has_weight_norm() -> None:
+    def normed() -> nn.Sequential:
+        model = net()
+        weight_norm(model[2])
+        return model
+
+    first, second = normed(), normed()
+    pp.osp(first, (X, Y), pp.Config(epochs=0), sparsity=0.9, exclude="2")
+    second.load_state_dict(first.state_dict())
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9)
+    handle = pp.keep_zeros(second, optimizer)
+    before = second[2].weight.detach().clone()
+    for _ in range(3):
+        F.cross_entropy(second(X), Y).backward()
+        optimizer.step()
+    assert int((second[0].weight == 0).sum()) == 288
+    assert not torch.equal(second[2].weight, before)
+    handle.remove()
+    alone = nn.Sequential(weight_norm(nn.Linear(20, 5)))
+    with pytest.raises(ValueError, match=r"0\.weight is parametrized"):
+        pp.keep_zeros(alone, torch.optim.SGD(alone.parameters(), lr=0.1))
+
+
+def test_the_remedy_for_older_zeros_leaves_weight_norm_out() -> None:
+    model = masked()
+    weight_norm(model[2])
+    optimizer = torch.optim.Adam(model.parameters())
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    pp.apply_mask(model, None)
+    with torch.no_grad():
+        model[0].weight[:8] = 0
+    pruner = pp.Pruner(model, sparsity={"0": 0.9}, steps=2)
+    F.cross_entropy(model(X), Y).backward()
+    names = r"pp\.select\(exclude=\['2\.parametrizations\.weight\.original0', .*'\]\)\(model\)"
+    with pytest.warns(UserWarning, match=names) as caught:
+        optimizer.step()
+    pruner.state_dict()  # so that it may be given up
+    del pruner
+    call = str(caught[0].message).partition("made: ")[2]
+    gc.collect()
+    eval(call, {"pp": pp, "model": model})
+    assert pp.sparsity(model) > 0.4

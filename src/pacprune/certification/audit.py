@@ -256,7 +256,7 @@ class _Audit:
             rules.refuse_unsteady(self.plain, self.split.bound.x)
         except ValueError as error:
             return f"recount: {error}"
-        record, prunable = self.cert.record, weights.prunable(self.plain)
+        record, prunable = self.cert.record, weights.all_weights(self.plain)
         terms = record["kl_per_tensor"] if record["kind"] == "pac-bayes" else {}
         unknown, total = [name for name in terms if name not in prunable], weights.total(self.plain)
         if unknown or record["total"] != total:
@@ -295,7 +295,7 @@ class _Audit:
         record, total = self.cert.record, self.cert.record["total"]
         for what, network, _ in self._networks():
             if record["kind"] == "held-out":
-                stated, tensors = record["sparsity"], dict(weights.prunable(self.plain))
+                stated, tensors = record["sparsity"], dict(weights.all_weights(self.plain))
             elif what == "reference":  # whose sparsity no field states
                 continue
             else:

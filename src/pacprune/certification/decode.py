@@ -43,7 +43,7 @@ def _tensor(array: np.ndarray) -> Tensor:
 def distribution(cert: Certificate, whose: str, plain: nn.Module) -> SpikeSlab:
     """P ("prior") or Q ("posterior"), its weights numbered in the order of the model and on its device."""
     stored = cert.tensors["distributions.safetensors"]
-    names = [name for name in weights.prunable(plain) if f"{whose}/keep_prob/{name}" in stored]
+    names = [name for name in weights.all_weights(plain) if f"{whose}/keep_prob/{name}" in stored]
     device = next(plain.parameters()).device
     keep_prob, mean, std = (
         {name: stored[f"{whose}/{part}/{name}"].to(device) for name in names} for part in ("keep_prob", "mean", "std")

@@ -2,6 +2,7 @@
 
 import json as jsons
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,12 +49,18 @@ def as_flags(message: str, names: Iterable[str]) -> str:
 def user_errors(flags: Iterable[str] = ()) -> Iterator[None]:
     """A user's mistake becomes one sentence on stderr and exit code 2; an interrupt a hint and exit code 130.
 
-    The sentence has flags where that of the library has parameters of these names.
+    The sentence, and that of a warning, has flags where those of the library have parameters of these names.
     """
+    names, show_warning = list(flags), warnings.showwarning
+
+    def in_flags(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        show_warning(category(as_flags(str(message), names)), category, *place, **more)
+
+    warnings.showwarning = in_flags
     try:
         yield
     except (ValueError, OSError) as error:
-        message = as_flags(str(error), flags) if isinstance(error, ValueError) else str(error)
+        message = as_flags(str(error), names) if isinstance(error, ValueError) else str(error)
         if isinstance(error, OSError) and error.filename:
             message = f"{error.filename} cannot be read or written ({error.strerror or error}); choose another place"
         typer.echo("pacprune: error: " + printable(" ".join(message.split())), err=True)
@@ -61,6 +68,8 @@ def user_errors(flags: Iterable[str] = ()) -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("pacprune: interrupted; run the same command again to go on", err=True)
         raise typer.Exit(130) from None
+    finally:
+        warnings.showwarning = show_warning
 
 
 def show(result: Any, json: bool, *parts: Any) -> None:

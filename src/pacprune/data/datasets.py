@@ -293,7 +293,7 @@ def load(
         name: digits, mnist, fashion-mnist or cifar10; or a function that takes the keywords below. Such a function
             gets `data_dir` only if it is not None. Or data of your own, as one of these:
             FILE.npz or FILE.safetensors with arrays x and y, and perhaps x_test and y_test, and x_bound, inputs without
-            labels that are the bound part;
+            labels that are the bound part, with split_declared_random=True as in `split`;
             folder:PATH, a folder of images of one size, with one sub-folder per class;
             package.module:loader, where a function lies that returns a Split, such arrays as a tuple, or a dictionary
             of them; it gets those of the keywords below that it has as parameters.

@@ -23,6 +23,8 @@ FORMS = "folder:PATH, FILE.npz, FILE.safetensors or package.module:loader"
 """How data of one's own are named."""
 NAMES = ("x", "y", "x_test", "y_test", "x_bound")
 """The arrays of a file, the last three of which may be missing."""
+DECLARED = "split_declared_random"
+"""One number beside x_bound, other than 0, by which who made the file says what `pp.data.split` asks for."""
 TEST = 0.2
 """Share of the examples that become the test part where there is none."""
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
@@ -128,7 +130,7 @@ READERS: dict[str, Callable[[Path], Mapping[str, Any]]] = {
 def _cut(name: str, arrays: Mapping[str, Any], **sizes: Any) -> Split:
     """A split of arrays x and y, tested on x_test and y_test, or on a share of x and y that the seed chooses.
 
-    x_bound are inputs without labels that are the bound part.
+    x_bound are inputs without labels that are the bound part, which have to be declared random.
     """
     missing = [array for array in ("x", "y") if array not in arrays]
     if missing or ("x_test" in arrays) != ("y_test" in arrays):
@@ -150,8 +152,14 @@ def _cut(name: str, arrays: Mapping[str, Any], **sizes: Any) -> Split:
             f"scaled to [0, 1]; give {' and '.join(kinds)} in one type"
         )
     test = (tensors["x_test"], tensors["y_test"]) if "x_test" in tensors else TEST
-    bound = tensors.get("x_bound")
-    return split(tensors["x"], tensors["y"], test=test, bound=bound, dataset=_plain(name), **sizes)
+    bound, declared = tensors.get("x_bound"), bool(np.asarray(arrays.get(DECLARED, False)).all())
+    if bound is not None and not declared:
+        raise ValueError(
+            f"{name} holds {len(bound):,} inputs x_bound, but does not say that they were drawn at random as new data "
+            f"are, independently of x; if they were, write {DECLARED}=True beside them"
+        )
+    parts = {"test": test, "bound": bound, DECLARED: declared}
+    return split(tensors["x"], tensors["y"], **parts, dataset=_plain(name), **sizes)
 
 
 def _tensor(name: str, array: str, values: Any) -> Tensor:
@@ -164,7 +172,7 @@ def _tensor(name: str, array: str, values: Any) -> Tensor:
             raise ValueError(
                 f"{array} in {name} has shape {shape} and type {kind}; labels are integers or Booleans: one "
                 "number per example, from 0 to the number of classes less 1, or a row of 0 and 1 where an example has "
-                "several; write y.astype(int)"
+                f"several; {_label_advice(tensor)}"
             )
         return tensor
     if tensor is None or tensor.ndim < 2 or tensor[0:1].numel() == 0:
@@ -174,6 +182,14 @@ def _tensor(name: str, array: str, values: Any) -> Tensor:
         )
     is_image = tensor.ndim == 4 or (tensor.ndim == 3 and tensor.dtype == torch.uint8)
     return _channels_first(tensor) if is_image else tensor
+
+
+def _label_advice(y: Tensor | None) -> str:
+    """What to do about numbers that are no labels: rounding would ruin those of a regression."""
+    if y is None or not y.is_floating_point() or bool((y == y.round()).all()):
+        return "write y.astype(int)"
+    ends = f"{float(y.min()):.3g} to {float(y.max()):.3g}"
+    return f"these run from {ends} as in regression, for which there is pp.pft in Python, with a loss="
 
 
 def _are_labels(y: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Examples cut at random into parts that are named by their use."""
 
 import hashlib
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -248,6 +249,12 @@ class Split:
         return int(trace.near_copies(self.bound.x, self.prior.x).sum())
 
     @cached_property
+    def test_copies(self) -> int:
+        """How many examples of `test` also occur in `train`, to the bit: mistakes on these say nothing of new data."""
+        contents = [part.example_hashes if part.raw is None else part.raw[:, -1] for part in (self.test, self.train)]
+        return int(torch.isin(*contents).sum())
+
+    @cached_property
     def repeats(self) -> int:
         """How many examples of `bound` are copies of earlier ones, images up to a 256th of their range.
 
@@ -339,16 +346,18 @@ def split(
         classes: Number of classes; None means one more than the largest label.
         indices: Lists (prior, bound) of your own instead of a random order. A certificate is void unless they were
             drawn at random.
-        split_declared_random: Says that `indices` were drawn at random, or `bound` independently of x; the certificate
-            says that you declared it.
+        split_declared_random: Says that `indices` were drawn at random, or `bound` independently of x, either of which
+            needs it; the certificate says that you declared it.
         bound: Inputs without labels that are the bound part, for a certificate about a disagreement. All of x and y
             but the test part is then the prior part. None cuts the bound part off x and y.
 
     Returns:
-        A Split whose parts share no example.
+        A Split whose parts share no position. Examples that occur several times may lie in several parts: where that is
+        more than 1 % of the test part, it warns.
 
     Raises:
-        ValueError: If a part would be empty, shapes or labels do not fit, or `indices` are not declared random.
+        ValueError: If a part would be empty, shapes or labels do not fit, or `indices` or `bound` are not declared
+            random.
 
     Example:
         >>> pp.data.split(x, y, test=0.2, prior_fraction=0.5, seed=1)
@@ -474,11 +483,12 @@ def _joined(examples: Examples, bound: Tensor, *, declared: bool) -> Examples:
             f"bound has inputs without labels, on which classes can be compared, but y runs from {float(y.min()):.3g} "
             f"to {float(y.max()):.3g} as in regression; leave bound out, or give classes"
         )
-    copies = int(torch.isin(example_hashes(inputs), example_hashes(examples.x)).sum())
-    if copies * 100 > len(inputs) and not declared:
+    if not declared:
+        copies = int(torch.isin(example_hashes(inputs), example_hashes(examples.x)).sum())
         raise ValueError(
-            f"{copies} of the {len(inputs)} inputs of bound are among the {len(y)} of x, which networks are trained "
-            "on; leave these out, or say split_declared_random=True if new data repeat them as often"
+            f"no seed has drawn the {len(inputs)} inputs of bound, and {copies} of them are among the {len(y)} of x, "
+            "which networks are trained on; if they were drawn at random as new data are, independently of x, say "
+            "split_declared_random=True"
         )
     y = y if y.is_floating_point() else y.long()
     none = torch.full((len(inputs), *y.shape[1:]), NO_LABEL, dtype=y.dtype)
@@ -543,7 +553,7 @@ def cut(
     mean, std = _standardise_(x, test_x, k) if standardise and k and x.is_floating_point() else ((), ())
     source, test_source = (_name_source(part) for part in (examples, test_examples))
     end = k if without_labels else n
-    return Split(
+    parts = Split(
         prior=Part("prior", x[:k], y[:k], order[:k], source, hashes[:k]),
         bound=Part("bound", x[k:n], y[k:n], order[k:n], source, hashes[k:n]),
         train=Part("train", x[:end], y[:end], order[:end], source, hashes[:end]),
@@ -558,6 +568,14 @@ def cut(
         classes=classes,
         declared=declared_prior is not None,
     )
+    if parts.test_copies * 100 > len(parts.test):
+        warnings.warn(
+            f"{parts.test_copies:,} of the {len(parts.test):,} test examples are also among the {len(parts.train):,} "
+            "that networks are trained on, so that test errors are not those on new data; take them out, unless new "
+            "data repeat as often",
+            stacklevel=3,
+        )
+    return parts
 
 
 def _name_source(examples: Examples) -> str:

@@ -118,7 +118,7 @@ def write(path: str | Path, model: nn.Module, *, format: str, example: slim.Inpu
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file to write")
     if pattern is not None:
-        _check_pattern(weights.prunable(model), pattern)
+        _check_pattern(weights.plain_weights(model), pattern)
     details = FORMATS[format].save(path, model, example, pattern)
     return f"{format}: {path.stat().st_size:,} bytes in {path}{details}"
 
@@ -479,7 +479,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(model, nn.Module):
         return dict(model)
-    weights.prunable(model)  # refuses stochastic masks and computed weights, which a state dict does not hold
+    weights.refuse_torch_masks(model)  # and stochastic masks; the tensors of weight norm are in the state dict
     return dict(model.state_dict())
 
 
@@ -619,7 +619,7 @@ def to_torch_prune(model: nn.Module) -> nn.Module:
         >>> sorted(pp.export.to_torch_prune(model).state_dict())[1:3]
         ['1.weight_mask', '1.weight_orig']
     """
-    plain = weights.prunable(model)
+    plain = weights.plain_weights(model)
     masks = {}
     for module, mask in weights.noted_masks(model):
         parameters = dict(module.named_parameters())
@@ -668,6 +668,6 @@ def from_torch_prune(model: nn.Module) -> dict[str, Tensor]:
             f"{type(model).__name__} has no masks of torch.nn.utils.prune among its {sum(1 for _ in model.buffers())} "
             "buffers; prune it first, or use pp.apply_mask"
         )
-    mask = {name: masks[id(w)] for name, w in weights.prunable(model).items() if id(w) in masks}
+    mask = {name: masks[id(w)] for name, w in weights.all_weights(model).items() if id(w) in masks}
     weights.apply_mask(model, mask)
     return mask

@@ -91,7 +91,7 @@ def slim(model: nn.Module, example: Tensor) -> Slim:
         >>> slimmed.removed, slimmed.weights
         (4, (1184, 888))
     """
-    weights.prunable(model)
+    weights.refuse_torch_masks(model)
     weights.warn_of_revived(model)
     example = batch(example)
     with weights.modes_kept(model):

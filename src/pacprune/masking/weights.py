@@ -102,22 +102,30 @@ def select(*, include: Which | None = None, exclude: Which | None = None, among:
     """
 
     def selected(model: nn.Module) -> dict[str, Tensor]:
-        weights = all_weights(model) if among is prunable else among(model)
-        if include is None:
-            chosen = {name for name, weight in weights.items() if weight.requires_grad}
-        else:
-            chosen = _named(model, weights, include, "include")
-        if exclude is not None:
-            chosen -= _named(model, weights, exclude, "exclude")
-        if not chosen:
-            raise ValueError(
-                f"include={include!r} and exclude={exclude!r} leave nothing to prune of {some(weights)}; frozen "
-                "weights are left alone unless include names them"
-            )
+        chosen = choose(model, include=include, exclude=exclude, among=among)
         refuse_computed(model, chosen)
-        return {name: weight for name, weight in weights.items() if name in chosen}
+        return chosen
 
     return selected
+
+
+def choose(
+    model: nn.Module, *, include: Which | None = None, exclude: Which | None = None, among: Prunable = prunable
+) -> dict[str, Tensor]:
+    """What `select` chooses, and with it the weights that something else computes."""
+    weights = all_weights(model) if among is prunable else among(model)
+    if include is None:
+        chosen = {name for name, weight in weights.items() if weight.requires_grad}
+    else:
+        chosen = _named(model, weights, include, "include")
+    if exclude is not None:
+        chosen -= _named(model, weights, exclude, "exclude")
+    if not chosen:
+        raise ValueError(
+            f"include={include!r} and exclude={exclude!r} leave nothing to prune of {some(weights)}; frozen "
+            "weights are left alone unless include names them"
+        )
+    return {name: weight for name, weight in weights.items() if name in chosen}
 
 
 def _named(model: nn.Module, weights: Mapping[str, Tensor], which: Which, keyword: str) -> set[str]:
@@ -198,16 +206,39 @@ def refuse_computed(model: nn.Module, names: Iterable[str]) -> None:
                 f"{computed} is parametrized by {type(first).__name__}; call "
                 "torch.nn.utils.parametrize.remove_parametrizations on it first, or leave it out by exclude="
             )
-        owner = name.rpartition(".")[0]
-        for hook in model.get_submodule(owner)._forward_pre_hooks.values():
-            if type(hook).__module__.startswith("torch.nn.utils."):  # weight_norm, spectral_norm or prune
-                kind = type(hook).__name__
-                remedy = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
-                raise ValueError(
-                    f"the weight of {owner or type(model).__name__} is computed by {kind}, so pruning it would not "
-                    f"last; call torch.nn.utils.{remedy.get(kind, 'prune.remove')} on that layer first, or leave it "
-                    "out by exclude="
-                )
+        if (hook := _computing_hook(model, name)) is not None:
+            owner, kind = name.rpartition(".")[0], type(hook).__name__
+            remedy = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
+            raise ValueError(
+                f"the weight of {owner or type(model).__name__} is computed by {kind}, so pruning it would not "
+                f"last; call torch.nn.utils.{remedy.get(kind, 'prune.remove')} on that layer first, or leave it "
+                "out by exclude="
+            )
+
+
+def computed(model: nn.Module) -> list[str]:
+    """The names of the weights from which something else computes others: they stay as they are, or are refused."""
+    return [name for name in all_weights(model) if _parametrization(model, name) or _computing_hook(model, name)]
+
+
+def plain_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All weights but those from which something else computes others."""
+    left_alone = computed(model)
+    return {name: weight for name, weight in all_weights(model).items() if name not in left_alone}
+
+
+def refuse_torch_masks(model: nn.Module) -> None:
+    """Refuses masks of torch.nn.utils.prune, whose zeros are not in the tensors that a file would hold."""
+    by_name = {name: _computing_hook(model, name) for name in all_weights(model)}
+    refuse_computed(model, [n for n, hook in by_name.items() if type(hook).__module__ == "torch.nn.utils.prune"])
+
+
+def _computing_hook(model: nn.Module, name: str) -> object | None:
+    """What computes the layer's weight before every forward pass; None where nothing does."""
+    for hook in model.get_submodule(name.rpartition(".")[0])._forward_pre_hooks.values():
+        if type(hook).__module__.startswith("torch.nn.utils."):  # weight_norm, spectral_norm or prune
+            return hook
+    return None
 
 
 def _refuse_sampled(model: nn.Module, name: str) -> None:

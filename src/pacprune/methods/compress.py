@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -32,8 +33,8 @@ from pacprune.data.splits import Part, Split, refuse_unlabelled
 from pacprune.deploy import export
 from pacprune.distributed import ranks
 from pacprune.files import digest, write_atomically
-from pacprune.masking import weights
-from pacprune.methods.pipeline import Pruned, together
+from pacprune.masking import masks, weights
+from pacprune.methods.pipeline import FROZEN, Pruned, counts_all, together
 from pacprune.methods.table import METHODS, pruning_methods
 from pacprune.training.checks import check_config
 from pacprune.training.config import Config, whole
@@ -75,9 +76,9 @@ class Compressed:
         certificate: What is proved, with the list of tests.
         front: With `front`, the certificate about all candidates at once; else None.
         points: One row per candidate, by sparsity. `validation_risk` and `expected_bound` are what the order was chosen
-            by. `order` is the place in the declared order, None if it has none. `risk`, `p_value` and `passed` are
-            those of the test, None if it was not tested. With `front`, `bound` holds for all rows at once, and `price`
-            is what that costs.
+            by. `sparsity` is of all weights, `selected_sparsity` of those that may be pruned. `order` is the place in
+            the declared order, None if it has none. `risk`, `p_value` and `passed` are those of the test, None if it
+            was not tested. With `front`, `bound` holds for all rows at once, and `price` is what that costs.
         models: The candidates themselves, one per row.
         passed: How many networks passed; 0 if not even the first did.
         risk: What is limited: "error", "drop" or "disagreement".
@@ -111,6 +112,17 @@ class Compressed:
         """The counted fraction of zeros of the network."""
         return weights.sparsity(self.model)
 
+    @property
+    def selected_sparsity(self) -> float:
+        """The fraction that was pruned of the weights that could be: all, but for what was excluded or frozen."""
+        keeps = [keep for _, keep in weights.masked(self.model)]
+        return masks.sparsity({str(k): keep for k, keep in enumerate(keeps)}) if keeps else self.sparsity
+
+    @property
+    def _selected_count(self) -> int:
+        """How many weights could be pruned."""
+        return sum(keep.numel() for _, keep in weights.masked(self.model)) or weights.total(self.model)
+
     @cached_property
     def bytes(self) -> int:
         """The size of its packed file."""
@@ -124,9 +136,12 @@ class Compressed:
         if not self.passed:
             return f"No candidate is proved to keep the limit {self.limit:g}. {self.certificate.statement}"
         dense = sum(t.numel() * t.element_size() for t in self.model.state_dict().values())
+        selected = ""
+        if self._selected_count < weights.total(self.model):
+            selected = f", {self.selected_sparsity:.2%} of the {self._selected_count:,} selected weights"
         return (
-            f"Compressed to {self.sparsity:.2%} sparsity ({self.bytes:,} bytes in place of {dense:,}); certified "
-            f"{self.risk} at most {self.limit:g} at delta {self.certificate.ledger.delta:g}."
+            f"Compressed to {self.sparsity:.2%} sparsity{selected} ({self.bytes:,} bytes in place of {dense:,}); "
+            f"certified {self.risk} at most {self.limit:g} at delta {self.certificate.ledger.delta:g}."
             f"{self._beside_the_claim}"
         )
 
@@ -146,6 +161,8 @@ class Compressed:
 
     def __repr__(self) -> str:
         facts = [type(self.model).__name__, f"sparsity {self.sparsity:.4f}"]
+        if self._selected_count < weights.total(self.model):
+            facts.append(f"sparsity {self.selected_sparsity:.4f} of the {self._selected_count:,} selected")
         if self.passed:
             facts.append(f"{self.risk} at most {self.limit:g} at delta {self.certificate.ledger.delta:g}")
         else:
@@ -178,11 +195,11 @@ class Compressed:
         """
         if not self.passed:
             raise ValueError(f"there is nothing to save: {self.statement}")
-        folder = Path(folder)
+        folder, content = Path(folder), export.packed(self.model)
         self.certificate.save(folder / "certificate")
         if self.front is not None:
             self.front.save(folder / "front")
-        write_atomically(folder / export.FORMATS["safetensors"].file, export.packed(self.model))
+        write_atomically(folder / export.FORMATS["safetensors"].file, content)
         return folder
 
 
@@ -191,10 +208,16 @@ class Compressed:
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A trained network of the chain, and what it counts on the validation part."""
+    """A trained network of the chain, and what it counts on the validation part.
+
+    `level` is its sparsity as methods are asked for it: of the selected weights, by which the chain is ordered and
+    refined. `sparsity` is counted, of all weights.
+    """
 
     model: nn.Module
+    level: float
     sparsity: float
+    selected_sparsity: float
     tally: Tally
     history: History
 
@@ -246,22 +269,25 @@ class _Task:
     def train(self, sparsities: Sequence[float], chain: Sequence[_Candidate]) -> list[_Candidate]:
         """The chain with candidates of these sparsities, each from the next denser one that there is."""
         chain = list(chain)
+        options = {**METHODS[self.method].options, **self.options}
         for portion in _portions(sparsities, self.at_once):
-            denser = [[c.model for c in chain if c.sparsity < sparsity] for sparsity in portion]
+            denser = [[c.model for c in chain if c.level < sparsity] for sparsity in portion]
             models = [copy.deepcopy(before[-1] if before else self.start) for before in denser]
-            results: list[Pruned] = together(
-                METHODS[self.method].verb,
-                models,
-                self.fitting,
-                self.config,
-                sparsity=portion,
-                loss=self.loss,
-                seed=self.seed,
-                folder=[None if self.folder is None else self.folder / f"{s:.6f}" for s in portion],
-                progress=_labelled(self.progress, portion),
-                **{**METHODS[self.method].options, **self.options},
-            )
-            chain = sorted([*chain, *map(self._candidate, results)], key=lambda candidate: candidate.sparsity)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", FROZEN)  # the rehearsal has said so
+                results: list[Pruned] = together(
+                    METHODS[self.method].verb,
+                    models,
+                    self.fitting,
+                    self.config,
+                    sparsity=portion,
+                    loss=self.loss,
+                    seed=self.seed,
+                    folder=[None if self.folder is None else self.folder / f"{s:.6f}" for s in portion],
+                    progress=_labelled(self.progress, portion),
+                    **options,
+                )
+            chain = sorted([*chain, *map(self._candidate, results)], key=lambda candidate: candidate.level)
         return chain
 
     def _candidate(self, result: Pruned) -> _Candidate:
@@ -269,7 +295,9 @@ class _Task:
         model, sparsity = result.model.eval(), weights.sparsity(result.model)
         weights.mark_seen(model, self.validation.trace)
         history = [{"candidate": sparsity, **row} for row in result.history]
-        return _Candidate(model, sparsity, self.tally(model, self.validation), history)
+        selected = result.selected_sparsity
+        level = result.sparsity if counts_all(**self.options) else selected
+        return _Candidate(model, level, sparsity, selected, self.tally(model, self.validation), history)
 
 
 def _portions(values: Sequence[float], size: int) -> Iterator[list[float]]:
@@ -312,8 +340,8 @@ def _open_range(task: _Task, chain: Sequence[_Candidate]) -> list[float]:
     first = max((k for k, candidate in enumerate(chain) if task.keeps(candidate, 1.0)), default=-1)
     end = next((k for k in range(first + 1, len(chain)) if not task.keeps(chain[k], -1.0)), len(chain) - 1)
     return [
-        0.0 if first < 0 else chain[first].sparsity,
-        *(candidate.sparsity for candidate in chain[first + 1 : end + 1]),
+        0.0 if first < 0 else chain[first].level,
+        *(candidate.level for candidate in chain[first + 1 : end + 1]),
     ]
 
 
@@ -609,6 +637,7 @@ def _points(
         points.append(
             {
                 "sparsity": candidate.sparsity,
+                "selected_sparsity": candidate.selected_sparsity,
                 "validation_risk": candidate.tally.mean,
                 "expected_bound": expected_bound(candidate.tally, n=task.n, delta=task.delta),
                 "order": None if place is None else place + 1,

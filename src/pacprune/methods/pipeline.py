@@ -6,6 +6,7 @@ by side, and stages that are alike are trained as one population.
 
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -265,8 +266,8 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
     Args:
         verb: The method, such as `pp.pft`: the verb of any row of METHODS.
         models: K models; they are pruned in place.
-        *args: What the method takes after the model. A list has one entry per model; anything else serves all, such
-            as a tuple of patterns for `exclude`.
+        *args: What the method takes after the model. A list has one entry per model; anything else serves all. As
+            `include` and `exclude`, a list of patterns serves all, and a list of lists has one per model.
         **kwargs: The method's keywords, by the same rule. One `folder` gets a folder inside it for every model, 0, 1,
             ...; a population's checkpoints lie in that of its first member.
 
@@ -290,13 +291,22 @@ def together(verb: Callable[..., _R], models: Sequence[nn.Module], *args: Any, *
         )
     arguments = dict(zip(list(inspect.signature(verb).parameters)[1:], args, strict=False)) | kwargs
     values = {
-        name: per_member(name, value, len(models)) if isinstance(value, list) else [value] * len(models)
+        name: per_member(name, value, len(models)) if _one_per_model(name, value) else [value] * len(models)
         for name, value in arguments.items()
     }
     if len(models) > 1 and isinstance(arguments.get("folder"), (str, Path)):
         values["folder"] = [Path(arguments["folder"]) / str(k) for k in range(len(models))]
     return _drive(
         [_started(steps, model, **{name: v[k] for name, v in values.items()}) for k, model in enumerate(models)]
+    )
+
+
+def _one_per_model(name: str, value: Any) -> bool:
+    """Whether an argument of `together` is a list with one entry per model; a list of patterns is one selection."""
+    if name not in ("include", "exclude"):
+        return isinstance(value, list)
+    return (
+        isinstance(value, list) and bool(value) and all(v is None or isinstance(v, list | tuple | set) for v in value)
     )
 
 
@@ -446,10 +456,15 @@ def make_plan(
     With `include` and `exclude`, with patterns of layers, and of a network with frozen weights, the sparsity is of the
     selected weights. With a `prunable` function alone it is of all weights.
     """
-    by_function = prunable is not weights.prunable and include is None and exclude is None
+    by_function = counts_all(include=include, exclude=exclude, prunable=prunable)
     chosen = prunable if by_function else weights.select(include=include, exclude=exclude, among=prunable)
     if isinstance(sparsity, Mapping):
-        chosen = _only(chosen, masks.layer_sparsities(chosen(model), sparsity))
+        choice = (
+            prunable(model) if by_function else weights.choose(model, include=include, exclude=exclude, among=prunable)
+        )
+        names = masks.layer_sparsities(choice, sparsity)
+        weights.refuse_computed(model, names)
+        chosen = _only(chosen, names) if by_function else weights.select(include=list(names), among=prunable)
     everything = weights.total(model)
     mask = masks.top_k(
         magnitude(model, prunable=chosen),
@@ -460,6 +475,11 @@ def make_plan(
         total=everything if by_function else None,
     )
     size = sum(keep.numel() for keep in mask.values())
+    if not masks.kept(mask):
+        raise ValueError(
+            f"sparsity {masks.asked_sparsity(sparsity, pattern):g} of {size:,} weights keeps none of them; give "
+            f"{math.floor(1e4 * (1 - 1 / size)) / 1e4:g} or less"
+        )
     layers = None
     if scope != "global" or isinstance(sparsity, Mapping):
         layers = {name: masks.sparsity({name: keep}) for name, keep in mask.items()}
@@ -471,6 +491,17 @@ def make_plan(
         _warn_of_frozen(masks.asked_sparsity(sparsity, pattern), overall, size, everything)
     refuse_regrowth(model, overall)
     return Plan(model, chosen, overall, layers, min_per_layer, pattern, scope == masks.ROW)
+
+
+def counts_all(
+    *,
+    include: weights.Which | None = None,
+    exclude: weights.Which | None = None,
+    prunable: weights.Prunable = weights.prunable,
+    **_: Any,
+) -> bool:
+    """Whether the sparsity that is asked for is of all weights: a function alone says which of them are pruned."""
+    return prunable is not weights.prunable and include is None and exclude is None
 
 
 def set_up(arguments: Mapping[str, Any], *, takes_rows: bool = False) -> tuple[Stages, Plan]:
@@ -501,6 +532,10 @@ def refuse_regrowth(model: nn.Module, sparsity: float) -> None:
             f"the model was pruned to sparsity {before:.4g} before, and now {sparsity:.4g} is asked for; ask for more, "
             "start from a dense copy, or call pp.apply_mask(model, None) to let its zeros be trained again"
         )
+
+
+FROZEN = r".*weights are frozen and left alone"
+"""How the warning about frozen weights begins."""
 
 
 def _warn_of_frozen(asked: float, overall: float, size: int, everything: int) -> None:

@@ -540,9 +540,14 @@ class Pruner:
                 f"the {type(optimizer).__name__} has taken steps before and {zeros:,} of {self._sizes[0]:,} weights "
                 f"are zero without a mask, but the pruner begins at step 0 of {self.steps}; if the run goes on from a "
                 "checkpoint, call pruner.load_state_dict, too, and if the zeros are older than the pruner, say so "
-                "before it is made: pp.apply_mask(model, {n: w != 0 for n, w in pp.prunable(model).items()})",
+                f"before it is made: pp.apply_mask(model, {{n: w != 0 for n, w in {self._plain_weights()}.items()}})",
                 stacklevel=2,
             )
+
+    def _plain_weights(self) -> str:
+        """The call that returns the weights which nothing else computes."""
+        left_alone = weights.computed(self.model)
+        return f"pp.select(exclude={left_alone!r})(model)" if left_alone else "pp.prunable(model)"
 
     def _check_trained(self) -> None:
         """Refuses weights that want gradients, but that no optimiser has."""

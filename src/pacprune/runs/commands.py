@@ -176,6 +176,7 @@ def store_outcomes(options: Training, outcomes: list[Outcome], split: Split, fol
         "kept": total - round(counted * total),
         "total": total,
         "test_error": last.test_error,
+        "test": {"size": len(split.test), "copies": split.test_copies},
         "dense_error": outcomes[0].test_error if options.dense_epochs else None,
         "test_examples": len(split.test),
         "input": {"shape": list(split.train.x.shape[1:]), "dtype": str(split.train.x.dtype).removeprefix("torch.")},
@@ -440,7 +441,7 @@ def _rehearse_certificate(options: Any, model: nn.Module, split: Split) -> None:
         check_untrained(options.dense_epochs, options.epochs)
     few = {part.name: part.subset(torch.arange(min(FEW, len(part)))) for part in (split.prior, split.bound)}
     split = replace(split, **few)
-    which = {name: _argument(options, name) for name in ("scope", *opt.NAME_PATTERNS)}
+    which = {name: argument(options, name) for name in ("scope", *opt.NAME_PATTERNS)}
     plan = make_plan(model, options.sparsity, **which)
     mask = plan.mask(criteria.score(options.criterion, model, split.prior, seed=options.seed, prunable=plan.prunable))
     attach(model, block_isotropic(model, mask, eps=options.eps, std=options.std))
@@ -489,14 +490,14 @@ def procedure(options: Options) -> "partial[Any]":
     """The pipeline of these options, with all arguments but model, data, config, folder and progress."""
     method = METHODS[options.command]
     flags = (flag for flag in method.flags or () if flag != "gate_lr")  # the Config has it
-    arguments = {name: _argument(options, name) for name in ("sparsity", "seed", *flags)} | dict(method.options)
+    arguments = {name: argument(options, name) for name in ("sparsity", "seed", *flags)} | dict(method.options)
     if isinstance(options, Certifying):
         arguments |= {"name": options.model, "posterior": posterior(options)}
         arguments |= {"commit": options.commit, "source": options.source}
     return partial(method.verb, **arguments)
 
 
-def _argument(options: Options, name: str) -> Any:
+def argument(options: Training, name: str) -> Any:
     """An option as a verb takes it: text with patterns of names becomes several."""
     value = getattr(options, name)
     if name not in opt.NAME_PATTERNS or value is None:

@@ -16,7 +16,7 @@ from pacprune.methods.compress import Compressed
 from pacprune.methods.table import METHODS
 from pacprune.runs import commands, store
 from pacprune.runs.commands import Outcome
-from pacprune.runs.options import Compress
+from pacprune.runs.options import NAME_PATTERNS, Compress
 from pacprune.types import Progress
 
 PACKED = export.FORMATS["safetensors"].file
@@ -48,7 +48,7 @@ def compress(options: Compress, begin: Callable[[], Path], progress: Progress) -
             seed=options.seed,
             folder=checkpoints,
             progress=progress,
-            **(METHODS[options.method].defaults if options.method in METHODS else {}),
+            **_method_options(options),
         )
     except ValueError:
         # The same input fails the same way. But once an order is declared, the bound set may have been read.
@@ -57,6 +57,13 @@ def compress(options: Compress, begin: Callable[[], Path], progress: Progress) -
         raise
     outcomes = _outcomes(options, compressed, model, split)
     return ranks.on_rank0(lambda: _store(options, compressed, outcomes, split, folder))
+
+
+def _method_options(options: Compress) -> dict[str, Any]:
+    """What the method takes: the defaults of its command, and which weights are pruned, where flags say so."""
+    defaults = METHODS[options.method].defaults if options.method in METHODS else {}
+    values = {name: commands.argument(options, name) for name in ("scope", *NAME_PATTERNS)}
+    return {**defaults, **{name: value for name, value in values.items() if value != getattr(Compress, name)}}
 
 
 def _numbers(text: str | None) -> list[float] | None:

@@ -21,6 +21,7 @@ from pacprune.certification.bounds_table import FAMILIES
 from pacprune.certification.commitment import SOURCE
 from pacprune.data.own import FORMS
 from pacprune.masking import criteria, patterns
+from pacprune.masking.masks import SCOPES
 from pacprune.methods.compress import SPARSITIES
 from pacprune.methods.pft import FROZEN_LR, OFFSET_LR
 from pacprune.methods.table import METHODS, Method, pruning_methods
@@ -133,6 +134,9 @@ class Compress(Training):
         "Sparsities of the chain before it is refined, rising, separated by commas.",
         unset=",".join(f"{sparsity:g}" for sparsity in SPARSITIES),
     )
+    include: str | None = _option(None, "Weights that may be pruned: patterns of names, separated by commas.")
+    exclude: str | None = _option(None, "Weights that are left alone: patterns of names, separated by commas.")
+    scope: str = _option("global", f"What weights are ranked in: {', '.join(SCOPES)}; erk: larger layers lose more.")
     refinements: int = _option(4, "How many networks are added where the limit is expected; on a GPU 2**N.")
     validation: float = _option(0.2, "Share of S_P on which the chain is refined.")
     front: bool = _option(False, "Bounds for all networks at once, each at its part of delta, in place of the walk.")

@@ -33,7 +33,7 @@ COLUMNS = {
 }
 MEANINGS = {
     "Sparsity": "the weights that are zero, in % of all that can be pruned",
-    "Test error": "wrong answers on the test part, which no training has seen",
+    "Test error": "wrong answers on the test part, which is set apart from training",
     "Certificate": "a proved upper bound on the error rate on new data: it holds before any test data are seen",
     "Held-out baseline": "the simplest proof, to judge the certificate by: an exact binomial (Clopper-Pearson) bound "
     "for the prior's thresholded network on the same examples",
@@ -130,10 +130,21 @@ def _summary(result: dict[str, Any]) -> str:
     if "kept" in result:
         lines.append(f"{result['kept']:,} of {result['total']:,} weights are left.")
     lines.append(f"Wrong answers on the test part: {wrong}.")
+    lines += leaked(result)
     if "pbp" in rows:
         bound = percent_up(rows["pbp"]["certificate"])
         lines.append(f"For a network drawn by pbp, the error rate on new data is certified to be at most {bound}.")
     return " ".join(lines)
+
+
+def leaked(result: dict[str, Any]) -> list[str]:
+    """A sentence about test examples that are among those of training; none where there are none."""
+    test = result.get("test", {"copies": 0})  # which older runs do not have
+    if not test["copies"]:
+        return []
+    words = f"{test['copies']:,} of the {test['size']:,} test examples are also among the training data"
+    so = ", so that the test errors have leaked" if test["copies"] * 100 > test["size"] else ""
+    return [f"{words}{so}."]
 
 
 def _table(rows: list[dict[str, Any]], examples: int | None) -> str:
@@ -349,6 +360,7 @@ def console_output(result: dict[str, Any]) -> Iterator[Any]:
     for row in result["rows"]:
         table.add_row(*(cell(name, row[name]) for name in names))
     yield table
+    yield from leaked(result)
     if "headline" in result:
         yield result["headline"]
     if "statement" in result:

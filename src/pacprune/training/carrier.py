@@ -257,7 +257,8 @@ def keep_zeros(model: nn.Module, optimizer: Optimizer) -> Carrier:
     """Lets pruned weights stay zero in a training loop of your own, whatever the optimiser does to them.
 
     Pruned are those that `apply_mask`, `harden` or a method left out. A model without such a mask, say after
-    load_state_dict, keeps the zeros that its prunable weights have now. Gradients of pruned weights are zero at the end
+    load_state_dict, keeps the zeros that its weights have now; those that weight norm or another parametrization
+    computes are left alone. Gradients of pruned weights are zero at the end
     of every backward pass, so that they do not count where gradients are clipped, nor in the directions of LBFGS. What
     the optimiser had gathered for them is forgotten.
 
@@ -361,8 +362,9 @@ def _note_zeros(model: nn.Module) -> None:
         if revived:
             raise ValueError(f"{revived}, so that there is nothing to keep; call pp.apply_mask(model, mask) first")
         return
-    mask = {name: weight.detach() != 0 for name, weight in weights.prunable(model).items()}
+    mask = {name: weight.detach() != 0 for name, weight in weights.plain_weights(model).items()}
     if masks.kept(mask) == sum(keep.numel() for keep in mask.values()):
+        weights.refuse_computed(model, weights.computed(model))  # where the zeros may be
         raise ValueError(
             f"{type(model).__name__} has no zeros to keep among its {masks.kept(mask):,} weights; prune it first, or "
             "load a sparse state dict"
