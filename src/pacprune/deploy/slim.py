@@ -107,6 +107,7 @@ def trace(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch itself calls deprecated functions
+            warnings.filterwarnings("ignore", ".*_flat_weights")  # of an LSTM or GRU, whose program is right
             program = torch.export.export(model, (example,), dynamic_shapes=({0: Dim.DYNAMIC},))
             return program.run_decompositions({})  # without in-place operations, which would change their arguments
     except Exception as error:  # the tracer runs the model's own code, which may raise anything

@@ -22,7 +22,7 @@ from pacprune.data.batches import (
 )
 from pacprune.masking import attachment, weights
 from pacprune.training.population import Population
-from pacprune.types import Data, Forward, Loss
+from pacprune.types import Data, Forward, Loss, check_module
 
 BATCH = 1000
 _STREAMED = 4096
@@ -110,6 +110,8 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data, *, forward: Forwar
         >>> pp.error(model, split.test) < 0.2
         True
     """
+    if not isinstance(model, Sequence):
+        check_module(model)
     look_at(data)
     for member in [model] if isinstance(model, nn.Module) else model:
         weights.warn_of_revived(member)

@@ -347,6 +347,11 @@ class Step:
         """The mean loss of this part of a micro-batch; the bound, where that is trained on, is of all ranks' mean."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.amp):
             loss = self.stage.objective(batch)
+            if not loss.requires_grad:
+                raise ValueError(
+                    "the loss has no gradient in what is trained; compute it from the network's outputs by torch "
+                    "alone, without argmax, .item(), .detach() or numpy"
+                )
             return loss if self.stage.bound is None else self.stage.bound(ranks.mean(loss, piece.share))
 
     def _weighted_loss(self, batch: Any, piece: _Piece) -> Tensor:
