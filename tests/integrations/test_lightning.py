@@ -199,8 +199,8 @@ def test_data_without_a_length_need_a_number_of_steps(tmp_path: Path) -> None:
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
+    loader = DataLoader(Endless(), batch_size=8)
     with pytest.raises(ValueError, match="since the data have no length and max_epochs is 4; give it max_steps"):
-        loader = DataLoader(Endless(), batch_size=8)
         trainer.fit(Classifier(), loader, loader)
 
 
