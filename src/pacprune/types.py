@@ -52,6 +52,8 @@ def check_module(model: Any) -> None:
     """Refuses what is no network."""
     if not isinstance(model, nn.Module):
         advice = "call load_state_dict of a network, and give that" if isinstance(model, Mapping) else "give a network"
+        if isinstance(getattr(model, "model", None), nn.Module):  # such as Pruned
+            advice = "give the network inside, its .model"
         raise ValueError(f"the model is of type {type(model).__name__} and not a torch.nn.Module; {advice}")
 
 

@@ -18,7 +18,7 @@ from pacprune import bounds
 from pacprune.bounds import held_out as counts_bounds
 from pacprune.bounds import montecarlo
 from pacprune.bounds.numeric import rounded_up
-from pacprune.certification import decode, risks, tries
+from pacprune.certification import decode, risks, tries, verify
 from pacprune.certification.held_out import certify_sequence, tallies_of
 from pacprune.certification.record import RiskRecord
 from pacprune.data import trace
@@ -659,3 +659,39 @@ def test_a_network_that_was_trained_after_a_certificate_is_called_so(monkeypatch
     with pytest.raises(ValueError, match="before anything is evaluated on"):
         pp.certify_held_out(networks[1], split)
     trace._looks.clear()
+
+
+def test_a_bound_set_that_another_network_was_evaluated_on_is_named_as_such() -> None:
+    generator = torch.Generator().manual_seed(5)
+    split = pp.data.split(torch.randn(200, 6, generator=generator), torch.arange(200) % 2, seed=0)
+    pp.error(nn.Linear(6, 2), split.bound)
+    model = nn.Linear(6, 2)
+    pp.fit(model, split.prior, pp.Config(epochs=1))
+    sentence = "the network has seen the bound set: something was evaluated on 100 of its 100 examples before, and the"
+    with pytest.raises(ValueError, match=sentence):
+        pp.certify_held_out(model, split)
+    pp.fit(model, split.bound, pp.Config(epochs=1))
+    with pytest.raises(ValueError, match="100 of its 100 examples were used to train"):
+        pp.certify_held_out(model, split)
+
+
+def test_a_plain_certificate_has_no_reference_network_and_its_folder_may_be_that_around(tmp_path: Path) -> None:
+    split = pp.data.digits(seed=7)
+    model = pp.models.mlp(64, hidden=[8])
+    pp.fit(model, split.prior, pp.Config(epochs=1))
+    pp.certify_held_out(model, split).save(tmp_path / "certificate")
+    report = pp.verify(tmp_path, split=split, model=model)
+    assert report.level == 2
+    assert any(finding.startswith("test error of the certified network: ") for finding in report.findings)
+    assert verify.verify(tmp_path).valid
+
+
+def test_hashes_that_begin_alike_are_shown_whole() -> None:
+    first, second = "a" * 64, "a" * 63 + "b"
+    assert str(verify.Report(False, 1, (), f"it is {first} and not {second}")).endswith(
+        f"it is {first} and not {second}"
+    )
+    other = "b" * 64
+    assert str(verify.Report(False, 1, (), f"{first} is {other} here")).endswith(
+        f"{first[:12]}... is {other[:12]}... here"
+    )

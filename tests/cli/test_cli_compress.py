@@ -65,7 +65,7 @@ def test_the_certificate_verifies_by_the_library_and_by_the_file_alone(folder: P
 
 def test_the_report_leads_with_the_result(folder: Path, result: dict[str, Any]) -> None:
     page = (folder / "report.html").read_text()
-    assert result["headline"].startswith(f"Compressed to {result['sparsity']:.2%} sparsity")
+    assert result["headline"].startswith(f"Compressed to {round(result['sparsity'], 4):.2%} sparsity")
     assert page.index(result["headline"]) < page.index("<table")
     assert 'id="compression"' in page
     with (folder / "figures" / "compression.csv").open() as file:

@@ -199,7 +199,7 @@ def test_code_that_only_a_run_folder_names_is_not_imported() -> None:
             "mine:needs",
             "'depth'); give package.module:function, whose parameters are among 'shape', 'inputs', 'classes'",
         ),
-        ("mine:wide", "the network of mine:wide cannot take examples of shape (9,) (RuntimeError"),
+        ("mine:Net", "the network of mine:Net cannot take examples of shape (9,) (RuntimeError"),
         ("mine:narrow", "gives a Tensor of shape (2, 2) for 2 examples of 3 classes, but it must give (2, 3)"),
         ("mine:twice", "gives a tuple of shape () for 2 examples"),
         (
@@ -228,3 +228,30 @@ def test_a_test_part_that_leaked_is_said_in_the_report() -> None:
     sentence = "30 of the 30 test examples are also among the training data, so that the test errors have leaked."
     assert sentence in done.stdout
     assert sentence in Path("run/report.html").read_text()
+
+
+@pytest.mark.parametrize("command", ["pft", "osp", "pbp"])
+def test_inputs_that_the_network_does_not_take_are_one_sentence(command: str) -> None:
+    np.savez("tokens.npz", x=np.arange(3000).reshape(300, 10), y=np.arange(300) % 3)
+    line = refusal(command, "--data", "tokens.npz", "--model", "mlp")
+    assert "the network of mlp cannot take examples of shape (10,) in torch.int64" in line
+
+
+def test_a_reference_may_have_another_factory() -> None:
+    words = ("--train-on", "prior", "--data", "mine:stripes")
+    answer("osp", *words, *SHORT, "--model", "mine:net", "--sparsity", "0.5", "--out", "small")
+    answer("osp", *words, *SHORT, "--model", "mine:Net", "--sparsity", "0", "--out", "large")
+    asked = (
+        "certify",
+        "small",
+        "--risk",
+        "drop",
+        "--reference",
+        "large",
+        "--data",
+        "mine:stripes",
+        "--model",
+        "mine:net",
+    )
+    assert "if you trust it, give --reference-model mine:Net" in call(*asked).stderr
+    assert answer(*asked, "--reference-model", "mine:Net")["n"] > 0

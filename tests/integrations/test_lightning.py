@@ -184,6 +184,26 @@ def test_a_trainer_without_an_end(tmp_path: Path) -> None:
         fit(Classifier(), tmp_path, PruningCallback(sparsity=SPARSITY), max_epochs=-1)
 
 
+def test_data_without_a_length_need_a_number_of_steps(tmp_path: Path) -> None:
+    class Endless(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return zip(X, Y, strict=True)
+
+    trainer = pl.Trainer(
+        max_epochs=4,
+        callbacks=[PruningCallback(sparsity=SPARSITY)],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    loader = DataLoader(Endless(), batch_size=8)
+    with pytest.raises(ValueError, match="since the data have no length and max_epochs is 4; give it max_steps"):
+        trainer.fit(Classifier(), loader, loader)
+
+
 def test_shards_whose_checkpoints_would_lack_the_pruner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("pacprune.integrations.is_sharded", lambda weight: True)
     with pytest.raises(ValueError, match=r"Classifier is cut into shards, .*; give the Trainer enable_checkpointing"):

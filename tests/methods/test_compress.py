@@ -47,7 +47,7 @@ def test_the_sparsest_that_passed_is_the_network(compressed: Compressed) -> None
     assert compressed.passed == len(passed) > 0
     assert compressed.sparsity == max(row["sparsity"] for row in passed)
     assert compressed.certificate.limit == compressed.limit == compressed.certificate.bound == 0.08
-    assert f"Compressed to {compressed.sparsity:.2%} sparsity" in compressed.statement
+    assert f"Compressed to {round(compressed.sparsity, 4):.2%} sparsity" in compressed.statement
     assert "drop at most 0.08 at delta 0.05" in repr(compressed)
 
 
@@ -122,7 +122,7 @@ def test_with_a_layer_left_out_the_chain_is_ordered_and_refined_by_what_is_asked
     assert all(total == pytest.approx(selected * 2048 / 2368) for total, selected in rows)
     middle = (0.7 * 0.02) ** 0.5  # what is pruned of the rest is halved, and not what is pruned of all
     assert any(selected == pytest.approx(1 - middle, abs=1e-3) for _, selected in rows)
-    assert f"sparsity, {result.selected_sparsity:.2%} of the 2,048 selected weights (" in result.statement
+    assert f"sparsity, {round(result.selected_sparsity, 4):.2%} of the 2,048 selected weights (" in result.statement
     assert f"sparsity {result.selected_sparsity:.4f} of the 2,048 selected, drop" in repr(result)
 
 
@@ -456,6 +456,19 @@ def test_a_bound_set_that_was_looked_at_before_is_refused() -> None:
 def test_a_model_that_has_seen_the_bound_set_is_refused() -> None:
     with pytest.raises(ValueError, match="the model has seen the bound set"):
         pp.compress(trained_reference(SPLIT.train), SPLIT, CONFIG, dense=DENSE, max_error=0.5)
+
+
+def test_what_holds_a_network_is_no_network() -> None:
+    pruned = pp.osp(network(), SPLIT.prior, pp.Config(epochs=0), sparsity=0.5)
+    sentence = r"the model is of type Pruned and not a torch\.nn\.Module; give the network inside, its \.model"
+    for call in (
+        lambda model: pp.compress(model, SPLIT, CONFIG, max_error=0.5),
+        lambda model: pp.certify_held_out(model, SPLIT),
+        lambda model: pp.error(model, SPLIT.test),
+        lambda model: pp.osp(model, SPLIT.prior, CONFIG, sparsity=0.6),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call(pruned)
 
 
 def test_a_front_in_which_nothing_passes_says_so() -> None:

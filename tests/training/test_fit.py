@@ -161,6 +161,25 @@ def test_a_regression_learns_dense_and_with_gates(kind: str) -> None:
     assert rows[-1]["loss"] < 0.1 * rows[0]["loss"]
 
 
+def test_several_labels_of_an_example_are_no_probabilities_of_classes() -> None:
+    several = (torch.rand(len(X), 3) > 0.5).float()
+    for y in (several, torch.zeros(len(X), 3), several - 0.5):
+        with pytest.raises(ValueError, match=r"are no probabilities of classes.*binary_cross_entropy_with_logits"):
+            pp.fit(net(), (X, y), CONFIG)
+        with pytest.raises(ValueError, match="are no probabilities of classes"):
+            pp.pft(net(), (X, y), CONFIG, sparsity=0.5)
+    history = pp.fit(net(), (X, several), CONFIG, loss=F.binary_cross_entropy_with_logits)
+    assert history[-1]["loss"] < 1
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    def hits(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (output.argmax(-1) == y).float().mean()
+
+    with pytest.raises(ValueError, match="the loss has no gradient in what is trained; compute it from the network's"):
+        pp.fit(net(), (X, Y), CONFIG, loss=hits)
+
+
 def test_class_probabilities_serve_as_labels() -> None:
     soft = F.one_hot(Y, 3).float()
     losses = [pp.fit(net(), (X, y), CONFIG)[-1]["loss"] for y in (soft, Y)]

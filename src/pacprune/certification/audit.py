@@ -56,7 +56,7 @@ def verify(
     Level 3, with `replay`: the issuer's draws are made again, and so are fresh ones, which nobody could have foreseen.
 
     Args:
-        folder: The folder that holds certificate.json.
+        folder: The folder that holds certificate.json, or that whose folder `certificate` does.
         split: The data of the certificate, where it is not one of pacprune's data sets: a Split, or the pair (x, y).
         data: The same by a name or a function that `pp.data.load` takes, to be split as the certificate says.
         model: The certified network, where it is not one of pacprune's own: a plain module, a function that builds
@@ -93,6 +93,7 @@ def verify(
         raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {2**63 - 1}, or left out")
     if draws < 1:
         raise ValueError(f"draws is {draws}; at least 1 must be made again")
+    folder = arithmetic.place(folder)
     if not Path(folder).is_dir():
         what = "is a file" if Path(folder).exists() else "does not exist"
         raise ValueError(f"{folder} {what}; name the folder that holds {RECORD}")
@@ -357,11 +358,14 @@ class _Audit:
         record, test = self.cert.record, self.split.test
         stated = {name: entry["bound"] for name, entry in record["bounds"].items()}
         about = {"reference": "held_out", "single_draw": "single_draw", "thresholded": "thresholded"}
+        names = {what: f"the {what.replace('_', ' ')} network" for what in about}
+        if record["kind"] == "held-out":  # whose only network is called so in the format
+            names["reference"] = "the certified network"
         for what, network, _ in self._networks():
             if about[what] in stated:
                 errors = int(drawn_networks.errors(self.plain, dict(network), test).sum())
-                self.findings.append(f"test error of the {what.replace('_', ' ')} network: {errors / len(test):.4f}")
-                yield f"the {what.replace('_', ' ')} network", stated[about[what]], errors, len(test)
+                self.findings.append(f"test error of {names[what]}: {errors / len(test):.4f}")
+                yield names[what], stated[about[what]], errors, len(test)
         if record["kind"] == "held-out":
             return
         size = min(len(test), self.draws)

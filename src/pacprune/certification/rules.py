@@ -21,6 +21,7 @@ from pacprune.masking.spikeslab import SpikeSlab
 from pacprune.training.checks import errs_as_trained
 from pacprune.training.evaluate import BATCH, answers, evaluating
 from pacprune.training.posterior import refuse_if_touched, touched
+from pacprune.types import check_module
 
 _STEADY = 64
 """So many examples are answered in several ways, to see whether an answer follows from its input alone."""
@@ -345,6 +346,7 @@ def _rounding_of(batch: Tensor, others: Tensor) -> Tensor:
 
 def refuse_random(model: nn.Module) -> None:
     """A held-out certificate is about one network, not about a distribution."""
+    check_module(model)
     if attachment.sites(model):
         raise ValueError(
             "the model has stochastic masks; call pp.harden(model) first, or pp.certify for the random network"

@@ -119,8 +119,11 @@ class Report:
     def __str__(self) -> str:
         checks, trusted = [f"  checked: {x}" for x in self.checks], [f"  on trust: {x}" for x in self.trusted]
         findings = [f"  found: {x}" for x in self.findings]
-        words = (f"{x[:12]}..." if re.fullmatch("[0-9a-f]{64}", x) else x for x in self.verdict.split(" "))
-        verdict = " ".join(words)  # with short hashes
+        words = self.verdict.split(" ")
+        hashes = {x for x in words if re.fullmatch("[0-9a-f]{64}", x)}
+        if len({x[:12] for x in hashes}) == len(hashes):  # else what is short would look alike
+            words = [f"{x[:12]}..." if x in hashes else x for x in words]
+        verdict = " ".join(words)
         lines = [*checks, *findings, *trusted, verdict] if self.valid else [*checks, verdict]
         return "\n".join(printable(line) for line in lines)
 
@@ -142,7 +145,7 @@ def verify(folder: str | Path, *, seals: tuple[str, ...] = ()) -> Report:
     """Recomputes all that follows from the files of a certificate folder; ValueError when they cannot be read.
 
     Args:
-        folder: The folder that holds certificate.json.
+        folder: The folder that holds certificate.json, or that whose folder `certificate` does.
         seals: SHA-256 digests that the issuer published beforehand; the certificate must have been made under them.
     """
     try:
@@ -1023,9 +1026,16 @@ def _check_form(value: Any, form: Any, path: str = "") -> None:
 def read(folder: str | Path) -> Folder:
     """The one reader of a certificate folder, for every level; ValueError when it cannot be read."""
     try:
-        return _read(Path(folder))
+        return _read(place(folder))
     except OSError as error:
         raise ValueError(f"{folder} is no whole certificate folder ({error}); ask the issuer for it") from error
+
+
+def place(folder: str | Path) -> Path:
+    """The folder itself, or the folder `certificate` in it, where certificate.json lies there, as in a run."""
+    folder = Path(folder)
+    inner = folder / "certificate"
+    return inner if not (folder / RECORD).exists() and (inner / RECORD).is_file() else folder
 
 
 def _read(folder: Path) -> Folder:

@@ -102,6 +102,9 @@ def certify(
         typer.Option(help="For a sealed run of pbp: the public randomness after its second seal, in hexadecimal."),
     ] = None,
     model: OwnModel = None,
+    reference_model: Annotated[
+        str | None, typer.Option(help="The network of the reference's run, if that is of another factory than --model.")
+    ] = None,
     data: OwnData = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the certificate." + default_text("RUN/certificate"))
@@ -120,7 +123,7 @@ def certify(
         if beacon is None:
             what = {"risk": risk, "reference": reference, "groups": groups}
             options = {"delta": delta, "certified": certified, "declare": declare, "device": device, "out": out}
-            certificate = commands.certify(run, **what, **options, **code)
+            certificate = commands.certify(run, **what, **options, **code, reference_model=reference_model)
         else:
             with progress_bars() as progress:
                 certificate = commands.certify_sealed(run, beacon=beacon, progress=progress, **code)

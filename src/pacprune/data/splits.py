@@ -269,7 +269,9 @@ class Split:
         Pools that share most of their examples share most of these.
         """
         parts = [self.prior, self.bound, self.unlabelled]
-        if self.test.source == self.bound.source:  # cut from the same examples, by the seed
+        if not self.bound.has_labels:  # which were not cut from the others
+            parts = [self.bound]
+        elif self.test.source == self.bound.source:  # cut from the same examples, by the seed
             parts.append(self.test)
         hashes = [part.example_hashes if part.raw is None else part.raw[:, 0] for part in parts]
         return torch.cat(hashes).unique()[:_SKETCH].tolist()

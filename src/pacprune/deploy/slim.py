@@ -116,6 +116,7 @@ def trace(model: nn.Module, example: Inputs) -> torch.export.ExportedProgram:
         with warnings.catch_warnings(), without_cache(model):
             warnings.simplefilter("ignore", FutureWarning)  # torch itself calls deprecated functions
             warnings.filterwarnings("ignore", "The tensor attributes", UserWarning)  # nn.LSTM keeps its weights twice
+            warnings.filterwarnings("ignore", ".*_flat_weights")  # of an LSTM or GRU, whose program is right
             net, dims = _one_output(model, example), {name: _free_dims(tensor) for name, tensor in tensors.items()}
             shapes = dims["input"] if isinstance(example, Tensor) else dims
             inputs = example if isinstance(example, Tensor) else tensors

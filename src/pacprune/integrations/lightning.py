@@ -74,6 +74,12 @@ class PruningCallback(Callback):
             )
         steps = trainer.estimated_stepping_batches
         if not 0 < steps < float("inf"):
+            epochs = trainer.max_epochs
+            if epochs is not None and epochs > 0:
+                raise ValueError(
+                    f"the Trainer does not know how many steps there will be, since the data have no length and "
+                    f"max_epochs is {epochs}; give it max_steps"
+                )
             raise ValueError("the Trainer does not know how many steps there will be; give it max_epochs or max_steps")
         if trainer.checkpoint_callbacks:
             check_storable(pl_module, remedy="give the Trainer enable_checkpointing=False")

@@ -42,7 +42,7 @@ from pacprune.training.evaluate import answers, evaluating
 from pacprune.training.fit import fit
 from pacprune.training.population import AT_ONCE
 from pacprune.training.posterior import refuse_if_touched, touched
-from pacprune.types import History, Loss, Progress, Table, check_name
+from pacprune.types import History, Loss, Progress, Table, check_module, check_name
 
 LIMITS = {"max_error": "error", "max_drop": "drop", "max_disagreement": "disagreement"}
 """The keyword of every limit, and the risk that it is a limit of."""
@@ -138,10 +138,11 @@ class Compressed:
         dense = sum(t.numel() * t.element_size() for t in self.model.state_dict().values())
         selected = ""
         if self._selected_count < weights.total(self.model):
-            selected = f", {self.selected_sparsity:.2%} of the {self._selected_count:,} selected weights"
+            selected = f", {round(self.selected_sparsity, 4):.2%} of the {self._selected_count:,} selected weights"
         return (
-            f"Compressed to {self.sparsity:.2%} sparsity{selected} ({self.bytes:,} bytes in place of {dense:,}); "
-            f"certified {self.risk} at most {self.limit:g} at delta {self.certificate.ledger.delta:g}."
+            # Rounded as everywhere else, where it is shown as a fraction of four digits.
+            f"Compressed to {round(self.sparsity, 4):.2%} sparsity{selected} ({self.bytes:,} bytes in place of "
+            f"{dense:,}); certified {self.risk} at most {self.limit:g} at delta {self.certificate.ledger.delta:g}."
             f"{self._beside_the_claim}"
         )
 
@@ -681,6 +682,7 @@ def _check_request(
     model: nn.Module, split: Split, config: Config, dense: Config | None, delta: float, method: str, declare: str | None
 ) -> None:
     """Refuses before anything is trained what a certificate would be refused for."""
+    check_module(model)
     if not isinstance(split, Split):
         raise ValueError(
             f"the data is a {type(split).__name__}, but a limit is proved on the part of a Split that nothing is "
@@ -736,6 +738,7 @@ def logit_loss(output: Any, y: Tensor) -> Tensor:
 
 def _check_reference(reference: nn.Module, split: Split, declare: str | None) -> None:
     """Refuses a reference that has seen the bound set."""
+    check_module(reference)
     rules.refuse_random(reference)
     rules.refuse_untraced(weights.origin(reference), split, "the reference", rules.checked_declaration(declare))
 

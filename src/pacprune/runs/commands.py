@@ -23,6 +23,7 @@ from pacprune.certification.decode import load
 from pacprune.certification.held_out import certify_held_out
 from pacprune.certification.rules import check_declared
 from pacprune.certification.tries import Tries
+from pacprune.data.batches import refusing_unfit
 from pacprune.data.splits import Part, Split
 from pacprune.distributed import ranks
 from pacprune.masking import criteria, weights
@@ -269,16 +270,23 @@ def certify(
     out: Path | None,
     model: str | None = None,
     data: str | None = None,
+    reference_model: str | None = None,
 ) -> Certificate:
     """Certifies the sparse network of a finished run by held-out examples, saves that, and shows it in the report.
 
     What the network was trained on is what its training wrote down, and so it is with the run of a reference network. A
     certificate that was issued before is returned as it is, and never replaced. Code of the runs' model and data is
-    imported if `model` and `data` name it as well.
+    imported if `model` and `data` name it as well, and for the reference `reference_model`, where that is another.
     """
-    code = {"model": model, "data": data}
-    options, split, net = _trained(folder, device, **code)
-    dense = None if reference is None else _trained(reference, device, **code)[2]
+    options, split, net = _trained(folder, device, model=model, data=data)
+    dense = None
+    if reference is not None:
+        try:
+            dense = _trained(reference, device, model=model if reference_model is None else reference_model, data=data)[
+                2
+            ]
+        except ValueError as error:
+            raise ValueError(str(error).replace("give --model", "give --reference-model")) from None
     place, loss = folder / store.CERTIFICATE if out is None else out, loss_of(risk)
     if (place / RECORD).is_file():  # before anything is counted
         names = {"risk": risks.find(loss)[0], "delta": delta, "certified": certified, "groups": groups is not None}
@@ -395,8 +403,9 @@ def _refuse_signs(options: Any, model: nn.Module, split: Split) -> None:
             f"{options.data} has labels of shape {tuple(y.shape[1:])} for each example, but pacprune {options.command} "
             f"trains networks that choose one of several classes; give one class number for each, {remedy}"
         )
-    with evaluating(model):
-        output = model(split.train.x[:2])
+    few = split.train.x[:2]
+    with evaluating(model), refusing_unfit(few, f"the network of {options.model}"):
+        output = model(few)
     if risks.is_by_sign(output, y[:2]):
         raise ValueError(
             f"the network of {options.model} has 1 output for {split.classes} classes, but pacprune {options.command} "

@@ -122,7 +122,7 @@ class Compress(Training):
 
     command: ClassVar[str] = "compress"
 
-    max_error: float | None = _option(None, "Limit of the error rate on new data.", unset="one limit is needed")
+    max_error: float | None = _option(None, "Limit of the error rate on new data. One of the three limits is needed.")
     max_drop: float | None = _option(None, "Limit of the error rate minus that of the dense network.")
     max_disagreement: float | None = _option(
         None, "Limit of the share of inputs that the dense network answers otherwise."

@@ -50,6 +50,8 @@ _OF_ONE_MODEL = ("adamw8",)
 _BROADCAST = "Using a target size"
 """How a warning of torch's losses begins where outputs (n, 1) and labels (n,) become n x n differences."""
 
+_SUM = 0.02
+"""How far from 1 probabilities may add up, in whatever precision."""
 _ARRIVAL = 128
 """On how many examples a model is tried that pacprune has not seen before."""
 
@@ -184,6 +186,7 @@ def check_labels(y: Tensor, out: Any) -> None:
                 f"labels are {y.dtype} of shape {tuple(y.shape)} and outputs {tuple(out.shape)}; for classes use "
                 "y.long(), for regression give loss=torch.nn.functional.mse_loss"
             )
+        _refuse_no_probabilities(y)
         return
     if y.shape != expected or out.ndim < 2 or y.dtype not in (torch.int64, torch.uint8):
         raise ValueError(
@@ -195,6 +198,18 @@ def check_labels(y: Tensor, out: Any) -> None:
         raise ValueError(
             f"labels run from {low} to {high}, but the model has {out.shape[1]} outputs "
             f"(labels 0 to {out.shape[1] - 1}); change the labels or the last layer"
+        )
+
+
+def _refuse_no_probabilities(y: Tensor) -> None:
+    """Refuses several labels per example, of which cross_entropy would make one choice among classes."""
+    wrong = int((((y.sum(1) - 1).abs() > _SUM) | (y < 0).any(1)).sum())
+    if wrong:
+        raise ValueError(
+            f"labels are {y.dtype} of shape {tuple(y.shape)}, but {wrong} of {y.numel() // y.shape[1]} are no "
+            "probabilities of classes, which add up to 1; where an example has several labels, give "
+            "loss=torch.nn.functional.binary_cross_entropy_with_logits, and for regression "
+            "loss=torch.nn.functional.mse_loss"
         )
 
 

@@ -24,7 +24,7 @@ from pacprune.data.batches import (
 from pacprune.data.splits import IGNORED
 from pacprune.masking import attachment, weights
 from pacprune.training.population import Population
-from pacprune.types import Data, Forward, Loss
+from pacprune.types import Data, Forward, Loss, check_module
 
 BATCH = 1000
 _STREAMED = 4096
@@ -122,6 +122,8 @@ def error(model: nn.Module | Sequence[nn.Module], data: Data, *, forward: Forwar
         >>> pp.error(model, split.test) < 0.2
         True
     """
+    if not isinstance(model, Sequence):
+        check_module(model)
     models = [model] if isinstance(model, nn.Module) else model
     look_at(data, [weights.fingerprint(member) for member in models])
     for member in models:

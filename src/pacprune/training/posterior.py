@@ -330,6 +330,13 @@ def stacked(slabs: Sequence[SpikeSlab]) -> SpikeSlab:
 def refuse_if_touched(seen: Trace, split: Split, who: str) -> None:
     """Raises when the examples `seen` include one of the bound set (duplicates of prior examples apart)."""
     count = touched(seen, split.bound, apart_from=split.prior)
+    trained = bool(torch.isin(split.bound.known.labelled, seen.labelled).any())
+    if count and not trained and touched(trace.looked(), split.bound, apart_from=split.prior) >= count:
+        raise ValueError(
+            f"{who} has seen the bound set: something was evaluated on {count} of its {len(split.bound)} examples "
+            f"before, and {who} may have been chosen by it; use a split whose bound part was never looked at, in a new "
+            "process"
+        )
     if count:
         raise ValueError(
             f"{who} has seen the bound set: {count} of its {len(split.bound)} examples were used to train, to score or "

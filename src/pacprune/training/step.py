@@ -351,6 +351,11 @@ class Step:
         saving = redrawn() if self.redraws else nullcontext()
         with saving, torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.amp):
             loss = self.stage.objective(batch)
+            if not loss.requires_grad:
+                raise ValueError(
+                    "the loss has no gradient in what is trained; compute it from the network's outputs by torch "
+                    "alone, without argmax, .item(), .detach() or numpy"
+                )
             return loss if self.stage.bound is None else self.stage.bound(ranks.mean(loss, piece.share))
 
     def _weighted_loss(self, batch: Any, piece: _Piece) -> Tensor:
