@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from pacprune.cli import app
+from pacprune.deploy import export
 from pacprune.runs import commands, store
 
 METHODS = ["dense", "osp", "pft", "pbp"]
@@ -45,14 +46,35 @@ def test_it_compares_all_methods(finished_demo: tuple[Path, dict[str, Any]]) -> 
     assert rows["osp"]["certificate"] is None
 
 
-def test_it_leaves_one_certificate_and_one_report(finished_demo: tuple[Path, dict[str, Any]]) -> None:
+def test_it_begins_with_a_network_that_keeps_its_promise(finished_demo: tuple[Path, dict[str, Any]]) -> None:
     out, result = finished_demo
-    assert list(out.rglob("certificate.json")) == [out / "certificate" / "certificate.json"]
+    promise, report = result["compressed"], (out / "report.html").read_text()
+    assert promise["passed"] >= 1
+    assert promise["limit"] == 0.02
+    assert promise["sparsity"] >= 0.5
+    assert result["headline"].startswith(f"Compressed to {promise['sparsity']:.2%} sparsity")
+    assert promise["statement"] in report
+    assert report.index("Compressed to") < report.index('id="results"')
+    small = export.load(out / "compressed" / "packed.safetensors")
+    weights = [weight for weight in small.values() if weight.ndim >= 2]
+    zeros = sum(int((weight == 0).sum()) for weight in weights) / sum(weight.numel() for weight in weights)
+    assert zeros == pytest.approx(promise["sparsity"], abs=1e-4)
+    assert CliRunner().invoke(app.build(), ["verify", str(out / "compressed"), "--recount"]).exit_code == 0
+
+
+def test_the_second_certificate_pays_for_two(finished_demo: tuple[Path, dict[str, Any]]) -> None:
+    assert finished_demo[1]["tries"]["declared"] == 2
+
+
+def test_it_leaves_two_certificates_and_one_report(finished_demo: tuple[Path, dict[str, Any]]) -> None:
+    out, result = finished_demo
+    places = [out / "certificate", out / "compressed" / "certificate"]
+    assert sorted(path.parent for path in out.rglob("certificate.json")) == places
     assert result["folder"] == str(out)
     assert result["certificate"] == result["rows"][-1]["certificate"]
     assert result["statement"] in (out / "report.html").read_text()
     assert CliRunner().invoke(app.build(), ["verify", str(out), "--recount"]).exit_code == 0
-    figures = ["certificate", "curves", "keep_prob", "layers", "methods"]
+    figures = ["certificate", "compression", "curves", "keep_prob", "layers", "methods"]
     assert sorted(f.name for f in (out / "figures").glob("*.png")) == [f"{name}.png" for name in figures]
     assert not (out / store.CHECKPOINTS).exists()
 

@@ -26,30 +26,12 @@ def compress(options: Compress, begin: Callable[[], Path], progress: Progress) -
     """The work of the command."""
     if options.data_dir is not None:
         store.check_folder(Path(options.data_dir), "the data files")
-    sparsities = _numbers(options.sparsities)
+    _numbers(options.sparsities)
     split, model = commands.prepare(options)
     folder = begin()
     checkpoints = folder / store.CHECKPOINTS
     try:
-        compressed = methods.compress(
-            model,
-            split,
-            commands.stage(options),
-            **{name: getattr(options, name) for name in methods.LIMITS},
-            delta=options.delta,
-            method=options.method,
-            sparsities=sparsities,
-            refinements=options.refinements,
-            dense=commands.dense_stage(options) if options.dense_epochs else None,
-            validation=options.validation,
-            front=options.front,
-            name=options.model,
-            declare=options.declare,
-            seed=options.seed,
-            folder=checkpoints,
-            progress=progress,
-            **_method_options(options),
-        )
+        compressed = chain(options, model, split, checkpoints, progress)
     except ValueError:
         # The same input fails the same way. But once an order is declared, the bound set may have been read.
         if not (checkpoints / methods.ORDER).is_file():
@@ -57,6 +39,29 @@ def compress(options: Compress, begin: Callable[[], Path], progress: Progress) -
         raise
     outcomes = _outcomes(options, compressed, model, split)
     return ranks.on_rank0(lambda: _store(options, compressed, outcomes, split, folder))
+
+
+def chain(options: Compress, model: nn.Module, split: Split, folder: Path, progress: Progress) -> Compressed:
+    """Trains the chain that the options ask for and tests it; its checkpoints are kept in the folder."""
+    return methods.compress(
+        model,
+        split,
+        commands.stage(options),
+        **{name: getattr(options, name) for name in methods.LIMITS},
+        delta=options.delta,
+        method=options.method,
+        sparsities=_numbers(options.sparsities),
+        refinements=options.refinements,
+        dense=commands.dense_stage(options) if options.dense_epochs else None,
+        validation=options.validation,
+        front=options.front,
+        name=options.model,
+        declare=options.declare,
+        seed=options.seed,
+        folder=folder,
+        progress=progress,
+        **_method_options(options),
+    )
 
 
 def _method_options(options: Compress) -> dict[str, Any]:

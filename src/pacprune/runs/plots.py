@@ -132,9 +132,10 @@ def _compression(canvas: Any, rows: Table) -> None:
     proved = ": proved of all that passed" if any(row["passed"] for row in rows) else ", which is not proved"
     axes.axhline(rows[0]["limit"], color="black", lw=1, ls="--", label=f"limit{proved}")
     ticks = [tick for tick in _SPARSITY_TICKS if -np.log1p(-tick) <= max(places) + 0.05]
-    axes.set_xticks(-np.log1p(-np.array(ticks)), [f"{tick:g}" for tick in ticks])
-    axes.set_xlabel("sparsity (fraction of the weights pruned)")
-    axes.set_ylabel("risk that is limited")
+    axes.set_xticks(-np.log1p(-np.array(ticks)), [f"{100 * tick:g}" for tick in ticks])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}")
+    axes.set_xlabel("weights pruned, in %")
+    axes.set_ylabel("risk that is limited, in %")
     canvas.legend(ncols=3, loc="outside lower center", fontsize=9)
     title(canvas, "How far the network can be pruned", "bound examples, split, weights, data order")
 

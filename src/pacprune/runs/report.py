@@ -52,6 +52,7 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
         f"<h1>{_title(command, result)}</h1>",
         f'<p id="summary">{escape(_summary(result))}</p>',
         f'<p id="steps">{escape(METHODS[command].steps)}</p>' if _has_steps(command) else "",
+        _promise(result, figures) if store.COMPRESSED in result else "",
         _table(result["rows"], result.get("test_examples")),
         figures.pop("methods", ""),
         _certificate(certificate, folder, out, result) if certificate else "",
@@ -78,8 +79,19 @@ def write(folder: Path, result: dict[str, Any], *, out: Path | None = None) -> P
     return out / "report.html"
 
 
+def _promise(result: dict[str, Any], figures: dict[str, str]) -> str:
+    """The compressed network of the demo: what is proved of it, and the chain that it is the last of."""
+    proved, chain = result[store.COMPRESSED], figures.pop("compression", "")
+    check = "<p>A colleague checks it, in the folder of this report:</p>" if proved["passed"] else ""
+    command = f'<pre id="verify-compressed">pacprune verify {store.COMPRESSED}</pre>' if proved["passed"] else ""
+    return (
+        f'<section><h2>As small as the promise allows</h2><blockquote id="promise">{escape(proved["statement"])}'
+        f"</blockquote>{check}{command}{chain}<h2>Three ways to prune to 90 %</h2></section>"
+    )
+
+
 _TITLES = {
-    "demo": "Three ways to prune a network, and one proof",
+    "demo": "A network that keeps its promise, and three ways to prune",
     "compress": "The sparsest network that provably keeps its limit",
 }
 

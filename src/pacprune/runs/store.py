@@ -22,6 +22,8 @@ from pacprune.runs import options as opt
 from pacprune.types import History
 
 CONFIG, CHECKPOINTS, CERTIFICATE, TRACE = "config.toml", "checkpoints", "certificate", "trained-on.safetensors"
+COMPRESSED = "compressed"
+"""Where the demo keeps its network that keeps a promise, with the certificate of that."""
 
 
 def check_folder(folder: Path, content: str) -> None:
