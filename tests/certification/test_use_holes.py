@@ -259,6 +259,13 @@ def test_what_is_trained_after_a_posterior_needs_a_declaration_and_another_prior
         pp.certify_held_out(model, split)
 
 
+def test_training_on_the_prior_part_of_another_cut_needs_none() -> None:
+    for seed in range(2):
+        split, model = pp.data.digits(seed=seed), small()
+        pp.fit(model, split.prior, SHORT)
+        assert pp.certify_held_out(model, split).record["declaration"] is None
+
+
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
