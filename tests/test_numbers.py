@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pacprune import bounds
 from pacprune.methods.table import METHODS
 from pacprune.paper import frame
 from pacprune.paper.statistics import interval, paired
@@ -103,6 +104,41 @@ def test_compress_with_a_guarantee() -> None:
             assert_shown(row[heading], 100 * interval(sparsities).mean, f"{network}, {row['promise']}, {heading}")
             checked += 1
     assert checked > 40
+
+
+CERTIFICATES = {"held-out, one token": "held_out", "held-out, means": "documents", "Q, by choose": "chosen"}
+
+
+def test_certificates_of_a_language_model() -> None:
+    """The table, and from how many networks on `choose` is lower."""
+    rows = frame.read(RESULTS / "choosing-tinyshakespeare-gpt.csv")
+    n, checked = "", 0
+    for row in table("docs/choosing.md", "n", "certificate", "`choose` is lower from m ="):
+        n = row["n"].replace(",", "") or n
+        arm = CERTIFICATES[row["certificate"].replace("`", "")]
+        same = {r["tried"]: r for r in rows if r["n"] == float(n) and not r["computed"]}
+        for heading in ("m = 1", "100", "1,000", "10,000", "1,000,000"):
+            tried = float(heading.removeprefix("m = ").replace(",", ""))
+            assert_shown(row[heading], same[tried][arm], f"n = {n}, {arm}, {heading}")
+            checked += 1
+        if arm == "held_out":
+            crossing, count = int(row["`choose` is lower from m ="]), int(same[1.0]["pruned_errors"])
+            lower, upper = (bounds.clopper_pearson(count, n=int(n), delta=0.05 / m) for m in (crossing - 1, crossing))
+            assert lower < same[1.0]["chosen"] <= upper
+    assert checked == 60
+
+
+def test_bounds_that_count_tokens() -> None:
+    rows = frame.read(RESULTS / "documents-tinyshakespeare-gpt.csv")
+    for row in table("docs/language_models.md", "characters of a document", "tokens counted: fails in"):
+        length = float(row["characters of a document"].replace(",", ""))
+        same = [r for r in rows if r["length"] == length and r["n"] == 100]
+        for heading, name in (
+            ("ρ", "correlation"),
+            ("tokens counted: fails in", "tokens_failures"),
+            ("documents: fails in", "documents_failures"),
+        ):
+            assert_shown(row[heading], interval([r[name] for r in same]).mean, f"{length:g}, {heading}")
 
 
 def differences(name: str, other: str) -> str:

@@ -193,6 +193,11 @@ def test_one_token_of_a_document_is_wrong_as_often_as_the_mean_over_it() -> None
     assert bool((places[y == IGNORED] == 0).all())
     expected = certify("token-error").risk
     assert float(rates.mean() / 300) == pytest.approx(expected, abs=5 * 0.5 / math.sqrt(300 * len(x)))
+    single = pp.data.one_token(x, y)
+    fixed = pp.certify_held_out(classifier, single, declare=WORDS)  # the empty end of a row is no label
+    with torch.no_grad():
+        wrong = int((classifier(single[0]).argmax(-1) != single[1]).sum())
+    assert fixed.bound == bounds.clopper_pearson(wrong, n=len(x), delta=0.05)
     with pytest.raises(ValueError, match="document 0 has no token that counts"):
         pp.data.one_token(x, torch.full_like(y, IGNORED))
     with pytest.raises(ValueError, match="give both as"):

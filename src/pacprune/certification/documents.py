@@ -55,7 +55,8 @@ def refuse_misread(split: Split, risk: Risk, name: str, declaration: str | None)
     if declaration is None:
         if _is_labelled(bound):
             _refuse_holes(bound)
-        _refuse_padding(bound, labelled=_is_labelled(bound))
+        if _is_labelled(bound) or risk.tokens:
+            _refuse_padding(bound, labelled=_is_labelled(bound))
     refuse_windows(split, declaration)
 
 

@@ -89,6 +89,7 @@ _TEXT = _SMALL.changed(
     data=_SPEECHES.data,
     model=_SPEECHES.model,
     sparsities=_SPEECHES.sparsities,
+    seeds=1,
     dense=_SPEECHES.dense,
     pruning=_SPEECHES.pruning,
     std=5e-3,
