@@ -3,7 +3,9 @@
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +49,40 @@ def _name_once(part: Path, path: Path) -> None:
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
         part.replace(path)
+
+
+@contextmanager
+def alone_in(folder: Path, patience: float = 10.0) -> Iterator[None]:
+    """The lock on a folder for this block; waits for so many seconds, and then refuses.
+
+    The system releases it when the process dies. Where there are no locks on folders, nothing is locked.
+    """
+    try:
+        import fcntl
+
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, PermissionError):  # such as on Windows
+        yield
+        return
+    try:
+        end = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise ValueError(
+                        f"another process has been writing in {folder} for {patience:g} seconds; try again when it has "
+                        "ended"
+                    ) from None
+                time.sleep(0.02)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def digest(*parts: Mapping[str, "Tensor"], rows: "Callable[[Tensor], Tensor] | None" = None) -> str:

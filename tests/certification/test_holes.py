@@ -232,7 +232,7 @@ def test_a_dtype_outside_the_whitelist_is_refused(tmp_path: Path, dtype: str) ->
 
 
 def test_a_sparsity_that_no_weight_has_is_refused_at_level_two(tmp_path: Path) -> None:
-    """A buffer of zeros could be a pruned weight as far as the file tells; the model knows better."""
+    """A whole buffer could be a weight as far as the file tells; the model knows better."""
 
     class Buffered(nn.Module):
         def __init__(self) -> None:
@@ -247,15 +247,35 @@ def test_a_sparsity_that_no_weight_has_is_refused_at_level_two(tmp_path: Path) -
     pp.fit(model, split.prior, pp.Config(epochs=1, lr=0.1))
     cert = pp.certify_held_out(model, split)
 
-    def sparse(record: Record, tensors: Tensors) -> None:
-        record["sparsity"] = 600 / 640
-        record["statement"] = record["statement"].replace("sparsity 0.0000", "sparsity 0.9375")
+    assert "(that 600 of 1240 numbers in two or more dimensions are buffers is the issuer's word)" in str(
+        pp.verify(cert.save(tmp_path / "honest"))
+    )
 
-    folder = forged(tmp_path, sparse, cert)
-    assert "sparsity 0.9375" in decode.load(folder).statement
+    def sparse(total: int, record: Record, tensors: Tensors) -> None:
+        record["sparsity"], record["total"] = 600 / total, total
+        record["statement"] = record["statement"].replace("sparsity 0.0000", f"sparsity {600 / total:.4f}")
+
+    failure = str(pp.verify(forged(tmp_path / "mixed", partial(sparse, 640), cert)).failure)
+    assert failure == "no choice of the network's tensors holds 640 numbers, 600 of which are zero"
+    folder = forged(tmp_path / "other", partial(sparse, 600), cert)
+    assert "sparsity 1.0000" in decode.load(folder).statement
     assert pp.verify(folder).valid
     failure = str(pp.verify(folder, split=split, model=model).failure)
-    assert failure == "recount: the reference network has sparsity 0.0, not 0.9375 as stated"
+    assert failure.startswith("recount: the certificate is about 600 weights, but the model has 640")
+
+
+def test_a_total_that_no_tensors_have_is_refused(tmp_path: Path) -> None:
+    """Any total passed, so that a network with 30 % zeros was called one of sparsity 1.0000."""
+    model = pp.apply_mask(network(), pp.top_k(pp.scores.magnitude(network()), sparsity=0.3))
+    cert = pp.certify_held_out(model, digits(), declare=DECLARED)
+
+    def little(record: Record, tensors: Tensors) -> None:
+        record["statement"] = re.sub("sparsity [0-9.]+[)]", "sparsity 1.0000)", record["statement"])
+        record["sparsity"], record["total"] = 1.0, 100
+
+    folder = forged(tmp_path, little, cert)
+    assert "no choice of the network's tensors holds 100 numbers" in str(pp.verify(folder).failure)
+    assert "no choice of the network's tensors holds 100 numbers" in mutations.arithmetic.verify(folder).verdict
 
 
 # --- 3. Shaved draws.
@@ -579,7 +599,7 @@ def memorised() -> SimpleNamespace:
     """Certificates that no honest issuer can make: of a memoriser, and of a Q around it."""
     split = random_labels()
     with pytest.MonkeyPatch.context() as patch:
-        for rule in ("refuse_untraced", "refuse_if_touched"):
+        for rule in ("refuse_untraced", "refuse_if_touched", "refuse_chosen"):
             patch.setattr(rules, rule, lambda *args: None)
         patch.setattr("pacprune.training.posterior.refuse_if_touched", lambda *args: None)
         model = memoriser()
@@ -1147,6 +1167,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 def test_a_loader_of_batches_is_read_example_by_example() -> None:
     split = digits()
     refused(trained(DataLoader(Batches(split.train.x, split.train.y), batch_size=None)), words=SEEN)
+    trace._looks.clear()  # another process
     accepted = trained(DataLoader(Batches(split.prior.x, split.prior.y), batch_size=None))
     assert pp.certify_held_out(accepted, split).record["declaration"] is None
 
@@ -1215,6 +1236,7 @@ def test_images_are_known_whatever_their_type_scale_and_small_noise(kind: str) -
     refused(model, words=SEEN)
     with pytest.raises(ValueError, match=SEEN):  # no declaration excuses that
         pp.certify_held_out(model, split, declare=DECLARED)
+    trace._looks.clear()  # another process
     model = trained_on_cast(kind, split.prior.x, split.prior.y)
     assert pp.certify_held_out(model, split).record["declaration"] is None
 

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import pacprune as pp
+from pacprune.bounds import sequential
 from pacprune.bounds.numeric import rounded_up
-from pacprune.certification import drawn_networks, risks
+from pacprune.certification import drawn_networks, monitor, risks
 from pacprune.certification.held_out import certify_sequence, tallies_of
+from pacprune.cli import app
 from pacprune.data import trace
 from pacprune.data.splits import Split
 from pacprune.masking import weights
@@ -256,6 +259,13 @@ def test_what_is_trained_after_a_posterior_needs_a_declaration_and_another_prior
         pp.certify_held_out(model, split)
 
 
+def test_training_on_the_prior_part_of_another_cut_needs_none() -> None:
+    for seed in range(2):
+        split, model = pp.data.digits(seed=seed), small()
+        pp.fit(model, split.prior, SHORT)
+        assert pp.certify_held_out(model, split).record["declaration"] is None
+
+
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -462,3 +472,47 @@ def test_losses_stated_one_level_lower_are_refused_and_those_of_another_machine_
     fine = risks.evaluate(risks.RISKS["brier"], other, None, replace(split.bound, x=split.bound.x.double())).values
     report = pp.verify(restated(honest, fine).save(tmp_path / "other"), split=split, model=small())
     assert report.valid, report.failure
+
+
+# --- Beside a certificate, and two processes at once.
+
+
+def test_another_packed_network_beside_a_certificate_is_noticed(tmp_path: Path) -> None:
+    split = pp.data.digits()
+    common: dict[str, Any] = {"max_error": 0.5, "sparsities": [0.3], "refinements": 0, "dense": SHORT}
+    compressed = pp.compress(small(), split, SHORT, **common)
+    folder = compressed.save(tmp_path / "small")
+    honest = CliRunner().invoke(app.build(), ["verify", str(folder)], prog_name="pacprune")
+    assert honest.exit_code == 0, honest.output
+    assert "packed.safetensors beside the certificate is the certified network" in honest.output
+    other = copy.deepcopy(compressed.model)
+    with torch.no_grad():
+        next(other.parameters()).mul_(-1)
+    pp.export.save(folder / "packed.safetensors", other)
+    forged = CliRunner().invoke(app.build(), ["verify", str(folder / "certificate")], prog_name="pacprune")
+    assert forged.exit_code == 1
+    assert "INVALID: packed.safetensors: layers.0.weight is not that of the certified network" in forged.output
+    (folder / "packed.safetensors").write_bytes(b"nothing")
+    assert CliRunner().invoke(app.build(), ["verify", str(folder)], prog_name="pacprune").exit_code == 1
+
+
+def test_two_processes_do_not_overwrite_what_the_other_has_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between reading and writing, another process wrote: its examples, all of them errors, were lost."""
+    first, second = (pp.Monitor(0.1, path=tmp_path / "monitor.json") for _ in range(2))
+    first.update([0] * 10, first=1)
+    advance = sequential.advance
+    monkeypatch.setattr(monitor, "PATIENCE", 0.05)
+
+    def between(watch: Any, x: Any) -> Any:
+        monkeypatch.setattr(sequential, "advance", advance)
+        with pytest.raises(ValueError, match="another process has been writing in"):
+            second.update([1] * 10, first=11)
+        return advance(watch, x)
+
+    monkeypatch.setattr(sequential, "advance", between)
+    first.update([0] * 10, first=11)
+    with pytest.raises(ValueError, match="examples 1 to 20 are counted already"):
+        second.update([1] * 10, first=11)
+    assert second.update([1] * 10, first=21).examples == 30

@@ -18,9 +18,11 @@ from pacprune.certification import audit
 from pacprune.certification.certificate import Certificate, digest, percent, rounded_up
 from pacprune.certification.decode import load
 from pacprune.certification.verify import SIGNED
-from pacprune.files import write_atomically
+from pacprune.files import alone_in, write_atomically
 
 FORMAT = 1
+PATIENCE = 10.0
+"""So many seconds a monitor waits for another process that writes beside its file."""
 
 
 class Monitor:
@@ -81,7 +83,18 @@ class Monitor:
                 [-1, 1]), if there is none, if an example
                 has several, or if the examples are not the next ones.
         """
-        self._read()
+        if self.path is None:
+            self.watch = self._update(values, first)
+            return self.watch
+        with alone_in(self.path.parent, PATIENCE):  # from reading to writing, so that nothing is lost in between
+            self._read()
+            watch = self._update(values, first)
+            write_atomically(self.path, (json.dumps(self._header() | asdict(watch)) + "\n").encode())
+        self.watch = watch
+        return watch
+
+    def _update(self, values: ArrayLike | Tensor, first: int) -> Watch:
+        """What is known once new examples are counted."""
         x = self._values(values.detach().cpu().numpy() if isinstance(values, Tensor) else values)
         first = check_count("first", first)
         counted, last = self.watch.examples, first + x.size - 1
@@ -95,11 +108,7 @@ class Monitor:
                 f"the batch begins with example {first:,}, but the next one is {counted + 1:,}: give the examples "
                 "between them first, since leaving some out voids the alarm"
             )
-        watch = sequential.advance(self.watch, x)
-        if self.path is not None:
-            write_atomically(self.path, (json.dumps(self._header() | asdict(watch)) + "\n").encode())
-        self.watch = watch
-        return watch
+        return sequential.advance(self.watch, x)
 
     def _values(self, values: ArrayLike) -> np.ndarray:
         """One value in [0, 1] for every example; a difference D becomes (1 + D)/2."""

@@ -47,6 +47,8 @@ MOST_DEPTH = 16
 """Tables and lists of JSON inside one another: less than what any Python can read."""
 MOST_COUNT = 10**9
 """The largest number of examples, draws or weights."""
+MOST_SUMS = 1_000_000
+"""So many sums are tried to find which tensors of a network are no weights."""
 MOST_EFFORT = 300_000
 """The number of tests of a risk times the square root of n, to which the time for their bounds is in proportion."""
 EVALUATION = {"mode": "eval", "dtype": "float32", "autocast": False, "tf32": False, "augmentation": False}
@@ -348,22 +350,37 @@ def _bound_examples(n: int) -> str:
 
 
 def _held_out(record: dict[str, Any], n: int, model: Tensors) -> Rules:
-    expected = {"hashes": {"model": tensor_hash(model, "")}, "sparsity": _sparsity(record, model)}
-    yield "hash and zeros of the network", expected, 1e-12
+    sparsity, taken = _sparsity(record, model)
+    expected = {"hashes": {"model": tensor_hash(model, "")}, "sparsity": sparsity}
+    yield f"hash and zeros of the network{taken}", expected, 1e-12
     ledgers, shares = _ledgers(record, ["held_out"])
     bound = clopper_pearson(_count(record, "reference", "errors", most=n), n, sum(shares["held_out"]))
     subject = f"the {_bound_examples(n)}, the error rate on new data of this network (sparsity"
     yield from _claim(record, ledgers, {"held_out": bound}, ["held_out"], subject)
 
 
-def _sparsity(record: dict[str, Any], model: Tensors) -> float:
-    """The share of zeros of a network, as far as its file tells what is a weight."""
+def _sparsity(record: dict[str, Any], model: Tensors) -> tuple[float, str]:
+    """The share of zeros of a network, and what has to be taken on the issuer's word for it.
+
+    Buffers of two or more dimensions are no weights, and the file does not tell which they are. But they are whole
+    tensors, with all of their zeros.
+    """
     total, sparsity = record["total"], record["sparsity"]
     weights = [_values(w) for w in model.values() if w.ndim >= 2 and _values(w).dtype.kind == "f"]
     size, zeros = sum(w.size for w in weights), sum(int((w == 0).sum()) for w in weights)
-    # Buffers of two or more dimensions are no weights, and the file does not tell which they are.
     _require(total <= size, f"total is {total}, but the file holds {size} numbers in two or more dimensions")
-    return min(max(zeros + total - size, round(sparsity * total)), zeros) / total
+    if total == size:
+        return zeros / total, ""
+    pruned, tensors = round(sparsity * total), sorted((w.size, int((w == 0).sum())) for w in weights)
+    left_out = {(0, 0)}
+    for count, none in tensors:
+        if len(left_out) * len(tensors) > MOST_SUMS:
+            break  # of so many tensors almost any choice can be made
+        left_out |= {(a + count, b + none) for a, b in left_out if a + count <= size - total and b + none <= zeros}
+    possible = len(left_out) * len(tensors) > MOST_SUMS or (size - total, zeros - pruned) in left_out
+    _require(possible, f"no choice of the network's tensors holds {total} numbers, {pruned} of which are zero")
+    taken = f" (that {size - total} of {size} numbers in two or more dimensions are buffers is the issuer's word)"
+    return min(max(zeros + total - size, pruned), zeros) / total, taken
 
 
 def _risk(record: dict[str, Any], n: int, tensors: dict[str, Tensors]) -> Rules:
@@ -371,8 +388,9 @@ def _risk(record: dict[str, Any], n: int, tensors: dict[str, Tensors]) -> Rules:
     names = [name for name in ("model", "reference") if name in tensors]
     hashes = {name: tensor_hash(tensors[name], "") for name in names}
     _require(set(record["hashes"]) == set(hashes), f"hashes are of {list(record['hashes'])}, but must be of {names}")
-    expected = {"hashes": hashes, "sparsity": _sparsity(record, tensors["model"])}
-    yield f"hashes of {' and '.join(names)}, and zeros of the network", expected, 1e-12
+    sparsity, taken = _sparsity(record, tensors["model"])
+    expected = {"hashes": hashes, "sparsity": sparsity}
+    yield f"hashes of {' and '.join(names)}, and zeros of the network{taken}", expected, 1e-12
     ledgers, shares = _ledgers(record, ["held_out"])
     _require(ledgers["held_out"]["grid"] == 1, "the ledger has a grid of priors, but there is no prior")
     delta, tests, sequence = sum(shares["held_out"]), record["tests"], record["rule"] == "sequence"

@@ -196,6 +196,7 @@ def verify(
                 device=device,
                 progress=progress,
             )
+        report = commands.with_packed(report, place)
         if replay and report.valid and report.level < 3:
             finding = "a held-out certificate has no draws, so that level 2 is the highest"
             report = replace(report, findings=(*report.findings, finding))

@@ -112,9 +112,15 @@ def use_of(data: Data) -> Trace:
 
 
 def train_on(data: Data, networks: Sequence[int | None]) -> None:
-    """Notes that networks of these fingerprints are about to be trained on these data, which tells what they lose."""
-    if not is_stream(data):  # to read it for its hashes would take examples from it
-        part = _part(data)
+    """Notes that networks of these fingerprints are about to be trained on these data, which tells what they lose.
+
+    The prior part of a split is there to be trained on. That of another cut has bound examples of this one among its
+    own; whoever certifies by several cuts would have to declare that each time.
+    """
+    if is_stream(data):  # to read it for its hashes would take examples from it
+        return
+    part = _part(data)
+    if part is None or part.name != "prior":
         hashes = example_hashes(data) if part is None else part.ids.reshape(-1)
         trace.look(hashes, networks=networks, trained=True)
 

@@ -550,6 +550,7 @@ def compress(
     by_sign = _is_by_sign(model, split)
     if reference is not None:
         _check_reference(reference, split, declare)
+    _refuse_told(split, declare)
     fitting, chosen_on = cut_validation(split.prior, validation)
     task = _Task(
         start=model,
@@ -702,15 +703,19 @@ def _check_request(
             f"something was evaluated on {count} of the {len(split.bound)} bound examples before, and what is trained "
             "now may have been chosen by it; use a split whose bound part was never looked at, in a new process"
         )
-    if declaration is None and touched(trace.looked(trained=True), split.bound, apart_from=split.prior):
-        raise ValueError(
-            "something was trained on bound examples before, and what is trained now may have been chosen by its "
-            'losses; do so in a new process, or say that nothing was: declare="no setting was chosen by ..."'
-        )
     if dense is None:
         rules.refuse_untraced(weights.origin(model), split, "the model", declaration)
     else:  # which trains what has never been trained
         refuse_if_touched(weights.seen(model), split, "the model")
+
+
+def _refuse_told(split: Split, declare: str | None) -> None:
+    """What is trained after a loss on the bound set was told may have been chosen by it."""
+    if declare is None and touched(trace.looked(trained=True), split.bound, apart_from=split.prior):
+        raise ValueError(
+            "something was trained on bound examples before, and what is trained now may have been chosen by its "
+            'losses; do so in a new process, or say that nothing was: declare="no setting was chosen by ..."'
+        )
 
 
 def _is_by_sign(model: nn.Module, split: Split) -> bool:

@@ -23,8 +23,10 @@ from pacprune.certification.decode import load
 from pacprune.certification.held_out import certify_held_out
 from pacprune.certification.rules import check_declared
 from pacprune.certification.tries import Tries
+from pacprune.certification.verify import Report
 from pacprune.data.batches import refusing_unfit
 from pacprune.data.splits import Part, Split
+from pacprune.deploy import export
 from pacprune.distributed import ranks
 from pacprune.masking import criteria, weights
 from pacprune.masking.attachment import attach, harden, read
@@ -352,6 +354,27 @@ def _trained(folder: Path, device: str, *, model: str | None, data: str | None) 
     store.read_model(folder / "model.safetensors", net)
     store.read_trace(folder, net)
     return options, split, net
+
+
+def with_packed(checked: Report, place: Path) -> Report:
+    """The report, once the packed network that compress has put beside a certificate is the certified one."""
+    path = place.parent / export.FORMATS["safetensors"].file
+    certified = load(place).tensors.get("model.safetensors") if checked.valid else None
+    if certified is None or place.name != store.CERTIFICATE or not path.is_file():
+        return checked
+    try:
+        packed = export.load(path)
+    except ValueError as failure:
+        return replace(checked, valid=False, failure=str(failure))
+    for name, tensor in packed.items():
+        # A tied tensor has several names, of which the certificate has one.
+        alike = [certified[name]] if name in certified else certified.values()
+        if not any(torch.equal(tensor, other) for other in alike):
+            return replace(checked, valid=False, failure=f"{path.name}: {name} is not that of the certified network")
+    missing = [name for name, tensor in certified.items() if name not in packed and tensor.ndim > 1]
+    if missing:
+        return replace(checked, valid=False, failure=f"{path.name}: {missing[0]} of the certified network is missing")
+    return replace(checked, checks=(*checked.checks, f"{path.name} beside the certificate is the certified network"))
 
 
 def _issued(place: Path, certificate: Certificate) -> Certificate:

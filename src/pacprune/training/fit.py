@@ -77,14 +77,16 @@ def fit(
         loss: (outputs, labels) -> the mean loss of a batch (x, y). Of a mapping, and with a `forward`, it is called as
             (output, batch), and without one it is the output's own `loss`. That it reads no other data, such as a
             teacher's answers or the bound set, is the issuer's word.
-        forward: (model, batch) -> output, for batches of any other form; None calls the model as said above.
+        forward: (model, batch) -> output, for batches of any other form; None calls the model as said above. That it
+            reads no other data is the issuer's word, too.
         budget: Which sparsity to hold during training, and by what means; None holds none.
         validation: Data whose loss is measured after every epoch, and which `Config.patience` goes by.
         seed: What the order of the data, augmentation and dropout follow from.
         stage: A name for rows, progress and messages, such as "dense".
         checkpoint: A file that is written after every epoch. A second call with the same arguments goes on from it.
         every: Writes the checkpoint after so many steps, too.
-        progress: Called after every step and epoch with (stage, steps done, steps in all, the last epoch's row).
+        progress: Called after every step and epoch with (stage, steps done, steps in all, the last epoch's row). What
+            it evaluates on counts as seen, and weights that it changes as made by something else.
 
     Returns:
         One row per epoch: stage, epoch, loss, lr, and where they apply validation_loss, sparsity (of a mask) or
