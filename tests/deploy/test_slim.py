@@ -252,3 +252,15 @@ def test_untraceable_models_and_bad_examples_are_refused() -> None:
     attached = pp.attach(copy.deepcopy(model), pp.isotropic(model, sparsity=0.5))
     with pytest.raises(ValueError, match="has a stochastic mask"):
         slim.slim(attached, torch.randn(2, 64))
+
+
+def test_a_recurrent_layer_is_traced_without_a_warning() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x)[0][:, -1])
+
+    assert pp.slim.slim(Last(), torch.randn(6, 5, 4)).removed == 0
