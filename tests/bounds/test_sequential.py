@@ -139,3 +139,8 @@ def test_limits_that_no_risk_can_respect_or_exceed_are_refused(limit: float) -> 
 def test_an_alpha_of_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"alpha is 1.0, but it must lie strictly between 0 and 1"):
         Watch(0.1, 1.0)
+
+
+def test_what_is_known_is_printed_in_one_line() -> None:
+    watch = advance(Watch(0.2, 0.05), np.zeros(1500))
+    assert repr(watch) == "Watch(limit 0.2, alpha 0.05, 1,500 examples, alarm_at None)"

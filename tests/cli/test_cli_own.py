@@ -199,7 +199,7 @@ def test_code_that_only_a_run_folder_names_is_not_imported() -> None:
             "mine:needs",
             "'depth'); give package.module:function, whose parameters are among 'shape', 'inputs', 'classes'",
         ),
-        ("mine:Net", "the network of mine:Net cannot take examples of shape (9,) (RuntimeError"),
+        ("mine:wide", "the network of mine:wide cannot take examples of shape (9,) (RuntimeError"),
         ("mine:narrow", "gives a Tensor of shape (2, 2) for 2 examples of 3 classes, but it must give (2, 3)"),
         ("mine:twice", "gives a tuple of shape () for 2 examples"),
         (

@@ -456,3 +456,10 @@ def test_inputs_without_labels_have_to_be_declared_random():
     sentence = "no seed has drawn the 30 inputs of bound, and 0 of them .* say split_declared_random=True"
     with pytest.raises(ValueError, match=sentence):
         data.split(x, y, bound=torch.rand(30, 5))
+
+
+def test_bound_inputs_that_nobody_has_certified_on_are_another_pool():
+    x, y, inputs = torch.rand(100, 5), torch.randint(3, (100,)), torch.rand(80, 5)
+    cuts = [data.split(x, y, bound=part, split_declared_random=True) for part in (inputs[:40], inputs[40:])]
+    assert not set(cuts[0].pool) & set(cuts[1].pool)
+    assert not set(cuts[0].pool) & set(data.split(x, y).pool)

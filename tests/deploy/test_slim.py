@@ -265,3 +265,15 @@ def test_dead_channels_of_a_language_model_go_at_every_length() -> None:
         for shape in ((2, 7), (3, 12), (1, 3)):
             x = torch.randint(20, shape)
             assert torch.allclose(slimmed.model(x), model(x), atol=1e-5)
+
+
+def test_a_recurrent_layer_is_traced_without_a_warning() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x)[0][:, -1])
+
+    assert pp.slim.slim(Last(), torch.randn(6, 5, 4)).removed == 0

@@ -79,6 +79,11 @@ class Watch:
         check_limit(self.limit)
         check_delta(self.alpha, name="alpha")
 
+    def __repr__(self) -> str:
+        return (
+            f"Watch(limit {self.limit:g}, alpha {self.alpha:g}, {self.examples:,} examples, alarm_at {self.alarm_at})"
+        )
+
     @property
     def log_wealth(self) -> float:
         """log M_t."""

@@ -335,7 +335,7 @@ def refuse_if_touched(seen: Trace, split: Split, who: str) -> None:
         raise ValueError(
             f"{who} has seen the bound set: something was evaluated on {count} of its {len(split.bound)} examples "
             f"before, and {who} may have been chosen by it; use a split whose bound part was never looked at, in a new "
-            "process"
+            f"process, and train {who} before anything is evaluated on split.bound"
         )
     if count:
         raise ValueError(
