@@ -280,7 +280,7 @@ def test_layers_save_what_a_draw_follows_from_in_place_of_the_draw() -> None:
         ({"pattern": "2:4", "model": lambda: nn.Sequential(nn.Linear(6, 3))}, r"rows of 6 weights, .* groups of 4"),
         ({"loss": lambda out, y: out.square().mean(), "distill": 1.0, "data": None}, "without logits of shape"),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_mistakes_are_refused_in_one_sentence(options: dict[str, Any], sentence: str | None) -> None:
     settings = {"config": pp.Config(epochs=1), "recipe": "frozen", "pattern": "2:4"} | options
