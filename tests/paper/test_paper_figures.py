@@ -57,6 +57,11 @@ def legend_of(canvas: Canvas) -> list[str]:
     return [text.get_text() for legend in legends if legend is not None for text in legend.get_texts()]
 
 
+def labels_of(canvas: Canvas) -> list[str]:
+    """The labels at the ends of lines, from the lowest up."""
+    return [text.get_text() for axes in canvas.axes for text in axes.texts]
+
+
 def visible(canvas: Canvas) -> set[str]:
     """The labels of lines with a point within their axes."""
     labels = set()
@@ -86,7 +91,7 @@ def test_older_rows_are_called_what_they_are() -> None:
     assert legend_of(canvas) == ["one-shot, equal epochs", 'PFT, recipe "coupled"']
     canvas = Canvas()
     shared_weights.paint(canvas, frame.read(RESULTS / "shared-weights-cifar10-resnet20.csv"))
-    assert legend_of(canvas)[0] == 'PFT from magnitude, recipe "coupled"'
+    assert 'PFT from magnitude, recipe "coupled"' in labels_of(canvas)
     canvas = Canvas()
     strong_tickets.paint(canvas, frame.read(RESULTS / "strong-tickets-cifar10-resnet20.csv"))
     assert legend_of(canvas) == ["PFT from random, sparsity held", "PFT from SNIP, sparsity held"]
@@ -112,7 +117,33 @@ def test_a_method_that_fails_hides_no_other_and_is_in_the_picture() -> None:
     for paint in (pft_vs_osp.paint, pft_vs_osp.paint_criteria):
         canvas = Canvas()
         paint(canvas, renamed)
-        assert set(legend_of(canvas)) <= visible(canvas)
+        assert labels_of(canvas)
+        assert set(labels_of(canvas)) <= visible(canvas)
+
+
+def test_names_are_written_as_people_write_them() -> None:
+    assert painting.subject([{"dataset": "cifar10", "model": "resnet20"}]) == "CIFAR-10, ResNet20"
+    assert painting.named("synflow", "weather") == "SynFlow, weather"
+
+
+def test_labels_stand_where_lines_end_and_do_not_overlap() -> None:
+    assert painting.apart([0.1, 0.5, 0.52, 0.9], 0.1) == pytest.approx([0.1, 0.46, 0.56, 0.9])
+    assert painting.apart([0.0, 0.0, 0.15], 0.1) == pytest.approx([-0.05, 0.05, 0.15])
+    axes = Canvas().subplots()
+    axes.plot([1, 2], [3, 8], color="red", label="up")
+    axes.plot([1, 2], [3, 1], color="blue", label="down")
+    axes.plot([1, 2], [3, 3], label="_unnamed")
+    painting.label_ends(axes)
+    assert [(text.get_text(), text.get_color()) for text in axes.texts] == [("down", "blue"), ("up", "red")]
+
+
+def test_lines_side_by_side_are_within_axes_that_nobody_limits() -> None:
+    rows = [{"x": x, "y": float(x), "by": by} for x in (1, 9) for by in "ab"]
+    canvas = Canvas()
+    styles = {by: Style(by, "black", "o") for by in "ab"}
+    painting.lines(canvas.subplots(), rows, x="x", y="y", by="by", styles=styles, side_by_side=True)
+    assert visible(canvas) == {"a", "b"}
+    assert canvas.axes[0].get_ylim()[1] > 9
 
 
 def test_lines_that_coincide_lie_side_by_side() -> None:

@@ -79,9 +79,9 @@ def figures(setting: Setting[Text], job: Job) -> Iterator[Figure]:
     """Validation loss against sparsity, and by how much PFT is below the others."""
     yield Figure(
         "characters",
-        f"{setting.data}: loss per character (nats) on text that was not trained on, after {setting.pruning.epochs} "
-        f"epochs that follow {setting.dense.epochs} dense ones; an epoch takes every window of "
-        f"{setting.options.context} characters once, which begin every {setting.options.stride}. Mean and 95 % "
+        f"{painting.named(setting.data)}: loss per character (nats) on text that was not trained on, after "
+        f"{setting.pruning.epochs} epochs that follow {setting.dense.epochs} dense ones; an epoch takes every window "
+        f"of {setting.options.context} characters once, which begin every {setting.options.stride}. Mean and 95 % "
         f"interval over {setting.seeds} seeds.",
         lambda: rows(setting, job),
         paint,
@@ -154,7 +154,7 @@ def paint(canvas: Any, rows: Table) -> None:
     painting.dense_line(axes, dense, "dense, before")
     painting.heading(axes, f"character GPT, {int(rows[0]['total']):,} weights; {painting.over_seeds(rows)}")
     axes.set_ylabel("validation loss (nats per character)")
-    axes.legend(frameon=False, fontsize=8)
+    painting.label_ends(axes)
 
 
 def margins(rows: Table) -> dict[str, float]:

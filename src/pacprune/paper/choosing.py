@@ -150,7 +150,7 @@ def figures(setting: Setting[Cells], job: Job) -> Iterator[Figure]:
     """The one figure."""
     yield Figure(
         f"choosing-{setting.name}",
-        f"{setting.data}, {setting.model}: certificates at delta = {setting.options.delta:g} of networks that are "
+        f"{painting.network(setting)}: certificates at delta = {setting.options.delta:g} of networks that are "
         f"{setting.sparsities[0]:.0%} pruned, over bound examples, and over how many networks or posteriors a choice "
         f"is made among; mean and 95 % interval over {setting.seeds} seeds.",
         lambda: rows(setting, job),
@@ -487,19 +487,27 @@ def paint(canvas: Any, table: Table) -> None:
     sizes = sorted({row["examples"] for row in table})
     for axes, size in zip(over_tried, (sizes[len(sizes) // 2], sizes[-1]), strict=True):
         part = [row for row in table if row["examples"] == size and not row["computed"]]
-        for arm, style in ARMS.items():  # without intervals: seeds differ more than arms, and all arms share a seed
-            if part[0].get(arm) is None:
-                continue
+        present = [arm for arm in ARMS if part[0].get(arm) is not None]
+        for number, arm in enumerate(
+            present
+        ):  # without intervals: seeds differ more than arms, and all arms share a seed
             values = means(part, arm, "tried")
             x = sorted(tried for (tried,) in values)
             y = [values[tried,] for tried in x]
-            axes.plot(x, y, color=style.colour, marker=style.marker, ms=5, lw=1.8, label=style.label)
+            style, where = ARMS[arm], painting.moved_aside(axes, number, len(present))
+            look = {"color": style.colour, "marker": style.marker, "ls": (0, (5, 2)) if number % 2 else "-"}
+            axes.plot(x, y, ms=5, lw=1.8, label=style.label, transform=where, **look)
+            axes.update_datalim(list(zip(x, y, strict=True)))
+        axes.margins(x=0.08)
         axes.set_xscale("log")
+        painting.error_axis(axes, [float(y) for line in axes.get_lines() for y in line.get_ydata()], "")
         axes.set_xlabel(f"networks or posteriors tried (n = {part[0]['n']:,.0f})")
-    over_n.set_ylabel("certificate")
+    over_n.set_ylabel("certificate in %")
     canvas.legend(*over_tried[0].get_legend_handles_labels(), ncols=3, loc="outside lower center", fontsize=8)
-    what = f"{painting.subject(table)}: what choosing costs; means over {painting.seed_count(table)} seeds"
-    plots.title(canvas, what, "examples, split, weights, order, draws; left, 95 % intervals")
+    what = f"{painting.subject(table)}: what choosing costs"
+    seeds = painting.seed_count(table)
+    over = f"left, 95 % intervals over {seeds} seeds, else means" if seeds > 1 else "one seed"
+    plots.title(canvas, what, f"examples, split, weights, order, draws; {over}")
 
 
 def _long(table: Table) -> Table:
@@ -511,7 +519,7 @@ def _long(table: Table) -> Table:
 def _paint_over_n(axes: Any, table: Table) -> None:
     part = [row for row in _long(table) if row["tried"] == 1 and row["arm"] != "certified"]
     measured, computed = ([row for row in part if row["computed"] == flag] for flag in (0, 1))
-    painting.lines(axes, measured, x="n", y="bound", by="arm", styles=ARMS)
+    painting.lines(axes, measured, x="n", y="bound", by="arm", styles=ARMS, side_by_side=True)
     largest = max(row["n"] for row in measured)
     for arm in sorted({row["arm"] for row in computed}):
         ends = [
@@ -519,6 +527,7 @@ def _paint_over_n(axes: Any, table: Table) -> None:
             for n in (largest, LONGEST)
         ]
         axes.plot(*zip(*ends, strict=True), color=ARMS[arm].colour, lw=1.2, ls=":")
+    axes.margins(x=0.08)
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    painting.error_axis(axes, [float(y) for line in axes.get_lines() for y in line.get_ydata()], "")
     axes.set_xlabel("bound examples (dotted: computed)")

@@ -355,7 +355,7 @@ def figures(setting: Setting[Chain], job: Job) -> Iterator[Figure]:
     """The sparsity that each arm reaches under every limit."""
     yield Figure(
         f"compress-{setting.name}",
-        f"{setting.data}, {setting.model}: the sparsest network of a chain of {len(setting.options.grid)} that is "
+        f"{painting.network(setting)}: the sparsest network of a chain of {len(setting.options.grid)} that is "
         f"proved to keep a limit, at delta = {setting.options.delta:g}; {setting.seeds} seeds "
         "(split, weights and data order are random). Every row of the CSV is a promise of its own, at the full "
         f"delta; for all {COUNT} limits at once, the column sparsity_all has each at delta/{COUNT}. Sparsity 0 is the "
@@ -376,6 +376,8 @@ def numbers(setting: Setting[Chain], rows: Table) -> dict[str, float]:
 
 def paint(canvas: Any, rows: Table) -> None:
     """A panel per risk: how many of the weights are left under every limit, arms side by side, a mark per seed."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     canvas.set_size_inches(9, 4)
     panels = groups(rows, "risk")
     widths = [len(groups(part, "arm")) for part in panels.values()]
@@ -393,6 +395,8 @@ def paint(canvas: Any, rows: Table) -> None:
         axes.set_xticks(range(len(limits)), [f"{100 * limit:g} %" for limit in limits])
         axes.set_xlabel(f"promised: {risk} at most")
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")
     canvas.axes[0].set_ylabel("weights left, in % (100: nothing is promised)")
     canvas.axes[0].legend(fontsize=8, loc="lower left")

@@ -138,7 +138,7 @@ def figures(setting: Setting[Sizes], job: Job) -> Iterator[Figure]:
     """Certificates against alpha, and every arm's certificate at its best declared alpha."""
     yield Figure(
         f"data-scarce-{setting.name}",
-        f"{setting.data}, {setting.model}: certificates at delta = {setting.options.delta:g}, each paying its part of "
+        f"{painting.network(setting)}: certificates at delta = {setting.options.delta:g}, each paying its part of "
         f"a grid of {grid_size(setting)} declared in advance, from so many examples in all; mean and 95 % interval "
         f"over {setting.seeds} seeds (examples, split, weights, data order and draws are random).",
         lambda: rows(setting, job),
@@ -303,19 +303,20 @@ def paint(canvas: Any, rows: Table) -> None:
     canvas.set_size_inches(max(9, 4 * len(panels)), 4.2)
     for axes, ((n,), part) in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         long = [{"alpha": row["alpha"], "arm": arm, "value": row[arm]} for row in part for arm in ARMS]
-        painting.lines(axes, long, x="alpha", y="value", by="arm", styles=ARMS)
-        means = [float(value) for line in axes.get_lines() for value in line.get_ydata()]
-        axes.set_ylim(0, min(1.0, 1.15 * max(means)))
+        painting.lines(axes, long, x="alpha", y="value", by="arm", styles=ARMS, side_by_side=True)
+        certificates = [float(value) for line in axes.get_lines() for value in line.get_ydata()]
+        painting.error_axis(axes, certificates, "")
         axes.set_title(f"{int(n):,} examples in all", fontsize=9)
         alphas = sorted({row["alpha"] for row in part})
         axes.set_xscale("log")
-        axes.set_xticks(alphas, [f"{alpha:g}" for alpha in alphas], minor=False)
+        axes.set_xlim(alphas[0] / 1.4, alphas[-1] * 1.4)
+        axes.set_xticks(alphas, [f"{100 * alpha:g}" for alpha in alphas], minor=False)
         axes.set_xticks([], minor=True)
-        axes.set_xlabel("alpha, the prior part's share")
-    canvas.axes[0].set_ylabel("certificate")
-    canvas.axes[-1].legend(fontsize=8)
+        axes.set_xlabel("alpha, the prior part's share, in %")
+    canvas.axes[0].set_ylabel("certificate in %")
+    canvas.legend(*canvas.axes[0].get_legend_handles_labels(), ncols=4, loc="outside lower center", fontsize=8)
     plots.title(
         canvas,
-        f"{painting.subject(rows)}, {least:.0%} pruned",
+        f"{painting.subject(rows)}, {100 * least:g} % pruned",
         f"examples, split, weights, order, draws; 95 % intervals over {painting.seed_count(rows)} seeds",
     )

@@ -30,8 +30,8 @@ from pacprune.training.fit import fit
 from pacprune.types import Table
 
 ARMS = {
-    "tokens": Style("tokens, as if independent (Clopper-Pearson)", painting.RED, "o"),
-    "documents": Style("documents (betting)", plots.BLUE, "s"),
+    "tokens": Style("tokens, as if independent\n(Clopper-Pearson)", painting.RED, "o"),
+    "documents": Style("documents\n(betting)", plots.BLUE, "s"),
 }
 
 
@@ -162,10 +162,10 @@ def figures(setting: Setting[Passages], job: Job) -> Iterator[Figure]:
     options = setting.options
     yield Figure(
         f"documents-{setting.name}",
-        f"{setting.data}: how often an upper bound at delta = {options.delta:g} on the token error of a character GPT "
-        f"({setting.sparsities[0]:.0%} pruned) lies below it, over the length of a document; {options.sizes[-1]} "
-        f"documents, drawn {options.trials:,} times for each of {setting.seeds} networks and halves of the text; 95 % "
-        "interval.",
+        f"{painting.named(setting.data)}: how often an upper bound at delta = {options.delta:g} on the token error of "
+        f"a character GPT ({setting.sparsities[0]:.0%} pruned) lies below it, over the length of a document; "
+        f"{options.sizes[-1]} documents, drawn {options.trials:,} times for each of {setting.seeds} networks and "
+        "halves of the text; 95 % interval.",
         lambda: rows(setting, job),
         paint,
         lambda table: {
@@ -257,8 +257,11 @@ def paint(canvas: Any, table: Table) -> None:
     painting.lines(axes, long, x="length", y="failures", by="arm", styles=ARMS)
     axes.axhline(0.05, color="black", lw=1, ls=":")
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
+    lengths = sorted({row["length"] for row in part})
+    axes.set_xticks(lengths, [f"{length:,.0f}" for length in lengths])
+    axes.set_ylim(-0.004, 1.1 * max(row["failures"] for row in long))
+    painting.in_percent(axes.yaxis)
     axes.set_xlabel("characters of a document (dotted: what delta allows)")
-    axes.set_ylabel("bounds that lie below the error")
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_ylabel("bounds that lie below the error, in %")
+    painting.label_ends(axes)
     painting.heading(axes, f"{painting.subject(table)}: {n:g} documents; {painting.over_seeds(table)}")

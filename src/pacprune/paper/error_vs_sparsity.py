@@ -101,7 +101,7 @@ def figures(setting: Setting[Declaration], job: Job) -> Iterator[Figure]:
         raise ValueError(f"the first seed would be {first}, but the grid declares 0; leave --seed at 0")
     yield Figure(
         f"error-vs-sparsity-{setting.name}",
-        f"{setting.data}, {setting.model}: certificates, of which all {grid.size} of the grid hold at once with "
+        f"{painting.network(setting)}: certificates, of which all {grid.size} of the grid hold at once with "
         f"probability {1 - grid.delta:g}, and test errors; mean and 95 % interval over {setting.seeds} seeds "
         "(weights, data order, masks and draws are random, the split is not). SNIP prunes once and trains on all of "
         "S; what it has above the panels is in the CSV alone.",
@@ -112,7 +112,7 @@ def figures(setting: Setting[Declaration], job: Job) -> Iterator[Figure]:
     certificates = certificate_grid.run(grid, setting.name, job)
     yield Figure(
         f"pair-plot-{setting.name}",
-        f"{setting.data}, {setting.model}: every pair of certificate, test error, alpha and KL/n over the same "
+        f"{painting.network(setting)}: every pair of certificate, test error, alpha and KL/n over the same "
         f"{len(certificates)} certificates; r is Pearson's correlation, with its 95 % interval over them.",
         lambda: pair_plot.rows(certificates),
         pair_plot.paint,

@@ -96,7 +96,7 @@ SETTINGS: dict[str, tuple[Setting[Gates], ...]] = {
 def figures(setting: Setting[Gates], job: Job) -> Iterator[Figure]:
     """Histograms and maps."""
     table = functools.cache(lambda: records(setting, job))  # one run for two figures
-    start = f"{setting.data}, {setting.model}, random pruning ({100 * setting.sparsities[0]:g} % at the start)"
+    start = f"{painting.network(setting)}, random pruning ({100 * setting.sparsities[0]:g} % at the start)"
     start += ", weights divided by their keep probability at the start" if setting.options.rescaled else ""
     yield Figure(
         f"keep-probs-{setting.name}",

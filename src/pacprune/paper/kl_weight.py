@@ -80,7 +80,7 @@ def figures(setting: Setting[Factors], job: Job) -> Iterator[Figure]:
     (sparsity,), (alpha,) = setting.sparsities, setting.alphas
     yield Figure(
         f"kl-weight-{setting.name}",
-        f"{setting.data}, {setting.model}, random pruning ({100 * sparsity:g} % at the start, which nothing holds), "
+        f"{painting.network(setting)}, random pruning ({100 * sparsity:g} % at the start, which nothing holds), "
         f"alpha {alpha:g}: Q trained on the paper's bound with d times the KL, bounds with the whole KL; mean and 95 % "
         f"interval over {setting.seeds} seeds (weights, masks, data order and draws are random).",
         lambda: rows(setting, job),

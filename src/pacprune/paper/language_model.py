@@ -381,7 +381,7 @@ def figures(setting: Setting[Language], job: Job) -> Iterator[Figure]:
     settings = SETTINGS[job.scale]
     yield Figure(
         f"{NAME}-{setting.label}",
-        f"{setting.data}, {setting.model}: {_label(setting.label)}, loss per byte on test documents.",
+        f"{painting.network(setting)}: {_label(setting.label)}, loss per byte on test documents.",
         lambda: rows(setting, job),
         paint,
     )

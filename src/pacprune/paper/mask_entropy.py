@@ -83,7 +83,7 @@ def figures(setting: Setting[Starts], job: Job) -> Iterator[Figure]:
     """Bound against entropy: its density, and its line."""
     yield Figure(
         f"mask-entropy-{setting.name}",
-        f"{setting.data}, {setting.model}: mean binary entropy of Q's keep probabilities against its bound, over "
+        f"{painting.network(setting)}: mean binary entropy of Q's keep probabilities against its bound, over "
         f"sparsities, eps and {setting.seeds} seeds (weights, data order and draws are random): the density of the "
         "runs, and the least-squares line; r is Pearson's correlation with its 95 % interval over the runs.",
         lambda: rows(setting, job),

@@ -81,7 +81,7 @@ def figures(setting: Setting[Layers], job: Job) -> Iterator[Figure]:
     for place, (first, last) in enumerate(setting.options.spans):
         yield Figure(
             f"mask-stability-{setting.name}" + (f"-layers-{first}-{last}" if place else ""),
-            f"{setting.data}, {setting.model}, layers {first} to {last}, {setting.seeds} runs from one initialisation "
+            f"{painting.network(setting)}, layers {first} to {last}, {setting.seeds} runs from one initialisation "
             f"that differ in the order of the data{' and its crops and flips' if setting.dense.augment else ''} alone; "
             f"weights that magnitude pruning to {100 * setting.sparsities[0]:g} % keeps in some runs only, at most "
             f"{POINTS} per layer.",
@@ -153,6 +153,7 @@ def paint(canvas: Any, rows: Table) -> None:
     # The first published rows have the spread of |w| alone, and points of the layers that are shown.
     old = "deviation" not in rows[0]
     what = "spread" if old else "deviation"
+    layers = list(dict.fromkeys(row["layer"] for row in rows))
     names = list(dict.fromkeys(row["layer"] for row in rows if (row["kept"] is not None if old else row["shown"])))
     across = 3 if len(names) == 6 else min(ACROSS, len(names))
     down = math.ceil(len(names) / across)
@@ -165,8 +166,9 @@ def paint(canvas: Any, rows: Table) -> None:
         x, y, colour = ([row[key] for row in marks] for key in ("magnitude", what, "kept"))
         points = axes.scatter(x, y, c=colour, s=4, cmap="viridis", vmin=0, vmax=1)
         share, total = layer[0]["changing"] / layer[0]["weights"], int(layer[0]["weights"])
-        number = "" if old else f"layer {int(layer[0]['number'])}, "
-        painting.heading(axes, f"{number}{name.removesuffix('.weight')}\n{100 * share:.1f} % of {total:,} change")
+        # The first published rows have no number, but all layers in their order.
+        number = layers.index(name) + 1 if old else int(layer[0]["number"])
+        painting.heading(axes, f"layer {number}\n{100 * share:.1f} % of {total:,} change")
         axes.locator_params(nbins=4)
         axes.tick_params(labelsize=7)  # larger ones run into each other in so narrow a panel
     for axes in panels[len(names) :]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pacprune import bounds
 from pacprune.bounds import sequential
 from pacprune.paper.frame import Figure, Job, Setting
-from pacprune.paper.painting import RED, SKY, Style
+from pacprune.paper.painting import RED, SKY, Style, in_percent, moved_aside
 from pacprune.paper.statistics import groups
 from pacprune.runs.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, title
 from pacprune.types import Table
@@ -222,15 +222,26 @@ def numbers(table: Table) -> dict[str, float]:
 
 def paint(canvas: Any, table: Table) -> None:
     """A panel for each time of the change."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     canvas.set_size_inches(10.5, 4.4)
     panels = canvas.subplots(1, len(CHANGES), sharey=True)
     for axes, ((change,), part) in zip(panels, groups(table, "change_after").items(), strict=True):
-        for name, style in METHODS.items():
+        for number, (name, style) in enumerate(METHODS.items()):
             points = [(r["risk_after"], r["delay_median"]) for r in part if r["method"] == name and r["delay_median"]]
             x, y = [shift for shift, _ in points], [delay for _, delay in points]
-            axes.plot(x, y, color=style.colour, marker=style.marker, label=style.label if axes is panels[0] else None)
+            look = {"color": style.colour, "marker": style.marker, "ls": (0, (5, 2)) if number % 2 else "-"}
+            where = moved_aside(axes, number, len(METHODS))
+            axes.plot(x, y, label=style.label if axes is panels[0] else None, transform=where, **look)
+            axes.update_datalim(points)
+        axes.margins(x=0.12)
         axes.set_yscale("log")
-        axes.set_xlabel(f"risk after {change:,.0f} examples")
+        axes.set_xticks(sorted({row["risk_after"] for row in part}))
+        in_percent(axes.xaxis)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel(f"risk after {change:,.0f} examples, in %")
     panels[0].set_ylabel("examples until the alarm (median)")
     canvas.legend(ncols=3, loc="outside lower center", fontsize=9)
     title(canvas, "Delay of the alarm", f"errors; {table[0]['trials']:,.0f} repetitions")

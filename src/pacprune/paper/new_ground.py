@@ -425,7 +425,7 @@ def figures_of(
         chosen = [prepared(choice, job) for choice in job.select(settings[job.scale])]
         yield Figure(
             f"{name}-{setting.name}",
-            f"{setting.data}, {setting.model}: {about} {setting.pruning.epochs} epochs after {setting.dense.epochs} "
+            f"{painting.network(setting)}: {about} {setting.pruning.epochs} epochs after {setting.dense.epochs} "
             f"dense ones; mean over {setting.seeds} seeds (weights, data order and masks are random).",
             lambda: _rows(setting, job),
             paint,
@@ -494,13 +494,6 @@ def summary(table: Table) -> dict[str, float]:
     return numbers
 
 
-_TITLES = {"gpt": "GPT", "lenet5": "LeNet-5", "lstm": "LSTM", "mlp": "MLP", "resnet20": "ResNet20", "vit": "ViT"} | {
-    "convnext": "ConvNeXt",
-    "mixer": "Mixer",
-    "vgg": "VGG",
-    "wide-resnet": "wide ResNet",
-}
-_DATA = {"cifar10": "CIFAR-10", "fashion-mnist": "Fashion-MNIST", "tinyshakespeare": "Shakespeare"}
 _NEAR = 2.0
 """How many times the least number at a place is still within a panel."""
 
@@ -508,7 +501,7 @@ _NEAR = 2.0
 def _title(subject: Sequence[Any]) -> str:
     """A network, its data and what is special, in few words."""
     dataset, model, label = subject
-    return ", ".join(part for part in (_TITLES.get(model, model), _DATA.get(dataset, dataset), label) if part)
+    return painting.named(*(part for part in (model, dataset, label) if part))
 
 
 def _short(method: str) -> str:
@@ -613,7 +606,7 @@ def _row_labels(places: Sequence[tuple[Any, ...]]) -> list[str]:
     """The network at its first sparsity, and every sparsity."""
     labels, before = [], None
     for *subject, sparsity in places:
-        first = "" if subject == before else f"{_TITLES.get(subject[1], subject[1])} {subject[2] or ''}".rstrip() + "  "
+        first = "" if subject == before else f"{painting.named(subject[1])} {subject[2] or ''}".rstrip() + "  "
         labels.append(f"{first}{100 * sparsity:g}")
         before = subject
     return labels

@@ -18,9 +18,8 @@ RESULTS = Path(__file__).parents[3] / "results"
 ERRORS, GUARANTEES = "errors", "guarantees"
 """The two halves of the picture."""
 _NETWORKS = {
-    "mnist-lenet5": "MNIST\nLeNet-5",
-    "fashion-mnist-lenet5": "Fashion-MNIST\nLeNet-5",
-    "cifar10-resnet20": "CIFAR-10\nResNet20",
+    f"{data}-{model}": f"{painting.named(data)}\n{painting.named(model)}"
+    for data, model in (("mnist", "lenet5"), ("fashion-mnist", "lenet5"), ("cifar10", "resnet20"))
 }
 _ONE_SHOT, _PFT, _GMP = "osp", "pft-coupled", "gmp"
 SETTINGS: dict[str, tuple[Setting[None], ...]] = dict.fromkeys(("smoke", "reduced", "full"), (Setting(options=None),))
@@ -86,25 +85,19 @@ def _paint_errors(axes: Any, rows: Table) -> None:
     painting.sparsity_ticks(axes, [row["sparsity"] for row in rows])
     low, high = axes.get_xlim()
     axes.set_xlim(low, high + 0.42 * (high - low))
-    texts = [(y, painting.criterion_label(name), colour) for y, name, m, colour in labels.values() if m == _ONE_SHOT]
+    texts = [(y, painting.named(name), colour) for y, name, m, colour in labels.values() if m == _ONE_SHOT]
     texts += [(y, "gradual (GMP)", colour) for y, _, m, colour in labels.values() if m == _GMP]
     learned = [y for y, _, m, _ in labels.values() if m == _PFT]
     texts.append((sum(learned) / len(learned), "PFT, from all five", plots.BLUE))
-    for y, (_, text, colour) in zip(_apart([y for y, _, _ in sorted(texts)], 0.026), sorted(texts), strict=True):
+    for y, (_, text, colour) in zip(
+        painting.apart([y for y, _, _ in sorted(texts)], 0.026), sorted(texts), strict=True
+    ):
         axes.text(high, y, text, color=colour if colour != "#9A9A9A" else "#6A6A6A", va="center", fontsize=8.5)
     axes.set_ylabel("test error in %")
     axes.set_xlabel("weights pruned in %", x=0.36)
     painting.in_percent(axes.yaxis)
     axes.set_ylim(bottom=0.08)
     axes.set_title("Grey: one-shot pruning by five criteria", loc="left", fontsize=10)
-
-
-def _apart(heights: list[float], gap: float) -> list[float]:
-    """The heights, from the lowest up, moved up where two are nearer than the gap."""
-    placed: list[float] = []
-    for height in heights:
-        placed.append(max(height, placed[-1] + gap) if placed else height)
-    return placed
 
 
 def _paint_guarantees(axes: Any, rows: Table) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from pacprune.masking.criteria import CRITERIA
 from pacprune.methods.table import METHODS
+from pacprune.paper.frame import Setting
 from pacprune.paper.statistics import groups, interval
 from pacprune.runs import plots
 from pacprune.types import Table
@@ -16,6 +17,26 @@ PALETTE = (plots.BLUE, RED, plots.GREEN, plots.PURPLE, plots.ORANGE, SKY, "black
 """Colours of values without an order, one after another."""
 GAP, SPREAD = 3.5, 30.0
 """Points between lines that lie side by side, and between the first and the last of them at most."""
+NAMES = {
+    "mnist": "MNIST",
+    "fashion-mnist": "Fashion-MNIST",
+    "cifar10": "CIFAR-10",
+    "tinyshakespeare": "Tiny Shakespeare",
+    "mlp": "MLP",
+    "lenet5": "LeNet-5",
+    "resnet20": "ResNet20",
+    "wide-resnet": "wide ResNet",
+    "convnext": "ConvNeXt",
+    "vgg": "VGG",
+    "vit": "ViT",
+    "mixer": "Mixer",
+    "lstm": "LSTM",
+    "gpt": "GPT",
+    "snip": "SNIP",
+    "grasp": "GraSP",
+    "synflow": "SynFlow",
+}
+"""Data sets, networks and criteria as people write them, by their names in code; others are written the same."""
 FAR = 4.0
 """Errors that differ by a larger factor have a logarithmic axis."""
 _CRITERION_COLOURS = {
@@ -50,9 +71,9 @@ def criterion_colours() -> dict[str, str]:
     return {name: _CRITERION_COLOURS.get(name) or next(free) for name in CRITERIA}
 
 
-def criterion_label(name: str) -> str:
-    """How a criterion is written."""
-    return {"snip": "SNIP", "grasp": "GraSP", "synflow": "SynFlow"}.get(name, name)
+def named(*codes: str) -> str:
+    """Data sets, networks and criteria as people write them, with commas between."""
+    return ", ".join(NAMES.get(code, code) for code in codes)
 
 
 def lines(
@@ -73,6 +94,7 @@ def lines(
         dash = (0, (5, 2)) if side_by_side and number % 2 else "-"
         line = {"marker": style.marker, "ms": 5, "lw": 1.8, "ls": dash, "label": style.label}
         axes.plot(along, [span.mean for span in spans], **line, **look)
+        axes.update_datalim([(place, span.mean) for place, span in zip(along, spans, strict=True)])
         if any(math.isnan(span.low) for span in spans):
             continue
         ends = [span.low for span in spans], [span.high for span in spans]
@@ -83,7 +105,10 @@ def lines(
 
 
 def moved_aside(axes: Any, number: int, count: int) -> Any:
-    """The transform of the data for one of so many lines side by side, which together are at most SPREAD wide."""
+    """The transform of the data for one of so many lines side by side, which together are at most SPREAD wide.
+
+    Axes do not see what is drawn by it: call update_datalim with the points.
+    """
     from matplotlib.transforms import offset_copy
 
     gap = min(GAP, SPREAD / count)
@@ -154,14 +179,53 @@ def dense_line(axes: Any, values: list[float], label: str = DENSE.label) -> None
     axes.axhline(interval(values).mean, color="black", lw=1, ls=":", label=label)
 
 
+def label_ends(axes: Any) -> None:
+    """The labels of the lines where these end on the right, in place of a legend; call it when the axes have limits."""
+    axes.autoscale_view()  # where nobody has set them
+    place = axes.transScale + axes.transLimits
+    ends = [
+        (float(place.transform((line.get_xdata()[-1], line.get_ydata()[-1]))[1]), line)
+        for line in axes.get_lines()
+        if not line.get_label().startswith("_")
+    ]
+    ends = sorted(((min(max(height, 0.0), 1.0), line) for height, line in ends), key=lambda end: end[0])
+    heights = apart([height for height, _ in ends], 0.18 / axes.figure.get_figheight())  # 13 points of text
+    for height, (_, line) in zip(heights, ends, strict=True):
+        look = {"color": line.get_color(), "transform": axes.transAxes}
+        axes.plot([1.02], [height], marker=line.get_marker(), ms=5, clip_on=False, **look)
+        axes.text(1.04, height, line.get_label(), fontsize=8.5, va="center", **look)
+
+
+def apart(heights: Sequence[float], gap: float) -> list[float]:
+    """The heights, from the lowest up; those that are nearer than the gap are spread around their middle."""
+    clusters: list[list[float]] = []
+    for height in heights:
+        clusters.append([height])
+        while len(clusters) > 1 and min(_spread(clusters[-1], gap)) < max(_spread(clusters[-2], gap)) + gap:
+            clusters[-2:] = [clusters[-2] + clusters[-1]]
+    return [place for cluster in clusters for place in _spread(cluster, gap)]
+
+
+def _spread(cluster: Sequence[float], gap: float) -> list[float]:
+    """As many heights around the middle of the cluster."""
+    middle = sum(cluster) / len(cluster)
+    return [middle + gap * (place - (len(cluster) - 1) / 2) for place in range(len(cluster))]
+
+
+def network(setting: Setting[Any]) -> str:
+    """The data set and the network of a setting."""
+    return named(setting.data, setting.model)
+
+
 def subject(rows: Table) -> str:
     """The data set and the network of the rows."""
-    return f"{rows[0]['dataset']}, {rows[0]['model']}"
+    return named(rows[0]["dataset"], rows[0]["model"])
 
 
 def over_seeds(rows: Table) -> str:
     """What means and bands are taken over."""
-    return f"mean and 95 % interval over {seed_count(rows)} seeds"
+    count = seed_count(rows)
+    return f"mean and 95 % interval over {count} seeds" if count > 1 else "one seed"
 
 
 def seed_count(rows: Table) -> int:

@@ -74,7 +74,7 @@ def figures(setting: Setting[None], job: Job) -> Iterator[Figure]:
     count = len(setting.alphas) * len(setting.sparsities) * setting.seeds
     yield Figure(
         f"pair-plot-{setting.name}",
-        f"{setting.data}, {setting.model}, from magnitude, one std of P: every pair of bound (the paper's theorem), "
+        f"{painting.network(setting)}, from magnitude, one std of P: every pair of bound (the paper's theorem), "
         f"test error, alpha and KL/n over {count} runs of PAC-Bayes pruning; r is Pearson's correlation, with its 95 % "
         "interval over them.",
         lambda: runs(setting, job),

@@ -27,7 +27,7 @@ from pacprune.data.splits import Split
 from pacprune.masking.spikeslab import SpikeSlab
 from pacprune.methods.pbp import train_prior
 from pacprune.methods.pipeline import together
-from pacprune.paper import certificate_grid, comparison, error_vs_sparsity, pair_plot
+from pacprune.paper import certificate_grid, comparison, error_vs_sparsity, painting, pair_plot
 from pacprune.paper.comparison import Contest, despite_divergence, same_grid
 from pacprune.paper.frame import Figure, Job, Setting, compute_rows, dense_networks, digest, in_entries
 from pacprune.paper.painting import Style
@@ -174,7 +174,7 @@ def figures(setting: Setting[Grids], job: Job) -> Iterator[Figure]:
     paid = f"The {size(setting)} priors of the grid pay for each other; they compare, and claim nothing"
     yield Figure(
         f"paper-pbp-{setting.name}",
-        f"{setting.data}, {setting.model}: the paper's PBP with the std and the learning rate of Q that have the least "
+        f"{painting.network(setting)}: the paper's PBP with the std and the learning rate of Q that have the least "
         f"certificate; mean and 95 % interval over {setting.seeds} seeds (weights, data order, masks and draws are "
         f"random, the split is not). {paid}. SNIP prunes a dense network and is trained on all of S, with a tuned "
         "learning rate.",
@@ -184,7 +184,7 @@ def figures(setting: Setting[Grids], job: Job) -> Iterator[Figure]:
     )
     yield Figure(
         f"paper-pbp-pairs-{setting.name}",
-        f"{setting.data}, {setting.model}: every pair of certificate, test error, alpha and KL/n over all runs with a "
+        f"{painting.network(setting)}: every pair of certificate, test error, alpha and KL/n over all runs with a "
         f"prior from data, at the std that has the most of them; r is Pearson's correlation, with its 95 % interval.",
         lambda: pair_plot.rows(at_one_std(pbp_rows(setting, job))),
         pair_plot.paint,

@@ -203,7 +203,7 @@ def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     mask_epochs = setting.pruning.epochs - setting.dense.epochs
     yield Figure(
         f"paper-pft-{setting.name}",
-        f"{setting.data}, {setting.model}: test error of the paper's PFT ({mask_epochs} epochs of masks and "
+        f"{painting.network(setting)}: test error of the paper's PFT ({mask_epochs} epochs of masks and "
         f"{setting.dense.epochs} of fine-tuning) and of one-shot pruning with the same fine-tuning, or with as many "
         f"epochs in all; mean and 95 % interval over {setting.seeds} seeds (weights, data order and masks are random).",
         lambda: run(setting, job),
@@ -263,7 +263,7 @@ def paint(canvas: Any, rows: Table) -> None:
     for axes, ((tuned, criterion), part) in zip(grid, sorted(panels.items()), strict=True):
         painting.sparsity_lines(axes, [row for row in part if row["kept"]], y="test_error", by="label", styles=styles)
         painting.dense_line(axes, [row["test_error"] for row in rows if row["method"] == "dense"])
-        painting.heading(axes, f"{criterion}, {'tuned' if tuned else 'as written'}")
+        painting.heading(axes, f"{painting.named(criterion)}, {'tuned' if tuned else 'as written'}")
         column = [row for row in rows if row["kept"] and (row["criterion"] or criterion) == criterion]
         painting.error_axis(axes, [row["test_error"] for row in column])
         if not tuned:

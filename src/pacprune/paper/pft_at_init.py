@@ -57,7 +57,7 @@ def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     tuning = dict(setting.options.contender(ONE_SHOT).config)["epochs"]
     yield Figure(
         f"pft-at-init-{setting.name}",
-        f"{setting.data}, {setting.model}: test error without dense training. One-shot masks are those of "
+        f"{painting.network(setting)}: test error without dense training. One-shot masks are those of "
         f"initialisation; PFT learns its mask in {setting.pruning.epochs - tuning} epochs, with the weights. Both have "
         f"{tuning} epochs of fine-tuning; one-shot pruning also as many as PFT in all. Mean and 95 % interval over "
         f"{setting.seeds} seeds (weights, data order and masks are random).",
@@ -86,12 +86,20 @@ def paint(canvas: Any, rows: Table) -> None:
     table = [row | {"method": names.get(row["method"], row["method"])} for row in rows]
     sparse = [row for row in table if row["criterion"] and row["kept"]]  # others are dense, or diverged
     panels = groups(sparse, "criterion")
+
+    def levels(part: Table) -> list[float]:
+        return list(means(part, "test_error", "method", "sparsity").values())
+
+    # One that fails has an axis of its own, the others share theirs.
+    least = min(min(levels(part)) for part in panels.values())
+    alike = [error for part in panels.values() if max(levels(part)) <= painting.FAR * least for error in levels(part)]
     canvas.set_size_inches(1 + 3.6 * len(panels), 4.4)
-    grid = canvas.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    grid = canvas.subplots(1, len(panels), squeeze=False)[0]
     for axes, ((criterion,), part) in zip(grid, panels.items(), strict=True):
         painting.sparsity_lines(axes, part, y="test_error", by="method", styles=STYLES)
-        painting.error_axis(axes, means(sparse, "test_error", "method", "criterion", "sparsity").values())
-        painting.heading(axes, f"from {painting.criterion_label(criterion)}")
+        errors = levels(part)
+        painting.error_axis(axes, alike if max(errors) <= max(alike, default=0) else errors)
+        painting.heading(axes, f"from {painting.named(criterion)}")
     for axes in grid[1:]:
         axes.set_ylabel("")
     handles = {label: line for axes in grid for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}

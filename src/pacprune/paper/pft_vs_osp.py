@@ -80,7 +80,7 @@ def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     """Test error against sparsity, and the margins of PFT."""
     yield Figure(
         f"pft-vs-osp-{setting.name}",
-        f"{setting.data}, {setting.model}: test error after {setting.pruning.epochs} epochs that follow "
+        f"{painting.network(setting)}: test error after {setting.pruning.epochs} epochs that follow "
         f"{setting.dense.epochs} dense ones; mean and 95 % interval over {setting.seeds} seeds (weights, data order "
         "and masks are random), methods with a criterion from magnitude.",
         lambda: comparison.run(setting, job),
@@ -100,7 +100,7 @@ def paint_criteria(canvas: Any, rows: Table) -> None:
     sparse = [row | {"kind": f"{row['method']} {row['criterion']}"} for row in rows if row["criterion"]]
     starts = {(row["method"], row["criterion"]) for row in sparse}
     styles = {
-        f"{method} {criterion}": Style(f"{style.label}, {criterion}", colour, style.marker)
+        f"{method} {criterion}": Style(f"{style.label}, {painting.named(criterion)}", colour, style.marker)
         for criterion, colour in painting.criterion_colours().items()
         for method, style in painting.method_styles().items()
         if sum(name == method for name, _ in starts) > 1
@@ -109,6 +109,7 @@ def paint_criteria(canvas: Any, rows: Table) -> None:
 
 
 def _paint(canvas: Any, rows: Table, sparse: Table, by: str, styles: Mapping[str, Style]) -> None:
+    canvas.set_size_inches(7.6, 4.8)
     axes = canvas.subplots()
     sparse = [row for row in sparse if row["kept"]]  # others diverged
     dense = [row["test_error"] for row in rows if row["method"] == "dense" and row["epochs"]]
@@ -119,7 +120,7 @@ def _paint(canvas: Any, rows: Table, sparse: Table, by: str, styles: Mapping[str
     budget = f"{int(sparse[0]['epochs'])} epochs {start}"
     painting.heading(axes, f"{painting.subject(rows)}, {budget}; {painting.over_seeds(rows)}")
     painting.error_axis(axes, [*means(sparse, "test_error", by, "sparsity").values(), *dense])
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    painting.label_ends(axes)
 
 
 def margins(setting: Setting[Contest], rows: Table) -> dict[str, float]:

@@ -125,7 +125,7 @@ def figures(setting: Setting[Steps], job: Job) -> Iterator[Figure]:
     """What every posterior earns, and its mean."""
     yield Figure(
         f"posteriors-{setting.name}",
-        f"{setting.data}, {setting.model}, {setting.sparsities[0]:.0%} pruned: bounds at delta = {DELTA:g} and at "
+        f"{painting.network(setting)}, {setting.sparsities[0]:.0%} pruned: bounds at delta = {DELTA:g} and at "
         f"estimated risks, from the first {FIRST:.0%} of the training set; mean and 95 % interval over "
         f"{setting.seeds} seeds (weights, data order and draws are random, the split is not).",
         lambda: rows(setting, job),

@@ -95,7 +95,7 @@ def paint(canvas: Any, rows: Table) -> None:
                 label = style.label if place == 0 else None
                 painting.seed_marks(axes, place + side, values, style, label=label)
         axes.set_xticks(range(len(NUMBERS)), list(NUMBERS.values()), fontsize=7)
-        axes.set_title(", ".join(subject), loc="left", fontsize=9)
+        axes.set_title(painting.named(*subject), loc="left", fontsize=9)
     canvas.axes[0].set_ylabel("%")
     canvas.axes[0].legend(fontsize=8)
     what = f"{100 * rows[0]['sparsity']:g} % pruned, alpha = {rows[0]['alpha']:g}"

@@ -57,7 +57,7 @@ def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     """Shared weights against sparsity."""
     yield Figure(
         f"shared-weights-{setting.name}",
-        f"{setting.data}, {setting.model}: share of the weights of a one-shot mask that the mask of PFT keeps, which "
+        f"{painting.network(setting)}: share of the weights of a one-shot mask that the mask of PFT keeps, which "
         f"is learned in {setting.pruning.epochs} epochs after {setting.dense.epochs} dense ones. The paper's recipe "
         f"from three criteria; from magnitude also with gates {GATE_RATIO:g} times as fast, and by the recipe "
         f'"coupled". Mean and 95 % interval over {setting.seeds} seeds (weights, data order and masks are random).',
@@ -122,7 +122,7 @@ def styles(methods: Sequence[str]) -> dict[str, Style]:
     for method in methods:
         for criterion, marker in _CRITERIA.items():
             colour, mark = (colours[criterion], marker) if method == methods[0] else _ASIDE[method]
-            label = f"PFT from {painting.criterion_label(criterion)}{words[method]}"
+            label = f"PFT from {painting.named(criterion)}{words[method]}"
             looks[f"{method} {criterion}"] = Style(label, colour, mark)
     return looks
 
@@ -132,6 +132,7 @@ _ASIDE = {FAST: (painting.SKY, "v"), OURS: ("#A0522D", "x")}
 
 def paint(canvas: Any, rows: Table) -> None:
     """The share in common against sparsity, a line per method and criterion."""
+    canvas.set_size_inches(7.6, 4.8)
     axes = canvas.subplots()
     # The first published rows are all of the recipe "coupled", and do not name it.
     kept: Table = [{"method": OURS} | row for row in rows if row["shared"] is not None]
@@ -140,9 +141,9 @@ def paint(canvas: Any, rows: Table) -> None:
     painting.sparsity_lines(axes, lines, y="shared", by="line", styles=styles(methods))
     chance = sorted({(painting.sparsity_place(row["sparsity"]), row["chance"]) for row in kept})
     axes.plot(*zip(*chance, strict=True), color="black", lw=1, ls=":", label="two random masks")
-    axes.set_ylim(0, 1.02)
+    axes.set_ylim(0, min(1.02, 1.15 * max(row["shared"] for row in kept)))
     painting.in_percent(axes.yaxis)
     what = "weights that a one-shot mask and the mask of PFT from it share"
     painting.heading(axes, f"{painting.subject(rows)}: {what};\n{painting.over_seeds(rows)}")
     axes.set_ylabel("shared weights in % of those kept")
-    canvas.legend(frameon=False, fontsize=8, ncols=2, loc="outside lower center")
+    painting.label_ends(axes)

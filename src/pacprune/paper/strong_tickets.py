@@ -81,7 +81,7 @@ def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     """Test error of untrained networks against sparsity."""
     yield Figure(
         f"strong-tickets-{setting.name}",
-        f"{setting.data}, {setting.model}, weights never trained, {setting.pruning.epochs} epochs of the masks, gates "
+        f"{painting.network(setting)}, weights never trained, {setting.pruning.epochs} epochs of the masks, gates "
         f"with learning rate {WAYS[WRITTEN].gate_lr:g}, eps {EPS:g}. Test error of networks drawn from the trained "
         f"mask, which share BatchNorm's statistics: a mark for each of {setting.seeds} seeds, with the 95 % interval "
         f"over {DRAWS} draws. Expected sparsity of the trained mask; test error of its thresholded network.",
@@ -184,37 +184,43 @@ def styles(rows: Table) -> dict[str, Style]:
     words = {WRITTEN: "", HELD: ", sparsity held"}
     present = {(row["way"], row["start"]) for row in rows}
     return {
-        f"{way} {start}": Style(f"PFT from {painting.criterion_label(start)}{words[way]}", *look)
+        f"{way} {start}": Style(f"PFT from {painting.named(start)}{words[way]}", *look)
         for (way, start), look in looks.items()
         if (way, start) in present
     }
 
 
 def paint(canvas: Any, rows: Table) -> None:
-    """Errors of drawn networks, the sparsity that masks end with, errors of thresholded networks."""
+    """Errors of drawn and of thresholded networks; the sparsity that masks end with, where it is free."""
     # The first published rows are all held to their sparsity, and say nothing of it.
     table: Table = [{"way": HELD, "trained_sparsity": row["sparsity"]} | row for row in rows]
     table = [row | {"line": f"{row['way']} {row['start']}"} for row in table]
     looks = styles(table)
-    canvas.set_size_inches(13, 4.6)
-    drawn, sparsity, thresholded = canvas.subplots(1, 3)
+    free = any(row["way"] != HELD for row in table)  # else masks end as sparse as they began
+    canvas.set_size_inches(13 if free else 10, 4.6)
+    drawn, thresholded, *others = canvas.subplots(1, 3 if free else 2)
     _paint_drawn(drawn, table, looks)
+    painting.sparsity_lines(thresholded, table, y="thresholded_error", by="line", styles=looks)
+    painting.heading(thresholded, "networks that keep the likeliest weights")
+    errors = [row.get(name) for row in table for name in ("gibbs_error", "thresholded_error", "start_error")]
+    for axes in (drawn, thresholded):
+        painting.error_axis(axes, [error for error in errors if error is not None])
+    for axes in others:
+        _paint_sparsity(axes, table, looks)
+    canvas.legend(*drawn.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    what = f"{painting.subject(rows)}, weights never trained: {painting.seed_count(rows)} seeds"
+    painting.canvas_heading(canvas, f"{what}; bars are 95 % intervals, on the left over {DRAWS} draws of one mask")
+
+
+def _paint_sparsity(sparsity: Any, table: Table, looks: dict[str, Style]) -> None:
+    """The sparsity that masks end with which are not held to the first."""
     painting.sparsity_lines(sparsity, table, y="trained_sparsity", by="line", styles=looks)
     ends = [painting.sparsity_place(level) for level in sorted({row["sparsity"] for row in table})]
     sparsity.plot(ends, sorted({row["sparsity"] for row in table}), color="black", lw=1, ls=":")
     sparsity.set_xlabel("sparsity at the start, in %")
     sparsity.set_ylabel("expected sparsity of the trained mask, in %")
     painting.heading(sparsity, "what sparsity the mask ends with (dotted: as at the start)")
-    painting.sparsity_lines(thresholded, table, y="thresholded_error", by="line", styles=looks)
-    thresholded.set_ylabel("test error in %")
-    painting.heading(thresholded, "networks that keep the likeliest weights")
-    for axes in (drawn, thresholded):
-        axes.set_ylim(0, 1)
-    for axes in (drawn, sparsity, thresholded):
-        painting.in_percent(axes.yaxis)
-    canvas.legend(*drawn.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    what = f"{painting.subject(rows)}, weights never trained: {painting.seed_count(rows)} seeds"
-    painting.canvas_heading(canvas, f"{what}; bars are 95 % intervals, on the left over {DRAWS} draws of one mask")
+    painting.in_percent(sparsity.yaxis)
 
 
 def _paint_drawn(axes: Any, rows: Table, looks: dict[str, Style]) -> None:
@@ -222,8 +228,9 @@ def _paint_drawn(axes: Any, rows: Table, looks: dict[str, Style]) -> None:
     for number, (line, style) in enumerate(looks.items()):
         part = [row | {"place": painting.sparsity_place(row["sparsity"])} for row in rows if row["line"] == line]
         look = {"color": style.colour, "transform": painting.moved_aside(axes, number, len(looks))}
+        dash = (0, (5, 2)) if number % 2 else "-"
         average = sorted((place, mean) for (place,), mean in means(part, "gibbs_error", "place").items())
-        axes.plot(*zip(*average, strict=True), lw=1.8, marker=style.marker, ms=5, label=style.label, **look)
+        axes.plot(*zip(*average, strict=True), lw=1.8, ls=dash, marker=style.marker, ms=5, label=style.label, **look)
         for row in part:
             half = half_width(row["gibbs_std"], DRAWS)
             axes.plot(row["place"], row["gibbs_error"], "_", ms=7, **look)
@@ -232,5 +239,4 @@ def _paint_drawn(axes: Any, rows: Table, looks: dict[str, Style]) -> None:
     if before:
         painting.dense_line(axes, before, "before the masks are trained")
     painting.sparsity_ticks(axes, [row["sparsity"] for row in rows])
-    axes.set_ylabel("test error in %")
     painting.heading(axes, f"networks drawn from the mask, {DRAWS} of each")

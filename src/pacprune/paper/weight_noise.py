@@ -83,7 +83,7 @@ def figures(setting: Setting[Contest], job: Job) -> Iterator[Figure]:
     """The drop in accuracy against the width of the noise, and the calibration error of every method."""
     yield Figure(
         f"weight-noise-{setting.name}",
-        f"{setting.data}, {setting.model}: the drop in accuracy, as a fraction of the accuracy without noise, when "
+        f"{painting.network(setting)}: the drop in accuracy, as a fraction of the accuracy without noise, when "
         "N(0, v^2) is added to the weights; dense and 90 % pruned networks, BatchNorm's statistics as trained; mean "
         f"and 95 % interval over {setting.seeds} seeds (weights, data order, masks and noise are random).",
         lambda: rows(setting, job),
