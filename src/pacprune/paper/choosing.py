@@ -9,6 +9,7 @@ over the document has, so that the held-out certificate of these means can be co
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -348,15 +349,18 @@ def _text_split(setting: Setting[Cells], halves: Corpus, cell: Entry) -> tuple[S
     if used + options.inputs >= len(other):
         raise ValueError(f"{used + options.inputs} documents are asked for, but there are {len(other)}; use fewer")
     x, y = torch.cat([first.x, other.x[: cell.examples]]), torch.cat([first.y, other.y[: cell.examples]])
-    split = data.split(
-        x,
-        y,
-        indices=(torch.arange(len(first)), torch.arange(len(first), len(x))),
-        split_declared_random=True,
-        test=(other.x[used + options.inputs :], other.y[used + options.inputs :]),
-        dataset=setting.data,
-        classes=halves.vocabulary,
-    )
+    with warnings.catch_warnings():
+        # A context of a few tokens is in many documents: new data repeat as often.
+        warnings.filterwarnings("ignore", ".*test examples are also among")
+        split = data.split(
+            x,
+            y,
+            indices=(torch.arange(len(first)), torch.arange(len(first), len(x))),
+            split_declared_random=True,
+            test=(other.x[used + options.inputs :], other.y[used + options.inputs :]),
+            dataset=setting.data,
+            classes=halves.vocabulary,
+        )
     return split, other.subset(torch.arange(used, used + options.inputs))
 
 
