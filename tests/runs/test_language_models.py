@@ -121,6 +121,25 @@ def test_a_reader_gets_a_short_table(folders: Path, tmp_path: Path) -> None:
     assert f"Model: {tmp_path / 'out'}" in process.stdout
 
 
+def layer_sparsities(out: Path) -> list[float]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    weights = [model.get_parameter(name) for name in lm.block_weights(model)]
+    return [float((weight == 0).double().mean()) for weight in weights]
+
+
+def test_frozen_masks_have_the_same_sparsity_in_every_layer(folders: Path, tmp_path: Path) -> None:
+    call(folders, tmp_path / "out", "--method", "frozen", "--sparsity", "0.75")
+    assert layer_sparsities(tmp_path / "out") == pytest.approx([0.75] * 14)
+
+
+@pytest.mark.parametrize("method", ["gmp", "pft"])
+def test_a_method_that_distributes_zeros_leaves_no_layer_empty(method: str, folders: Path, tmp_path: Path) -> None:
+    call(folders, tmp_path / "out", "--method", method, "--sparsity", "0.995")
+    assert 0.99 < max(layer_sparsities(tmp_path / "out")) < 1
+    call(folders, tmp_path / "even", "--method", method, "--sparsity", "0.75", "--scope", "layer")
+    assert layer_sparsities(tmp_path / "even") == pytest.approx([0.75] * 14)
+
+
 def test_one_seed_gives_one_model(folders: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         call(folders, tmp_path / name, *HALF, "--seed", "3")
@@ -146,6 +165,8 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], None] | None, str]] 
     "unknown method": (("--method", "snap"), None, "method 'snap' is unknown; use one of magnitude"),
     "unknown pattern": (("--pattern", "3:5"), None, "pattern '3:5' is unknown"),
     "both": (("--sparsity", "0.5"), None, "both of sparsity and pattern"),
+    "unknown scope": (("--scope", "row"), None, "scope 'row' is unknown; use one of layer, global"),
+    "scope of a pattern": (("--scope", "layer"), None, "the pattern 2:4 keeps the same share of every layer"),
     "nothing": (("--steps", "0"), None, "--steps is 0; it must be a whole number"),
     "device": (("--device", "cuda:77"), None, "the device 'cuda:77' cannot be used here"),
     "exclude": (("--exclude", "head*"), None, "'head*' names none of the weights"),

@@ -11,7 +11,7 @@ from pacprune.cli.progress import progress_bars
 from pacprune.masking.patterns import PATTERNS
 from pacprune.runs import language_models as lms
 
-FLAGS = ("sparsity", "pattern", "exclude", "length", "steps", "batch", "calibration_tokens")
+FLAGS = ("sparsity", "pattern", "scope", "exclude", "length", "steps", "batch", "calibration_tokens")
 
 
 def prune_lm(
@@ -24,6 +24,15 @@ def prune_lm(
     ] = "sparsegpt",
     pattern: Annotated[str | None, typer.Option(help=f"Pattern of the weights: {', '.join(PATTERNS)}.")] = None,
     sparsity: Annotated[float | None, typer.Option(help="Or fraction of the weights to prune, such as 0.5.")] = None,
+    scope: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the zeros of a sparsity lie: "
+            + "; ".join(f"{name}, where {sentence}" for name, sentence in lms.SCOPES.items())
+            + "."
+            + default_text("global for gmp and pft, layer for all others")
+        ),
+    ] = None,
     exclude: Annotated[
         list[str] | None, typer.Option(help="Pattern of names of weights to leave alone; may be given again.")
     ] = None,
@@ -50,6 +59,7 @@ def prune_lm(
 
     Pruned are the weights of all linear layers but the vocabulary's. The documents of --data are cut into parts by the
     hashes of their names: some prune, others measure the loss, and those kept for certificates and tests are not read.
+    To a sparsity, gmp and pft distribute zeros over layers by themselves; any other method prunes all layers alike.
     """
     with user_errors(FLAGS):
         options = lms.Options(
@@ -58,6 +68,7 @@ def prune_lm(
             method=method,
             sparsity=sparsity,
             pattern=pattern,
+            scope=scope,
             exclude=tuple(exclude or ()),
             validation=validation,
             calibration_tokens=calibration_tokens,

@@ -38,11 +38,19 @@ MEASURED = 2**18
 
 
 class Goal(NamedTuple):
-    """How many weights are to be pruned, and which ones: one of sparsity and pattern is given."""
+    """How many weights are to be pruned, and which ones: one of sparsity and pattern is given.
+
+    Args:
+        sparsity: Fraction of these weights, or None.
+        pattern: N:M pattern, or None.
+        names: Of the weights.
+        scope: A key of SCOPES; None is the method's own.
+    """
 
     sparsity: float | None
     pattern: str | None
     names: tuple[str, ...]
+    scope: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -77,6 +85,7 @@ class Method:
         sentence: What it does.
         bytes: Memory per weight beyond the weight itself, at the least.
         lr: The learning rate unless one is given; None where nothing is trained.
+        scope: The key of SCOPES unless one is given; a method that trains nothing has no other.
         frozen: Whether that is the gates' alone, and the weights stay as they are.
     """
 
@@ -85,6 +94,7 @@ class Method:
     bytes: float = 0.0
     lr: float | None = None
     frozen: bool = False
+    scope: str = "layer"
 
     @property
     def trains(self) -> bool:
@@ -109,14 +119,23 @@ def _layerwise(solver: str) -> Callable[[Any, Work], Pruned]:
     return prune
 
 
-def _trained(verb: str, **options: Any) -> Callable[[Any, Work], Pruned]:
+def _trained(verb: str, *, scope: str, **options: Any) -> Callable[[Any, Work], Pruned]:
     def prune(model: Any, work: Work) -> Pruned:
-        own = {"loss": lm.next_token, "seed": work.seed, "progress": work.progress}
+        terms = {"loss": lm.next_token, "seed": work.seed, "progress": work.progress}
+        if work.goal.pattern is None:  # which has the same share of every layer
+            terms |= {"scope": work.goal.scope or scope, "min_per_layer": 1}
         return imports.function(f"pacprune:{verb}")(
-            model, work.data, work.config, **work.goal.options, **own, **options
+            model, work.data, work.config, **work.goal.options, **terms, **options
         )
 
     return prune
+
+
+SCOPES = {
+    "layer": "every layer has the same sparsity",
+    "global": "the method distributes zeros over layers, of which each keeps at least one weight",
+}
+"""Where the zeros of a sparsity lie."""
 
 
 METHODS: dict[str, Method] = {
@@ -124,15 +143,27 @@ METHODS: dict[str, Method] = {
     "wanda": Method(_layerwise("wanda"), "ranks a weight by its size times the norm of its input"),
     "sparsegpt": Method(_layerwise("sparsegpt"), "changes the weights that stay, to keep every layer's output"),
     "alps": Method(_layerwise("alps"), "the same with a stronger solver"),
-    "gmp": Method(_trained("gmp"), "prunes the smallest weights step by step while it trains", 12.0, 1e-4),
-    "frozen": Method(
-        _trained("pft", recipe="frozen", criterion="wanda", distill=1.0),
+    "gmp": Method(
+        _trained("gmp", scope="global"),
+        "prunes the smallest weights step by step while it trains",
+        12.0,
+        1e-4,
+        scope="global",
+    ),
+    "frozen": Method(  # Wanda's scores cannot be compared between layers
+        _trained("pft", recipe="frozen", criterion="wanda", distill=1.0, scope="layer"),
         "learns which weights are kept, as they are, from the answers of the whole model",
         5.0,
         FROZEN_LR,
         frozen=True,
     ),
-    "pft": Method(_trained("pft"), "trains weights, and which of them are kept, together", 24.0, 1e-4),
+    "pft": Method(
+        _trained("pft", scope="global"),
+        "trains weights, and which of them are kept, together",
+        24.0,
+        1e-4,
+        scope="global",
+    ),
 }
 """How a language model can be pruned. Memory of those that train: gradients, moments, and what decides on masks."""
 
@@ -147,6 +178,7 @@ class Options:
         method: Key of METHODS.
         sparsity: Fraction of the weights of all linear layers to prune, but for the vocabulary's.
         pattern: Or an N:M pattern.
+        scope: Key of SCOPES, for methods that train; None is the method's own.
         exclude: Patterns of names of weights that are left alone.
         validation: Text to measure on; None takes a part of `data`.
         calibration_tokens: Tokens that score the weights; None is 128 windows.
@@ -163,6 +195,7 @@ class Options:
     method: str = "sparsegpt"
     sparsity: float | None = None
     pattern: str | None = None
+    scope: str | None = None
     exclude: tuple[str, ...] = ()
     validation: Path | None = None
     calibration_tokens: int | None = None
@@ -220,6 +253,7 @@ def prune_lm(options: Options, *, out: Path, progress: Progress | None = None) -
 
 def _check(options: Options, out: Path) -> tuple[Method, torch.device]:
     check_name("method", options.method, METHODS)
+    _check_scope(options)
     if (options.sparsity is None) == (options.pattern is None):
         shown = "neither" if options.sparsity is None else "both"
         raise ValueError(f"{shown} of sparsity and pattern is given; give one, such as --pattern 2:4 or --sparsity 0.5")
@@ -234,6 +268,22 @@ def _check(options: Options, out: Path) -> tuple[Method, torch.device]:
     if out.exists():
         raise ValueError(f"{out} exists, and is not written over; give another --out, or remove it")
     return METHODS[options.method], check_device(options.device)
+
+
+def _check_scope(options: Options) -> None:
+    if options.scope is None:
+        return
+    check_name("scope", options.scope, SCOPES)
+    if options.pattern is not None:
+        raise ValueError(
+            f"scope is {options.scope}, but the pattern {options.pattern} keeps the same share of every layer; leave "
+            "the scope out"
+        )
+    if options.scope != "layer" and not METHODS[options.method].trains:
+        raise ValueError(
+            f"scope is {options.scope}, but {options.method} prunes every layer to the same sparsity; leave it out, or "
+            "give a method that trains"
+        )
 
 
 def _check_memory(options: Options, method: Method, device: torch.device) -> None:
@@ -329,7 +379,7 @@ def _goal(options: Options, model: Any) -> Goal:
                 f"pattern is {options.pattern}, but {name} has {inputs} inputs, which {m} does not divide; leave it "
                 f"out by --exclude, or give --sparsity {patterns.sparsity(options.pattern):g}"
             )
-    return Goal(options.sparsity, options.pattern, tuple(shapes))
+    return Goal(options.sparsity, options.pattern, tuple(shapes), options.scope)
 
 
 # --- Text as windows.
