@@ -11,7 +11,7 @@ from pacprune.cli.progress import progress_bars
 from pacprune.masking.patterns import PATTERNS
 from pacprune.runs import language_models as lms
 
-FLAGS = ("sparsity", "pattern", "scope", "exclude", "length", "steps", "batch", "calibration_tokens")
+FLAGS = ("sparsity", "pattern", "scope", "exclude", "length", "steps", "batch", "lr", "calibration_tokens")
 
 
 def prune_lm(
@@ -41,13 +41,20 @@ def prune_lm(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write." + default_text("runs/MODEL-METHOD"))] = None,
     calibration_tokens: Annotated[
-        int | None, typer.Option(help="Tokens that score the weights." + default_text("128 windows"))
+        int | None,
+        typer.Option(
+            help="Tokens that score the weights, of methods that train nothing." + default_text("128 windows")
+        ),
     ] = None,
     length: Annotated[
         int | None, typer.Option(help="Tokens of a window." + default_text("512, or what the model takes"))
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of methods that train.")] = 1000,
-    batch: Annotated[int, typer.Option(help="Windows of a step.")] = 8,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of methods that train." + default_text(str(lms.STEPS)))
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Windows of a step, of methods that train." + default_text(str(lms.BATCH)))
+    ] = None,
     lr: Annotated[
         float | None, typer.Option(help="Learning rate of methods that train." + default_text("that of the method"))
     ] = None,
@@ -82,7 +89,9 @@ def prune_lm(
         folder = Path("runs") / f"{model.resolve().name}-{method}" if out is None else out
         with progress_bars() as progress:
             result = lms.prune_lm(options, out=folder, progress=progress)
-        show(result, json, table_of(result), f"Model: {result['folder']}")
+        show(
+            result, json, table_of(result), *(f"Note: {note}" for note in result["notes"]), f"Model: {result['folder']}"
+        )
 
 
 def table_of(result: dict[str, Any]) -> Table:
