@@ -276,6 +276,15 @@ def test_labels_that_are_not_the_next_tokens_are_refused() -> None:
     assert "are the token before their place, which the network is given" in refusal((x, late))
 
 
+@pytest.mark.parametrize("ahead", [2, 5])
+def test_labels_that_are_shifted_again_are_refused(ahead: int) -> None:
+    x, y = rows()
+    early = torch.cat([y[:, ahead - 1 :], y.new_full((len(y), ahead - 1), IGNORED)], dim=1)
+    for data in ((x, early), (x, torch.cat([y[:, ahead - 1 :], x[:, : ahead - 1]], dim=1))):
+        message = f"100% of the labels are the token {ahead} places after theirs, not the next one; shift them once"
+        assert message in refusal(data, declare=WORDS)
+
+
 def test_a_network_that_sees_its_labels_is_refused() -> None:
     x, y = rows()
     sentence = "documents change with the tokens after them, which are the labels"
@@ -336,6 +345,7 @@ class TwoAhead(Sighted):
 def test_labels_further_ahead_may_not_be_seen_either() -> None:
     x, _ = rows()
     y = torch.cat([x[:, 2:], x[:, :1], x[:, :1]], dim=1)
+    y[::5] = x[::5].flip(0)  # nor where only most labels are ahead
     assert "documents change with the tokens after them" in refusal((x, y), model=TwoAhead(), declare=WORDS)
 
 

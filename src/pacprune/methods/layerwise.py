@@ -346,12 +346,18 @@ class _Stream:
                     f"block {index} of the {len(self.blocks)} of {type(self.model).__name__} was not reached by the "
                     "calibration data; give other examples, or use pp.osp with criterion='wanda'"
                 )
-        if _has_nan((args, kwargs)) and not _has_nan(self.outputs[k]):
-            raise ValueError(
-                f"block {index} of the {len(self.blocks)} of {type(self.model).__name__} reads more than what the "
-                "block before it gives, so that blocks cannot be pruned one by one; use pp.osp with criterion='wanda'"
+        if not _has_nan((args, kwargs)) or _has_nan(self.outputs[k]):  # which the solver refuses, by its layer
+            return args, kwargs
+        if index == 0 or _has_nan(self.batches[k]):
+            where = "the calibration data hold NaN" if _has_nan(self.batches[k]) else "what it is given holds NaN"
+            raise Diverged(
+                f"block {index} of the {len(self.blocks)} of {type(self.model).__name__} cannot be calibrated, since "
+                f"{where} in batch {k}; check the data, and the weights before this block"
             )
-        return args, kwargs
+        raise ValueError(
+            f"block {index} of the {len(self.blocks)} of {type(self.model).__name__} reads more than what the "
+            "block before it gives, so that blocks cannot be pruned one by one; use pp.osp with criterion='wanda'"
+        )
 
     @contextmanager
     def _replaced(self, index: int, k: int) -> Iterator[None]:
