@@ -473,7 +473,12 @@ ROWS = torch.randn(12, 4, generator=G)
 @pytest.mark.parametrize(
     ("make", "data", "options", "message"),
     [
-        (Skipping, ROWS, {}, r"block 2 of the 3 of Skipping reads more than what the block before it gives.*pp\.osp"),
+        (
+            Skipping,
+            ROWS,
+            {},
+            r"block 2 \(of 0 to 2\) of Skipping reads more than what the block before it gives.*pp\.osp",
+        ),
         (Unreached, ROWS, {}, r"no calibration batch reached the layers of layers\.2\.weight; give more .* exclude="),
         (
             Attention,
@@ -513,9 +518,15 @@ ROWS = torch.randn(12, 4, generator=G)
             Chain,
             ROWS * torch.nan,
             {},
-            "block 0 of the 3 of Chain cannot be calibrated, since the calibration data hold",
+            r"block 0 \(of 0 to 2\) of Chain cannot .* since the calibration data hold NaN",
         ),
-        (lambda: Chain(torch.nan), ROWS, {}, "block 0 of the 3 .* since what it is given holds NaN in batch 0; check"),
+        (lambda: Chain(torch.nan), ROWS, {}, "block 0 .* since what it is given holds NaN in batch 0; check"),
+        (
+            lambda: Chain().bfloat16(),
+            ROWS.double(),
+            {},
+            "data are torch.float64, but the weights of Chain are torch.bf",
+        ),
         (gpt, ("text",), {}, "data is a tuple of str"),
     ],
 )
