@@ -155,7 +155,8 @@ def test_a_tokenizers_batch_is_shifted_and_its_padding_left_out() -> None:
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        ([[1, 2], [3]], "document 1 has 1 tokens, none of which is to be predicted"),
+        ([[1, 2], [3]], "document 1 has 1 token, none of which is to be predicted"),
+        ([[1, 2], []], "document 1 is empty; leave it out"),
         ([], "there are 0 documents"),
         ([[0.5, 1.0]], "give one list of token numbers"),
         ({"ids": torch.zeros(1, 2)}, "the mapping has ids, but no input_ids"),
@@ -276,6 +277,15 @@ def test_labels_that_are_not_the_next_tokens_are_refused() -> None:
     assert "are the token before their place, which the network is given" in refusal((x, late))
 
 
+@pytest.mark.parametrize("ahead", [2, 5])
+def test_labels_that_are_shifted_again_are_refused(ahead: int) -> None:
+    x, y = rows()
+    early = torch.cat([y[:, ahead - 1 :], y.new_full((len(y), ahead - 1), IGNORED)], dim=1)
+    for data in ((x, early), (x, torch.cat([y[:, ahead - 1 :], x[:, : ahead - 1]], dim=1))):
+        message = f"100% of the labels are the token {ahead} places after theirs, not the next one; shift them once"
+        assert message in refusal(data, declare=WORDS)
+
+
 def test_a_network_that_sees_its_labels_is_refused() -> None:
     x, y = rows()
     sentence = "documents change with the tokens after them, which are the labels"
@@ -292,6 +302,18 @@ def test_a_network_that_sees_its_labels_is_refused_by_a_verifier(tmp_path: Path)
         folder = certify("token-error", Sighted(), (x, y), declare=WORDS).save(tmp_path / "sighted")
     report = pp.verify(folder, split=(x, y), model=Sighted())
     assert "which are the labels" in str(report.failure)
+
+
+def test_a_verifier_says_that_the_weights_come_from_the_certificate(tmp_path: Path) -> None:
+    split, _, small = made()
+    folder = certify("token-error", small, split).save(tmp_path / "small")
+    other = copy.deepcopy(small)
+    with torch.no_grad():
+        next(other.parameters()).mul_(2)
+    words = "the model that was given has other weights; those in the folder were checked"
+    for model, said in ((small, False), (other, True)):
+        report = pp.verify(folder, split=split, model=model)
+        assert (report.valid, report.level, f"  found: {words}" in str(report)) == (True, 2, said)
 
 
 def test_documents_without_a_token_are_refused() -> None:
@@ -336,6 +358,7 @@ class TwoAhead(Sighted):
 def test_labels_further_ahead_may_not_be_seen_either() -> None:
     x, _ = rows()
     y = torch.cat([x[:, 2:], x[:, :1], x[:, :1]], dim=1)
+    y[::5] = x[::5].flip(0)  # nor where only most labels are ahead
     assert "documents change with the tokens after them" in refusal((x, y), model=TwoAhead(), declare=WORDS)
 
 

@@ -424,6 +424,17 @@ class Skipping(nn.Module):
         return self.layers[2](first + self.layers[1](first))
 
 
+class Chain(Skipping):
+    """Block after block; what lies before them may be NaN."""
+
+    def __init__(self, start: float = 1.0) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.tensor([start]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[2](self.layers[1](self.layers[0](self.start * x)))
+
+
 class Looping(Skipping):
     """Its blocks are called twice."""
 
@@ -462,7 +473,12 @@ ROWS = torch.randn(12, 4, generator=G)
 @pytest.mark.parametrize(
     ("make", "data", "options", "message"),
     [
-        (Skipping, ROWS, {}, r"block 2 of the 3 of Skipping reads more than what the block before it gives.*pp\.osp"),
+        (
+            Skipping,
+            ROWS,
+            {},
+            r"block 2 \(of 0 to 2\) of Skipping reads more than what the block before it gives.*pp\.osp",
+        ),
         (Unreached, ROWS, {}, r"no calibration batch reached the layers of layers\.2\.weight; give more .* exclude="),
         (
             Attention,
@@ -498,6 +514,19 @@ ROWS = torch.randn(12, 4, generator=G)
         (gpt, TOKENS[:0], {}, "the data is empty: 0 examples"),
         (lambda: nn.Linear(4, 3), Empty(), {}, "the calibration data, a Empty, gave no batch; check what it reads"),
         (lambda: nn.Linear(4, 3), ROWS * torch.nan, {}, r"the layer of weight got NaN or infinite inputs from the cal"),
+        (
+            Chain,
+            ROWS * torch.nan,
+            {},
+            r"block 0 \(of 0 to 2\) of Chain cannot .* since the calibration data hold NaN",
+        ),
+        (lambda: Chain(torch.nan), ROWS, {}, "block 0 .* since what it is given holds NaN in batch 0; check"),
+        (
+            lambda: Chain().bfloat16(),
+            ROWS.double(),
+            {},
+            "data are torch.float64, but the weights of Chain are torch.bf",
+        ),
         (gpt, ("text",), {}, "data is a tuple of str"),
     ],
 )
@@ -511,7 +540,8 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(
         layerwise(model, data, **{"sparsity": 0.6, **options})
     assert "\n" not in str(refusal.value)
     if make is not Skipping:
-        assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+        pairs = ((t, before[name]) for name, t in model.state_dict().items())
+        assert all(bool(torch.isclose(t, other, rtol=0, atol=0, equal_nan=True).all()) for t, other in pairs)
     assert not any("forward" in part.__dict__ or part._forward_pre_hooks for part in model.modules())
 
 

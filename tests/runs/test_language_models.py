@@ -56,8 +56,11 @@ def folders(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(folders: Path, out: Path, *words: str, model: str = "llama", data: str = "text.jsonl") -> Result:
     options = ["--model", str(folders / model), "--data", str(folders / data), "--out", str(out)]
-    size = ["--length", str(LENGTH), "--steps", "6", "--batch", "4", "--lr", "0.01", "--calibration-tokens", "320"]
-    return CliRunner().invoke(app.build("prune-lm"), ["prune-lm", *options, *size, *words], prog_name="pacprune")
+    method = words[words.index("--method") + 1]
+    trains = method not in lms.METHODS or lms.METHODS[method].trains
+    use = ["--steps", "6", "--batch", "4", "--lr", "0.01"] if trains else ["--calibration-tokens", "320"]
+    every = ["prune-lm", *options, "--length", str(LENGTH), *use, *words]
+    return CliRunner().invoke(app.build("prune-lm"), every, prog_name="pacprune")
 
 
 # --- From a folder to a pruned folder
@@ -121,6 +124,59 @@ def test_a_reader_gets_a_short_table(folders: Path, tmp_path: Path) -> None:
     assert f"Model: {tmp_path / 'out'}" in process.stdout
 
 
+@pytest.mark.parametrize("method", lms.METHODS)
+def test_weights_keep_their_type(method: str, tokenizer: Any, folders: Path, tmp_path: Path) -> None:
+    lm.save(small("llama", tokenizer).bfloat16(), tokenizer, tmp_path / "halves")
+    model = ("--model", str(tmp_path / "halves"))
+    process = call(folders, tmp_path / "out", "--method", method, "--pattern", "2:4", *model, "--json")
+    pruned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert json.loads(process.stdout)["dtype"] == "bfloat16"
+    assert {parameter.dtype for parameter in pruned.parameters()} == {torch.bfloat16}
+    weights = [pruned.get_parameter(name) for name in lm.block_weights(pruned)]
+    assert all((weight.reshape(-1, 4) == 0).sum(1).eq(2).all() for weight in weights)
+
+
+def test_the_result_says_what_was_used_and_what_was_not(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders, tmp_path / "models")
+    texts = tmp_path / "models" / "texts"
+    texts.mkdir()
+    for document in made_up():
+        (texts / document.name.replace("/", "-")).write_text(document.text)
+    (texts / "latin.txt").write_bytes("Jos\xe9".encode("latin-1"))
+    words = ("--method", "wanda", "--sparsity", "0.5")
+    few = call(tmp_path / "models", tmp_path / "a", *words, "--calibration-tokens", "99999", data="texts")
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert result["left_out"] == 1
+    assert result["calibration_tokens"] == result["used"]["tokens"] < 99999
+    assert [result[name] for name in ("steps", "batch", "lr")] == [None] * 3
+    assert "Note: files that are no UTF-8 text were left out, 1 in all: latin.txt" in few.stdout
+    assert f"Note: the text has {result['used']['windows']:,} windows of 16 tokens, where 6,249" in few.stdout
+    call(folders, tmp_path / "b", *HALF)
+    result = json.loads((tmp_path / "b" / "result.json").read_text())
+    assert [result[name] for name in ("steps", "batch", "lr", "calibration_tokens")] == [6, 4, 0.01, None]
+    process = call(folders, tmp_path / "c", *words, "--lr", "0.1")
+    assert "--lr is 0.1, but wanda trains nothing; leave it out, or give another method" in process.stderr
+
+
+def layer_sparsities(out: Path) -> list[float]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    weights = [model.get_parameter(name) for name in lm.block_weights(model)]
+    return [float((weight == 0).double().mean()) for weight in weights]
+
+
+def test_frozen_masks_have_the_same_sparsity_in_every_layer(folders: Path, tmp_path: Path) -> None:
+    call(folders, tmp_path / "out", "--method", "frozen", "--sparsity", "0.75")
+    assert layer_sparsities(tmp_path / "out") == pytest.approx([0.75] * 14)
+
+
+@pytest.mark.parametrize("method", ["gmp", "pft"])
+def test_a_method_that_distributes_zeros_leaves_no_layer_empty(method: str, folders: Path, tmp_path: Path) -> None:
+    call(folders, tmp_path / "out", "--method", method, "--sparsity", "0.995")
+    assert 0.99 < max(layer_sparsities(tmp_path / "out")) < 1
+    call(folders, tmp_path / "even", "--method", method, "--sparsity", "0.75", "--scope", "layer")
+    assert layer_sparsities(tmp_path / "even") == pytest.approx([0.75] * 14)
+
+
 def test_one_seed_gives_one_model(folders: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         call(folders, tmp_path / name, *HALF, "--seed", "3")
@@ -145,10 +201,18 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], None] | None, str]] 
     "long window": (("--length", "64"), None, "length is 64, but the model takes at most 32 tokens"),
     "unknown method": (("--method", "snap"), None, "method 'snap' is unknown; use one of magnitude"),
     "unknown pattern": (("--pattern", "3:5"), None, "pattern '3:5' is unknown"),
-    "both": (("--sparsity", "0.5"), None, "both of sparsity and pattern"),
+    "both": (("--sparsity", "0.5"), None, "sparsity and pattern are both given; give one of them"),
+    "unknown scope": (("--scope", "row"), None, "scope 'row' is unknown; use one of layer, global"),
+    "scope of a pattern": (("--scope", "layer"), None, "the pattern 2:4 keeps the same share of every layer"),
     "nothing": (("--steps", "0"), None, "--steps is 0; it must be a whole number"),
     "device": (("--device", "cuda:77"), None, "the device 'cuda:77' cannot be used here"),
-    "exclude": (("--exclude", "head*"), None, "'head*' names none of the weights"),
+    "exclude": (
+        ("--exclude", "head*"),
+        None,
+        "'head*' names none of the weights that could be pruned, such as model.layers.0.",
+    ),
+    "out below a file": (("--out", "models/llama/config.json/x"), None, "config.json is no folder; give another --out"),
+    "calibration": (("--calibration-tokens", "9"), None, "--calibration-tokens is 9, but gmp takes its windows by"),
 }
 
 
@@ -159,13 +223,15 @@ def strip_end(model: Path) -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence_and_nothing_is_written(mistake: str, folders: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_one_sentence_and_nothing_is_written(
+    mistake: str, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words, damage, message = MISTAKES[mistake]
     shutil.copytree(folders, tmp_path / "models")
     if damage is not None:
         damage(tmp_path / "models" / "llama")
-    out = tmp_path / "out"
-    process = call(tmp_path / "models", out, "--method", "gmp", "--pattern", "2:4", *words)
+    monkeypatch.chdir(tmp_path)
+    process = call(tmp_path / "models", tmp_path / "out", "--method", "gmp", "--pattern", "2:4", *words)
     assert process.exit_code == 2, process.stdout
     assert message in process.stderr
     assert process.stderr.count("\n") == 1

@@ -52,15 +52,16 @@ def verify(
     Level 1, always: all hashes, the KL and every bound, by the independent arithmetic of `verify.py`. It shows that the
     claim follows from the stated counts, and nothing about the network.
     Level 2, with `recount`, a `split`, `data` or a `data_dir`: the split is replayed from its seed, the errors and the
-    sparsity of the fixed networks are counted again, and the test part must not refute the claim.
+    sparsity of the fixed networks are counted again, and the test part must not refute the claim. The weights come
+    from the certificate: `model` gives the network's form alone. Where its weights are others, `findings` says so.
     Level 3, with `replay`: the issuer's draws are made again, and so are fresh ones, which nobody could have foreseen.
 
     Args:
         folder: The folder that holds certificate.json, or that whose folder `certificate` does.
         split: The data of the certificate, where it is not one of pacprune's data sets: a Split, or the pair (x, y).
         data: The same by a name or a function that `pp.data.load` takes, to be split as the certificate says.
-        model: The certified network, where it is not one of pacprune's own: a plain module, a function that builds
-            one, or package.module:factory as `pp.models.build` takes it.
+        model: The form of the certified network, where it is not one of pacprune's own: a plain module, a function that
+            builds one, or package.module:factory as `pp.models.build` takes it.
         reference: The reference network of a certificate that compares with one, likewise, if its shapes are others.
         risk: The loss of a certificate about a loss of the issuer's own: the function (output, (x, y)) that it names.
         data_dir: Where the files of a data set lie; None for the usual place.

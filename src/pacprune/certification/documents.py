@@ -99,6 +99,13 @@ def _refuse_unshifted(part: Part) -> None:
             f"{late:.0%} of the labels are the token before their place, which the network is given; shift them the "
             "other way, such as x[:, :-1] and x[:, 1:], or let pp.data.documents do so"
         )
+    for ahead in range(2, min(part.x.shape[1] - 1, _AHEAD) + 1):
+        share = _next_tokens(part, ahead)
+        if share >= 0.99 and _next_tokens(part) < 0.99:
+            raise ValueError(
+                f"{share:.0%} of the labels are the token {ahead} places after theirs, not the next one; shift them "
+                "once, such as x[:, :-1] and x[:, 1:], or let pp.data.documents do so"
+            )
 
 
 def _next_tokens(part: Part, ahead: int = 1) -> float:

@@ -11,7 +11,7 @@ from pacprune.cli.progress import progress_bars
 from pacprune.masking.patterns import PATTERNS
 from pacprune.runs import language_models as lms
 
-FLAGS = ("sparsity", "pattern", "exclude", "length", "steps", "batch", "calibration_tokens")
+FLAGS = ("sparsity", "pattern", "scope", "exclude", "length", "steps", "batch", "lr", "calibration_tokens")
 
 
 def prune_lm(
@@ -24,6 +24,15 @@ def prune_lm(
     ] = "sparsegpt",
     pattern: Annotated[str | None, typer.Option(help=f"Pattern of the weights: {', '.join(PATTERNS)}.")] = None,
     sparsity: Annotated[float | None, typer.Option(help="Or fraction of the weights to prune, such as 0.5.")] = None,
+    scope: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the zeros of a sparsity lie: "
+            + "; ".join(f"{name}, where {sentence}" for name, sentence in lms.SCOPES.items())
+            + "."
+            + default_text("global for gmp and pft, layer for all others")
+        ),
+    ] = None,
     exclude: Annotated[
         list[str] | None, typer.Option(help="Pattern of names of weights to leave alone; may be given again.")
     ] = None,
@@ -32,13 +41,20 @@ def prune_lm(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write." + default_text("runs/MODEL-METHOD"))] = None,
     calibration_tokens: Annotated[
-        int | None, typer.Option(help="Tokens that score the weights." + default_text("128 windows"))
+        int | None,
+        typer.Option(
+            help="Tokens that score the weights, of methods that train nothing." + default_text("128 windows")
+        ),
     ] = None,
     length: Annotated[
         int | None, typer.Option(help="Tokens of a window." + default_text("512, or what the model takes"))
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of methods that train.")] = 1000,
-    batch: Annotated[int, typer.Option(help="Windows of a step.")] = 8,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of methods that train." + default_text(str(lms.STEPS)))
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Windows of a step, of methods that train." + default_text(str(lms.BATCH)))
+    ] = None,
     lr: Annotated[
         float | None, typer.Option(help="Learning rate of methods that train." + default_text("that of the method"))
     ] = None,
@@ -50,6 +66,7 @@ def prune_lm(
 
     Pruned are the weights of all linear layers but the vocabulary's. The documents of --data are cut into parts by the
     hashes of their names: some prune, others measure the loss, and those kept for certificates and tests are not read.
+    To a sparsity, gmp and pft distribute zeros over layers by themselves; any other method prunes all layers alike.
     """
     with user_errors(FLAGS):
         options = lms.Options(
@@ -58,6 +75,7 @@ def prune_lm(
             method=method,
             sparsity=sparsity,
             pattern=pattern,
+            scope=scope,
             exclude=tuple(exclude or ()),
             validation=validation,
             calibration_tokens=calibration_tokens,
@@ -71,7 +89,9 @@ def prune_lm(
         folder = Path("runs") / f"{model.resolve().name}-{method}" if out is None else out
         with progress_bars() as progress:
             result = lms.prune_lm(options, out=folder, progress=progress)
-        show(result, json, table_of(result), f"Model: {result['folder']}")
+        show(
+            result, json, table_of(result), *(f"Note: {note}" for note in result["notes"]), f"Model: {result['folder']}"
+        )
 
 
 def table_of(result: dict[str, Any]) -> Table:

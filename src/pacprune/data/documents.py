@@ -42,13 +42,12 @@ def documents(texts: Sequence[Any] | Mapping[str, Any], *, length: int) -> tuple
     x = torch.zeros(len(inputs), length, dtype=torch.int64)
     y = torch.full((len(inputs), length), IGNORED)
     for row, (tokens, labels) in enumerate(zip(inputs, targets, strict=True)):
-        cut = min(length, len(tokens) - 1)
+        cut = max(0, min(length, len(tokens) - 1))
         x[row, :cut], y[row, :cut] = tokens[:cut], labels[1 : cut + 1]
         if cut < 1 or bool((y[row] == IGNORED).all()):
-            raise ValueError(
-                f"document {row} has {len(tokens)} tokens, none of which is to be predicted; leave it out, or join it "
-                "with the document that it belongs to"
-            )
+            size = f"has {len(tokens)} token{'s' * (len(tokens) > 1)}, none of which is to be predicted"
+            fault = size if len(tokens) else "is empty"
+            raise ValueError(f"document {row} {fault}; leave it out, or join it with the document that it belongs to")
     return x, y
 
 
@@ -96,7 +95,7 @@ def _of_lists(texts: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """The tokens of every document, which are its labels as well."""
     rows = [torch.as_tensor(text) for text in texts]
     for place, tokens in enumerate(rows):
-        if tokens.ndim != 1 or tokens.is_floating_point() or (len(tokens) and int(tokens.min()) < 0):
+        if tokens.ndim != 1 or (len(tokens) and (tokens.is_floating_point() or int(tokens.min()) < 0)):
             raise ValueError(
                 f"document {place} is {tokens.dtype} of shape {tuple(tokens.shape)}; give one list of token numbers "
                 "from 0 up for each document"

@@ -56,12 +56,13 @@ def by_part(documents: Iterable[Document]) -> dict[str, list[Document]]:
     return parts
 
 
-def read(path: str | Path) -> list[Document]:
+def read(path: str | Path, *, skipped: list[str] | None = None) -> list[Document]:
     """The documents of a path, in the order of their names; a text that occurs twice counts under its first name.
 
     Args:
         path: FORMS. The lines of a .jsonl file, which may be compressed as .jsonl.xz, may have a "name" each. Of a
             folder, all files count that are UTF-8. A single file of text is cut into sections.
+        skipped: A list to which the names of a folder's files that are no UTF-8 text are appended.
 
     Returns:
         The documents, at least one.
@@ -74,7 +75,7 @@ def read(path: str | Path) -> list[Document]:
         raise ValueError(f"the text {path} does not exist; give {FORMS}")
     reader = next((reader for suffix, reader in READERS.items() if path.name.endswith(suffix)), _sections)
     try:
-        documents = apart(_folder(path) if path.is_dir() else reader(path))
+        documents = apart(_folder(path, [] if skipped is None else skipped) if path.is_dir() else reader(path))
     except (UnicodeDecodeError, lzma.LZMAError, tarfile.TarError, EOFError) as error:
         raise ValueError(f"the text {path} cannot be read ({error}); give {FORMS}, in UTF-8") from None
     if not documents:
@@ -130,13 +131,15 @@ def _sections(path: Path) -> Iterator[Document]:
         yield Document(f"{path.name}#{number:06}", piece)
 
 
-def _folder(root: Path) -> Iterator[Document]:
+def _folder(root: Path, skipped: list[str]) -> Iterator[Document]:
     """Every file of a folder and of those inside, but for hidden ones and such that are no text."""
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
             text = _decoded(path.read_bytes())
-            if text is not None:
+            if text is None:
+                skipped.append(name.as_posix())
+            else:
                 yield Document(name.as_posix(), text)
 
 

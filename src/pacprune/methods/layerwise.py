@@ -105,7 +105,7 @@ def layerwise(
         if row.measure:
             stream.read(data, examples)
             weights.mark_seen(model, use_of(data))
-        with _fitting(layers, row, target_device), stream.placed():
+        with _of_one_type(stream), _fitting(layers, row, target_device), stream.placed():
             parts = stream.parts(layers)
             with closing(stream.walk(parts)) as walk:  # so that after an error, too, its block goes back to the host
                 for done, part in enumerate(walk, 1):
@@ -213,6 +213,23 @@ def _fitting(layers: Layers, solver: Solver, device: torch.device) -> Iterator[N
         raise ValueError(
             f"{device} has too little memory for one block, its inputs and what is measured of them{needs}; give a "
             "DataLoader with batch_size=1, another device, or leave wide layers out by exclude="
+        ) from failure
+
+
+@contextmanager
+def _of_one_type(stream: "_Stream") -> Iterator[None]:
+    """Says so where a network fails since its numbers and those of the data have different types."""
+    try:
+        yield
+    except RuntimeError as failure:
+        given = {t.dtype for t in leaves(stream.batches) if t.is_floating_point()}
+        types = {p.dtype for p in stream.model.parameters() if p.is_floating_point()}
+        if not given or given <= types:
+            raise
+        shown = [", ".join(sorted(str(dtype) for dtype in kinds)) for kinds in (given, types)]
+        raise ValueError(
+            f"the calibration data are {shown[0]}, but the weights of {type(stream.model).__name__} are {shown[1]} "
+            f"({str(failure).strip().partition(chr(10))[0]}); give data of the weights' type"
         ) from failure
 
 
@@ -331,6 +348,10 @@ class _Stream:
         args, kwargs = self._arguments(index, k)
         return self.blocks[index](*args, **kwargs)
 
+    def _name(self, index: int) -> str:
+        """A block in words; blocks count from 0."""
+        return f"block {index} (of 0 to {len(self.blocks) - 1}) of {type(self.model).__name__}"
+
     def _forward(self, k: int) -> Any:
         return calibration.outputs(self.model, to_device(self.batches[k], self.device), self.forward)
 
@@ -343,15 +364,21 @@ class _Stream:
                 args, kwargs = reached.arguments
             else:
                 raise ValueError(
-                    f"block {index} of the {len(self.blocks)} of {type(self.model).__name__} was not reached by the "
-                    "calibration data; give other examples, or use pp.osp with criterion='wanda'"
+                    f"{self._name(index)} was not reached by the calibration data; give other examples, or use pp.osp "
+                    "with criterion='wanda'"
                 )
-        if _has_nan((args, kwargs)) and not _has_nan(self.outputs[k]):
-            raise ValueError(
-                f"block {index} of the {len(self.blocks)} of {type(self.model).__name__} reads more than what the "
-                "block before it gives, so that blocks cannot be pruned one by one; use pp.osp with criterion='wanda'"
+        if not _has_nan((args, kwargs)) or _has_nan(self.outputs[k]):  # which the solver refuses, by its layer
+            return args, kwargs
+        if index == 0 or _has_nan(self.batches[k]):
+            where = "the calibration data hold NaN" if _has_nan(self.batches[k]) else "what it is given holds NaN"
+            raise Diverged(
+                f"{self._name(index)} cannot be calibrated, since {where} in batch {k}; check the data, and the "
+                "weights before this block"
             )
-        return args, kwargs
+        raise ValueError(
+            f"{self._name(index)} reads more than what the block before it gives, so that blocks cannot be pruned one "
+            "by one; use pp.osp with criterion='wanda'"
+        )
 
     @contextmanager
     def _replaced(self, index: int, k: int) -> Iterator[None]:

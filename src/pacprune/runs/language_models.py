@@ -5,7 +5,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from pacprune.data.own import name_share
 from pacprune.data.text import Document
 from pacprune.integrations import language_models as lm
 from pacprune.integrations.language_models import HeldOut, Losses, Windows
-from pacprune.masking import patterns
+from pacprune.masking import patterns, weights
 from pacprune.methods.pft import FROZEN_LR
 from pacprune.methods.pipeline import Pruned
 from pacprune.runs.commands import check_device
@@ -31,6 +32,8 @@ LONGEST = 512
 """Tokens of a window, unless a length is given or the model takes fewer."""
 CALIBRATION = 128
 """Windows that score weights, unless a number of tokens is given."""
+STEPS, BATCH = 1000, 8
+"""Steps of methods that train, and windows of each, unless others are given."""
 DRAWN = 32
 """Documents that are drawn from a text at a time."""
 MEASURED = 2**18
@@ -38,11 +41,19 @@ MEASURED = 2**18
 
 
 class Goal(NamedTuple):
-    """How many weights are to be pruned, and which ones: one of sparsity and pattern is given."""
+    """How many weights are to be pruned, and which ones: one of sparsity and pattern is given.
+
+    Args:
+        sparsity: Fraction of these weights, or None.
+        pattern: N:M pattern, or None.
+        names: Of the weights.
+        scope: A key of SCOPES; None is the method's own.
+    """
 
     sparsity: float | None
     pattern: str | None
     names: tuple[str, ...]
+    scope: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -77,6 +88,7 @@ class Method:
         sentence: What it does.
         bytes: Memory per weight beyond the weight itself, at the least.
         lr: The learning rate unless one is given; None where nothing is trained.
+        scope: The key of SCOPES unless one is given; a method that trains nothing has no other.
         frozen: Whether that is the gates' alone, and the weights stay as they are.
     """
 
@@ -85,6 +97,7 @@ class Method:
     bytes: float = 0.0
     lr: float | None = None
     frozen: bool = False
+    scope: str = "layer"
 
     @property
     def trains(self) -> bool:
@@ -109,14 +122,23 @@ def _layerwise(solver: str) -> Callable[[Any, Work], Pruned]:
     return prune
 
 
-def _trained(verb: str, **options: Any) -> Callable[[Any, Work], Pruned]:
+def _trained(verb: str, *, scope: str, **options: Any) -> Callable[[Any, Work], Pruned]:
     def prune(model: Any, work: Work) -> Pruned:
-        own = {"loss": lm.next_token, "seed": work.seed, "progress": work.progress}
+        terms = {"loss": lm.next_token, "seed": work.seed, "progress": work.progress}
+        if work.goal.pattern is None:  # which has the same share of every layer
+            terms |= {"scope": work.goal.scope or scope, "min_per_layer": 1}
         return imports.function(f"pacprune:{verb}")(
-            model, work.data, work.config, **work.goal.options, **own, **options
+            model, work.data, work.config, **work.goal.options, **terms, **options
         )
 
     return prune
+
+
+SCOPES = {
+    "layer": "every layer has the same sparsity",
+    "global": "the method distributes zeros over layers, of which each keeps at least one weight",
+}
+"""Where the zeros of a sparsity lie."""
 
 
 METHODS: dict[str, Method] = {
@@ -124,15 +146,27 @@ METHODS: dict[str, Method] = {
     "wanda": Method(_layerwise("wanda"), "ranks a weight by its size times the norm of its input"),
     "sparsegpt": Method(_layerwise("sparsegpt"), "changes the weights that stay, to keep every layer's output"),
     "alps": Method(_layerwise("alps"), "the same with a stronger solver"),
-    "gmp": Method(_trained("gmp"), "prunes the smallest weights step by step while it trains", 12.0, 1e-4),
-    "frozen": Method(
-        _trained("pft", recipe="frozen", criterion="wanda", distill=1.0),
+    "gmp": Method(
+        _trained("gmp", scope="global"),
+        "prunes the smallest weights step by step while it trains",
+        12.0,
+        1e-4,
+        scope="global",
+    ),
+    "frozen": Method(  # Wanda's scores cannot be compared between layers
+        _trained("pft", recipe="frozen", criterion="wanda", distill=1.0, scope="layer"),
         "learns which weights are kept, as they are, from the answers of the whole model",
         5.0,
         FROZEN_LR,
         frozen=True,
     ),
-    "pft": Method(_trained("pft"), "trains weights, and which of them are kept, together", 24.0, 1e-4),
+    "pft": Method(
+        _trained("pft", scope="global"),
+        "trains weights, and which of them are kept, together",
+        24.0,
+        1e-4,
+        scope="global",
+    ),
 }
 """How a language model can be pruned. Memory of those that train: gradients, moments, and what decides on masks."""
 
@@ -147,12 +181,13 @@ class Options:
         method: Key of METHODS.
         sparsity: Fraction of the weights of all linear layers to prune, but for the vocabulary's.
         pattern: Or an N:M pattern.
+        scope: Key of SCOPES, for methods that train; None is the method's own.
         exclude: Patterns of names of weights that are left alone.
         validation: Text to measure on; None takes a part of `data`.
         calibration_tokens: Tokens that score the weights; None is 128 windows.
         length: Tokens of a window; None is 512, or what the model takes.
-        steps: Steps of methods that train.
-        batch: Windows of a step.
+        steps: Steps of methods that train; None is 1000.
+        batch: Windows of a step; None is 8.
         lr: Learning rate of methods that train; None is the method's own.
         seed: Seed of which windows are taken, and in which order.
         device: Where to compute.
@@ -163,12 +198,13 @@ class Options:
     method: str = "sparsegpt"
     sparsity: float | None = None
     pattern: str | None = None
+    scope: str | None = None
     exclude: tuple[str, ...] = ()
     validation: Path | None = None
     calibration_tokens: int | None = None
     length: int | None = None
-    steps: int = 1000
-    batch: int = 8
+    steps: int | None = None
+    batch: int | None = None
     lr: float | None = None
     seed: int = 0
     device: str = "cpu"
@@ -191,28 +227,38 @@ def prune_lm(options: Options, *, out: Path, progress: Progress | None = None) -
     method, device = _check(options, out)
     tokenizer = lm.load_tokenizer(options.model)
     _check_memory(options, method, device)
-    offered, judges = _documents(options)
-    model = lm.load_model(options.model, device=device, dtype=torch.float32 if _in_float(method) else "auto")
-    stored = _stored_type(model)
+    documents = _documents(options)
+    model = lm.load_model(options.model, device=device)
     length = _length(options, model)
     windows, used = sample_windows(
-        tokenizer, offered, count=_count(options, method, length), length=length, seed=options.seed
+        tokenizer, documents.used, count=_count(options, method, length), length=length, seed=options.seed
     )
-    measured = measured_part(tokenizer, judges, length=length)
+    measured = measured_part(tokenizer, documents.judges, length=length)
     with lm.as_linear(model):
         goal = _goal(options, model)
         before = lm.losses(model, measured)
         windows_there = windows[0].to(device), windows[1].to(device)
         config = _config(options, method, len(windows[0]), device)
         work = Work(goal, windows_there, config, options.seed, progress)
-        pruned = method.prune(model, work)
-        counts = _counts(pruned, goal)
+        with _computed(model, in_float=_in_float(method)):
+            method.prune(model, work)
+        counts = _counts(model, goal)
         after = lm.losses(model, measured)
-    if _in_float(method):
-        model.to(stored)
-    result = _result(options, counts, before, after, used, windows, length)
-    _write(out, model, tokenizer, result | {"folder": str(out)}, used)
-    return result | {"folder": str(out)}
+    use = _use(documents, used, windows, method, options)
+    result = _result(options, counts, before, after, use, length) | {"folder": str(out)}
+    _write(out, model, tokenizer, result, used)
+    return result
+
+
+@contextmanager
+def _computed(model: Any, *, in_float: bool) -> Iterator[None]:
+    """Has all tensors in float32 meanwhile, if need be; then each in its own type again. Zeros stay zeros."""
+    types = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    if in_float:
+        model.float()
+    yield
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data = tensor.data.to(types[name])
 
 
 # --- What is refused before anything is computed.
@@ -220,9 +266,11 @@ def prune_lm(options: Options, *, out: Path, progress: Progress | None = None) -
 
 def _check(options: Options, out: Path) -> tuple[Method, torch.device]:
     check_name("method", options.method, METHODS)
+    _check_scope(options)
+    _check_use(options)
     if (options.sparsity is None) == (options.pattern is None):
-        shown = "neither" if options.sparsity is None else "both"
-        raise ValueError(f"{shown} of sparsity and pattern is given; give one, such as --pattern 2:4 or --sparsity 0.5")
+        shown = "neither sparsity nor pattern is" if options.sparsity is None else "sparsity and pattern are both"
+        raise ValueError(f"{shown} given; give one of them, such as --pattern 2:4 or --sparsity 0.5")
     if options.pattern is not None:
         patterns.parse(options.pattern)
     elif options.sparsity is not None and not 0 < options.sparsity < 1:
@@ -231,9 +279,46 @@ def _check(options: Options, out: Path) -> tuple[Method, torch.device]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be a whole number of at least 1")
+    _check_out(out)
+    return METHODS[options.method], check_device(options.device)
+
+
+def _check_scope(options: Options) -> None:
+    if options.scope is None:
+        return
+    check_name("scope", options.scope, SCOPES)
+    if options.pattern is not None:
+        raise ValueError(
+            f"scope is {options.scope}, but the pattern {options.pattern} keeps the same share of every layer; leave "
+            "the scope out"
+        )
+    if options.scope != "layer" and not METHODS[options.method].trains:
+        raise ValueError(
+            f"scope is {options.scope}, but {options.method} prunes every layer to the same sparsity; leave it out, or "
+            "give a method that trains"
+        )
+
+
+def _check_use(options: Options) -> None:
+    """Refuses what the method would not use."""
+    trains = METHODS[options.method].trains
+    for name in ("calibration_tokens",) if trains else ("steps", "batch", "lr"):
+        if getattr(options, name) is not None:
+            use = "takes its windows by steps and batch" if trains else "trains nothing"
+            raise ValueError(
+                f"{name} is {getattr(options, name)}, but {options.method} {use}; leave it out, or give another method"
+            )
+
+
+def _check_out(out: Path) -> None:
+    """Refuses a folder that is there, or that cannot be made."""
     if out.exists():
         raise ValueError(f"{out} exists, and is not written over; give another --out, or remove it")
-    return METHODS[options.method], check_device(options.device)
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"{out} cannot be made, since {above} is no folder; give another --out")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{out} cannot be made, since {above} cannot be written to; give another --out")
 
 
 def _check_memory(options: Options, method: Method, device: torch.device) -> None:
@@ -257,11 +342,20 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:,.3g} GB"
 
 
-def _documents(options: Options) -> tuple[list[Document], list[Document]]:
+class _Documents(NamedTuple):
+    """Documents that prune, those that are measured on, and files that are no text."""
+
+    used: list[Document]
+    judges: list[Document]
+    skipped: list[str]
+
+
+def _documents(options: Options) -> _Documents:
     """What prunes, and what is measured on: of one text, documents of other parts by the hashes of their names."""
-    parts = text.by_part(text.read(options.data))
+    skipped: list[str] = []
+    parts = text.by_part(text.read(options.data, skipped=skipped))
     used = parts["train"] + parts["calibration"]
-    judges = parts["validation"] if options.validation is None else text.read(options.validation)
+    judges = parts["validation"] if options.validation is None else text.read(options.validation, skipped=skipped)
     if options.validation is not None:
         text.check_apart(used, judges, what=f"documents of {options.validation}")
     check_unused(options.model, judges)
@@ -272,7 +366,7 @@ def _documents(options: Options) -> tuple[list[Document], list[Document]]:
                 f"{options.data} has {count} document{'s' * (count != 1)}, none of them in the part {part}; give more "
                 "documents, or for validation --validation TEXT"
             )
-    return used, judges
+    return _Documents(used, judges, skipped)
 
 
 def check_unused(folder: Path, documents: Sequence[Document]) -> None:
@@ -315,7 +409,7 @@ def _goal(options: Options, model: Any) -> Goal:
         left = [name for name in shapes if lm.matches(entry, name)]
         if not left:
             raise ValueError(
-                f"exclude={entry!r} names none of the weights that could be pruned, such as {[*shapes][:3]}"
+                f"exclude={entry!r} names none of the weights that could be pruned, such as {weights.some(shapes, 3)}"
             )
         shapes = {name: shape for name, shape in shapes.items() if name not in left}
     if not shapes:
@@ -329,7 +423,7 @@ def _goal(options: Options, model: Any) -> Goal:
                 f"pattern is {options.pattern}, but {name} has {inputs} inputs, which {m} does not divide; leave it "
                 f"out by --exclude, or give --sparsity {patterns.sparsity(options.pattern):g}"
             )
-    return Goal(options.sparsity, options.pattern, tuple(shapes))
+    return Goal(options.sparsity, options.pattern, tuple(shapes), options.scope)
 
 
 # --- Text as windows.
@@ -377,15 +471,16 @@ def measured_part(tokenizer: Any, documents: Sequence[Document], *, length: int,
 def _count(options: Options, method: Method, length: int) -> int:
     """How many windows are taken."""
     if method.trains:
-        return options.steps * options.batch
+        return (options.steps or STEPS) * (options.batch or BATCH)
     return CALIBRATION if options.calibration_tokens is None else max(1, options.calibration_tokens // length)
 
 
 def _config(options: Options, method: Method, windows: int, device: torch.device) -> Config:
     """About `steps` steps: in several epochs where the text has too few windows for one."""
+    steps, batch = options.steps or STEPS, options.batch or BATCH
     stage = Config(
-        epochs=max(1, round(options.steps / math.ceil(windows / options.batch))),
-        batch_size=options.batch,
+        epochs=max(1, round(steps / math.ceil(windows / batch))),
+        batch_size=batch,
         optimizer="adamw",
         schedule="cosine",
         warmup=0.05,
@@ -398,35 +493,62 @@ def _config(options: Options, method: Method, windows: int, device: torch.device
 # --- What is written.
 
 
-def _stored_type(model: Any) -> torch.dtype:
-    """The type in which the model's weights were stored."""
-    name = getattr(model.config, "dtype", None) or torch.float32
-    return name if isinstance(name, torch.dtype) else getattr(torch, str(name))
-
-
-def _counts(pruned: Pruned, goal: Goal) -> dict[str, int]:
-    """Zeros and weights of what could be pruned, counted in the model itself."""
-    parameters = dict(pruned.model.named_parameters())
+def _counts(model: Any, goal: Goal) -> dict[str, Any]:
+    """Zeros and weights of what could be pruned, counted in the model itself; and their type."""
+    parameters = dict(model.named_parameters())
     chosen = [parameters[name] for name in goal.names]
     zeros, size = sum(int((w == 0).sum()) for w in chosen), sum(w.numel() for w in chosen)
     everything = sum(parameter.numel() for parameter in parameters.values())
-    return {"zeros": zeros, "prunable": size, "weights": everything}
+    dtype = str(chosen[0].dtype).removeprefix("torch.")
+    return {"zeros": zeros, "prunable": size, "weights": everything, "dtype": dtype}
+
+
+def _use(
+    documents: "_Documents", used: Sequence[Document], windows: Windows, method: Method, options: Options
+) -> dict[str, Any]:
+    """What the text served for, and notes on what it did not."""
+    count, length = windows[0].shape
+    wanted, notes = _count(options, method, length), []
+    if documents.skipped:
+        some = weights.some(documents.skipped, 3)
+        notes.append(f"files that are no UTF-8 text were left out, {len(documents.skipped):,} in all: {some}")
+    if count < wanted:
+        again = "; each was trained on several times" if method.trains else ""
+        notes.append(f"the text has {count:,} windows of {length} tokens, where {wanted:,} were to be used{again}")
+    steps, batch, lr = _training(options, method)
+    return {
+        "steps": steps,
+        "batch": batch,
+        "lr": lr,
+        "calibration_tokens": None if method.trains else windows[0].numel(),
+        "used": {"documents": len(used), "windows": count, "tokens": windows[0].numel()},
+        "left_out": len(documents.skipped),
+        "notes": notes,
+    }
+
+
+def _training(options: Options, method: Method) -> tuple[int | None, int | None, float | None]:
+    """Steps, windows of each, and learning rate; None where nothing is trained."""
+    if not method.trains:
+        return None, None, None
+    return options.steps or STEPS, options.batch or BATCH, method.lr if options.lr is None else options.lr
 
 
 def _result(
     options: Options,
-    counts: Mapping[str, int],
+    counts: Mapping[str, Any],
     before: Losses,
     after: Losses,
-    used: Sequence[Document],
-    windows: Windows,
+    use: Mapping[str, Any],
     length: int,
 ) -> dict[str, Any]:
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    scope = None if options.pattern is not None else options.scope or METHODS[options.method].scope
     return {
         **asked,
         "version": __version__,
         "length": length,
+        "scope": scope,
         "sparsity": counts["zeros"] / counts["prunable"],
         "asked_sparsity": options.sparsity,
         **counts,
@@ -437,7 +559,7 @@ def _result(
             "tokens": int(after.tokens.sum()),
             "bytes": int(after.bytes.sum()),
         },
-        "used": {"documents": len(used), "windows": len(windows[0]), "tokens": windows[0].numel()},
+        **use,
     }
 
 
