@@ -44,6 +44,7 @@ def run_command(line: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # a reader of one page has issued nothing before
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # a page may write a module of its own
     text = page.read_text()
     for needed in re.findall(r"^<!-- needs (.*) -->$", text, re.MULTILINE):

@@ -169,6 +169,7 @@ def test_every_subject_runs_on_a_cpu(subject: str) -> None:
         "population": ("2 models", "one model", "PFT / dense", "in sequence"),
         "certificate": ("slack", "one at a time"),
         "pattern": ("2:4", "CSR"),
+        "frozen": ("dense step", "distillation"),
     }
     assert [word for word in words[subject] if word not in text] == []
 

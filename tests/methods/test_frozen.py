@@ -1,5 +1,6 @@
 """Learned masks of weights that are not trained: exact, bit-identical, small in memory, resumed, distilled."""
 
+import contextlib
 import gc
 from pathlib import Path
 from typing import Any
@@ -186,8 +187,9 @@ def alive() -> int:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.device.type == "cpu":
-            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu":
+            with contextlib.suppress(RuntimeError):  # stand-ins that torch.compile and vmap have left have no memory
+                storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(storages.values())
 
 

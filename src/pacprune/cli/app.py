@@ -143,7 +143,7 @@ def build(name: str | None = None) -> typer.Typer:
 
 def all_commands() -> dict[str, Command]:
     """Every command, in the order in which they are listed."""
-    summary = "All three procedures on small embedded data."
+    summary = "All procedures on small embedded data."
     runs = {
         "demo": Command(summary, ("pacprune demo", "pacprune demo --seed 1 --json")),
         "compress": Command(

@@ -6,6 +6,7 @@ sampler.cpp and in triton_sampler.py, both by the row's number. `attach`, its er
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -114,7 +115,7 @@ class Law:
     log_std: bool = False
     theta: float = 0.5
 
-    @property
+    @cached_property
     def pattern(self) -> tuple[int, int] | None:
         """(N, M) where groups of M weights share what they keep, else None."""
         return PATTERNS.get(self.mapping)

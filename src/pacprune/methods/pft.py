@@ -396,7 +396,7 @@ def pft(
         criterion: What ranks the weights. A name, such as "magnitude", or a function f(model, data) -> scores. For the
             recipe "frozen" also a mask, from which the gates begin.
         recipe: thresholded (the k best scores at every step), coupled (keep probabilities whose mean falls to
-            1 - sparsity), paper, or frozen (gates alone are trained).
+            1 - sparsity), paper, or frozen (weights stay as they are).
         mask_share: Share of the epochs in which the mask is learned; the rest fine-tunes. 1 unless given, and 0.5 for
             the recipes "coupled" and "paper".
         eps: Keep probability, at the start, of the weights that `criterion` would prune; `recipe` "paper" only.
