@@ -4,7 +4,6 @@ import inspect
 import math
 import sys
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from pacprune.masking import weights
 from pacprune.masking.criteria import CRITERIA, Criterion, check_weights, score
 from pacprune.methods.pipeline import Pruned, Request, as_noted, check_request, make_plan
 from pacprune.methods.table import METHODS, Method
-from pacprune.training.carrier import Carrier, clear_states_, weakly
+from pacprune.training.carrier import Carrier, ForgottenStates, weakly
 from pacprune.training.config import Config, whole
 from pacprune.training.controls import Stepper, refuse_carried
 from pacprune.training.optim import Optimizer as OffsetOptimizer
@@ -159,10 +158,7 @@ class Pruner:
         """The optimisers that have taken the present step."""
         self._due = False
         """Whether some of them have moved weights, and the mask of the next step waits for the others."""
-        self._cleared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The optimisers that have forgotten the pruned weights of the final mask."""
-        self._heard: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those of them that tell when a state is loaded into them."""
+        self._forgotten = ForgottenStates()
         self._peak = 0.0
         """The largest learning rate of the weights so far."""
         self._moved_by: float | None = None
@@ -406,16 +402,7 @@ class Pruner:
     def _forget_pruned(self) -> None:
         """Clears what optimisers have gathered for weights that the final mask prunes, once each."""
         for optimizer in self._movers if self._stepper.fixed else ():
-            if optimizer not in self._cleared:
-                clear_states_(optimizer, self._stepper.subject.pairs)
-                self._cleared.add(optimizer)
-                if optimizer not in self._heard:
-                    optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
-                    self._heard.add(optimizer)
-
-    def _loaded(self, optimizer: Optimizer) -> None:
-        """A state that was loaded may tell of pruned weights again."""
-        self._cleared.discard(optimizer)
+            self._forgotten.clear_(optimizer, self._stepper.subject.pairs)
 
     def _show(self, *, fading: bool = True) -> None:
         """Shows the network of this step; what fades of the scores' start has done so in a run that goes on."""

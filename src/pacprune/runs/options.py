@@ -151,7 +151,7 @@ class Demo:
 
     Compresses a network for the 8x8 handwritten digits that come with the package as far as a promise allows: at most
     2 points worse than before, on new data. Then it prunes 90 % of one by osp, pft and pbp, and prints test errors and
-    the certificate of pbp. All that takes about 20 seconds on a CPU and needs no download. The run folder then holds
+    the certificate of pbp. All that takes about ten seconds on a CPU and needs no download. The run folder then holds
     the table (result.json), every network (compressed and model-METHOD.safetensors), the certificates, the figures, and
     report.html, which shows them all. A second call prints the finished result.
     """

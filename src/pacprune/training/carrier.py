@@ -253,6 +253,32 @@ def clear_states_(optimizer: Optimizer, pairs: Iterable[tuple[nn.Parameter, Tens
         weights.zero_pruned_([(value, keep) for value in states if value.shape == weight.shape])
 
 
+class ForgottenStates:
+    """The optimisers that have forgotten what they had gathered for the weights that a mask prunes."""
+
+    def __init__(self) -> None:
+        self._cleared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._heard: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that tell when a state is loaded into them."""
+
+    def clear_(self, optimizer: Optimizer, pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Lets an optimiser forget, once; and again where a state was loaded into it since."""
+        if optimizer in self._cleared:
+            return
+        clear_states_(optimizer, pairs)
+        self._cleared.add(optimizer)
+        if optimizer not in self._heard:
+            optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
+            self._heard.add(optimizer)
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        self._cleared.discard(optimizer)
+
+    def start_anew(self) -> None:
+        """Of another mask, nothing is forgotten yet."""
+        self._cleared.clear()
+
+
 def keep_zeros(model: nn.Module, optimizer: Optimizer) -> Carrier:
     """Lets pruned weights stay zero in a training loop of your own, whatever the optimiser does to them.
 
@@ -313,10 +339,7 @@ class _Keeper:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.stepper = self._present()
-        self._cleared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The optimisers that have forgotten what this mask prunes."""
-        self._heard: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The optimisers that tell when a state is loaded into them."""
+        self._forgotten = ForgottenStates()
 
     def _present(self) -> Stepper:
         self._masks = [(note, note.mask) for _, note in weights.noted(self.model)]
@@ -332,22 +355,13 @@ class _Keeper:
             return False
         if self.stepper.shown and not carrier._in_backward():
             self.stepper = self._present()
-            self._cleared.clear()
+            self._forgotten.start_anew()
             carrier.follow(self.stepper)
         return True
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Clears what an optimiser has gathered for pruned weights, once, and again when a state is loaded into it."""
-        if optimizer in self._cleared:
-            return
-        clear_states_(optimizer, self.stepper.subject.pairs)
-        self._cleared.add(optimizer)
-        if optimizer not in self._heard:
-            optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
-            self._heard.add(optimizer)
-
-    def _loaded(self, optimizer: Optimizer) -> None:
-        self._cleared.discard(optimizer)
+        """Clears what an optimiser has gathered for pruned weights."""
+        self._forgotten.clear_(optimizer, self.stepper.subject.pairs)
 
     def settle(self, optimizer: Optimizer) -> None:
         """After a step pruned weights are zero."""
