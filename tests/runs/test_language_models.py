@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from pacprune.cli import app
@@ -196,6 +197,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], None] | None, str]] 
     "no config": ((), without("config.json"), "holds no config.json, so no model"),
     "no tokenizer": ((), without("tokenizer*"), "holds a model without a tokenizer"),
     "no weights": ((), without("model.safetensors"), "cannot be loaded"),
+    "a tensor less": ((), lambda model: lose_tensor(model), "lack 1 tensors of LlamaForCausalLM, such as model.norm"),
     "no end": ((), lambda model: strip_end(model), "no token for the end of a text"),
     "short text": (("--length", "32", "--data", "short.txt"), None, "does not exist"),
     "long window": (("--length", "64"), None, "length is 64, but the model takes at most 32 tokens"),
@@ -220,6 +222,13 @@ def strip_end(model: Path) -> None:
     path = model / "tokenizer_config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in content.items() if not k.startswith(("eos", "bos", "pad"))}))
+
+
+def lose_tensor(model: Path) -> None:
+    """Takes a tensor out of a folder's file; transformers would begin it anew."""
+    content = load_file(model / "model.safetensors")
+    del content["model.norm.weight"]
+    save_file(content, model / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

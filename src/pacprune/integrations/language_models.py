@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pacprune import imports
 from pacprune.data.text import Document
+from pacprune.integrations import pretrained
 from pacprune.masking import weights
 
 END = "<|end|>"
@@ -77,7 +78,7 @@ def load_model(
         causal: Whether `causal_attention` takes the place of its own, which suits a `llama` of this file.
 
     Raises:
-        ValueError: If there is none that transformers knows.
+        ValueError: If there is none that transformers knows, or its files lack a tensor.
     """
     _check_folder(folder)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "dtype": dtype}
@@ -86,12 +87,13 @@ def load_model(
         transformers.AttentionInterface.register(CAUSAL, causal_attention)
         options["attn_implementation"] = CAUSAL
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # a foreign file can raise anything
         raise ValueError(
             f"the model in {folder} cannot be loaded ({_first_line(error)}); give a folder that save_pretrained of a "
             "causal language model wrote"
         ) from None
+    pretrained.check_complete(folder, model, report)
     return model.to(device).eval()
 
 

@@ -49,13 +49,18 @@ def load(folder: Path) -> Any:
             f"{folder} cannot be read by transformers {transformers.__version__} ({type(error).__name__}: {reason}); "
             "write it again by save_pretrained"
         ) from error
+    check_complete(folder, model, report)
+    return model.eval()
+
+
+def check_complete(folder: Path, model: Any, report: dict[str, Any]) -> None:
+    """Refuses a network that lacks tensors in its folder, which transformers would begin anew."""
     lacking = sorted(str(name) for name in report["missing_keys"])
     if lacking:
         raise ValueError(
             f"the files in {folder} lack {len(lacking)} tensors of {type(model).__name__}, such as {lacking[0]}; write "
             "it again by save_pretrained"
         )
-    return model.eval()
 
 
 def example(model: Any, *, length: int) -> Tensor:
