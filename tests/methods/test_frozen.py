@@ -1,13 +1,12 @@
 """Learned masks of weights that are not trained: exact, bit-identical, small in memory, resumed, distilled."""
 
-import contextlib
-import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from memory import live_bytes
 from torch import Tensor, nn
 
 import pacprune as pp
@@ -182,17 +181,6 @@ def test_another_weight_of_distillation_is_another_run(tmp_path: Path) -> None:
 # --- Memory.
 
 
-def alive() -> int:
-    """Bytes of all tensors that Python's collector knows; memory that several share counts once."""
-    gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu":
-            with contextlib.suppress(RuntimeError):  # stand-ins that torch.compile and vmap have left have no memory
-                storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
 class _Blocks(nn.Module):
     """Square layers, one after another."""
 
@@ -210,7 +198,7 @@ def test_a_step_takes_less_than_eight_bytes_per_weight(monkeypatch: pytest.Monke
     size = depth * width**2
     saved: list[int] = []
     counts: list[float] = []
-    before = alive()
+    before = live_bytes()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = _Blocks(width, depth).to(torch.bfloat16)
@@ -218,10 +206,10 @@ def test_a_step_takes_less_than_eight_bytes_per_weight(monkeypatch: pytest.Monke
 
     def take(self: Step, *arguments: Any) -> None:
         zero_grad(self, *arguments)
-        counts.append((alive() - before) / size)
+        counts.append((live_bytes() - before) / size)
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
-        saved.append(alive() - before)  # with all that backward will need
+        saved.append(live_bytes() - before)  # with all that backward will need
         return F.mse_loss(out.float(), y)
 
     monkeypatch.setattr(Step, "_take", take)

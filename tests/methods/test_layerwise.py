@@ -1,13 +1,13 @@
 """`pp.layerwise`: blocks are streamed as if they were not, counts are exact, and what cannot be done is refused."""
 
 import copy
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from memory import live_bytes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -202,25 +202,16 @@ def test_a_gpu_prunes_a_network_that_stays_on_the_host(case: str, solver: str) -
         torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-6, atol=1e-8)
 
 
-def alive() -> int:
-    """Bytes of all tensors."""
-    storages = {}
-    for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu":
-            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
 def test_memory_is_that_of_one_block_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     extra, row = {}, SOLVERS["sparsegpt"]
     for depth in (2, 6):
         model = pp.models.gpt(50, width=32, depth=depth, heads=2, context=12)
-        before, solved = alive(), []
+        before, solved = live_bytes(), []
 
         def solve(*args: Any, depth: int = depth, before: int = before, solved: list[int] = solved) -> Any:
             solved.append(args[0].numel())
             if len(solved) == 4 * depth - 3:  # the first layer of the last block: all its moments are there
-                extra[depth] = alive() - before - sum(solved[:-1])  # masks have a byte per weight
+                extra[depth] = live_bytes() - before - sum(solved[:-1])  # masks have a byte per weight
             return row.solve(*args)
 
         monkeypatch.setitem(SOLVERS, "sparsegpt", solvers.Solver(solve, row.measure))
