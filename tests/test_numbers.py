@@ -89,7 +89,7 @@ def test_methods_on_new_ground() -> None:
 
 def test_compress_with_a_guarantee() -> None:
     network, checked = "", 0
-    for row in table("docs/tables.md", "network, data", "promise", *ARMS):
+    for row in table("docs/certificate_tables.md", "network, data", "promise", *ARMS):
         label = re.sub(r" \(.*", "", row["network, data"])
         network = label or network
         promise = re.fullmatch(r"(drop|disagreement) ≤ ([0-9.]+) %", row["promise"])

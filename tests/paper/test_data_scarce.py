@@ -59,7 +59,7 @@ def test_no_subset_holds_what_the_settings_were_chosen_on(scale: str, seed: int,
 
 
 def test_published_subsets_are_the_first_30_000_of_one_order(job: Job) -> None:
-    """Literal on purpose: other subsets would be other results than those of docs/tables.md."""
+    """Literal on purpose: other subsets would be other results than those of docs/certificate_tables.md."""
     order = philox.permutation(60_000, seed=77)
     for setting in data_scarce.SETTINGS["reduced"]:
         for n, seed, part in data_scarce.subsets(_like_mnist(0), setting, job):

@@ -45,9 +45,9 @@ from pacprune.runs import commands, plots, store
 from pacprune.types import Progress, check_name
 
 _CONTEST = "tables.md#learned-masks-against-one-shot-and-gradual-pruning-at-equal-budget"
-_CERTIFICATES = "tables.md#certificates-of-sparse-networks"
+_CERTIFICATES = "certificate_tables.md#certificates-of-sparse-networks"
 _REORDERED = "tables.md#does-the-mask-depend-on-the-order-of-the-data"
-_GATES = "tables.md#where-keep-probabilities-go"
+_GATES = "certificate_tables.md#where-keep-probabilities-go"
 _LINEAR = "linear.md#5-the-figures"
 
 RECIPES: dict[str, Recipe] = {
@@ -186,19 +186,19 @@ RECIPES: dict[str, Recipe] = {
         data_scarce.SETTINGS,
         data_scarce.figures,
         several=True,
-        lines=(Line("few examples", see="tables.md#few-examples-a-posterior-against-a-held-out-certificate"),),
+        lines=(Line("few examples", see="certificate_tables.md#few-examples-a-posterior-against-a-held-out-certificate"),),
     ),
     "posteriors": Recipe(
         posteriors.SETTINGS,
         posteriors.figures,
         several=True,
-        lines=(Line("what a posterior earns", see="tables.md#what-a-posterior-earns"),),
+        lines=(Line("what a posterior earns", see="certificate_tables.md#what-a-posterior-earns"),),
     ),
     "compress": Recipe(
         compress.SETTINGS,
         compress.figures,
         several=True,
-        lines=(Line("limits that are proved", see="tables.md#compress-with-a-guarantee", h200=6),),
+        lines=(Line("limits that are proved", see="certificate_tables.md#compress-with-a-guarantee", h200=6),),
     ),
     "choosing": Recipe(
         choosing.SETTINGS,
@@ -237,7 +237,7 @@ made, as the paper says (paper), so with fewer epochs or seeds (reduced), or in
 another way (other). Numbers: whether they agree with what the paper says.
 H200, CPU: minutes that the command took on an H200 and on two cores, where
 somebody took the time. docs/paper.md goes through the paper item by item, and
-docs/tables.md has the numbers."""
+docs/tables.md and docs/certificate_tables.md have the numbers."""
 
 
 def run(

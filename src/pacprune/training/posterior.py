@@ -167,7 +167,8 @@ def fit_posterior(
         delta: The probability with which the bound may fail, such as 0.05.
         objective: The bound to train on: "seeger" (tighter) or "paper".
         kl_weight: What multiplies the KL in what is minimised, and nowhere else: any Q may be certified, and `certify`
-            takes the whole KL. 1 trains on the bound itself; where P is weak, 3 gave lower bounds (docs/tables.md).
+            takes the whole KL. 1 trains on the bound itself; where P is weak, 3 gave lower bounds
+            (docs/certificate_tables.md).
         budget: Which expected sparsity of Q to hold; None holds none.
         data: Other data to train Q on, which may be anything; n and the KL stay the bound set's. None is split.bound.
         out: The folder that P is written to; None is one that goes when Python ends. A list of one for each model.
