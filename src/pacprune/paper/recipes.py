@@ -46,6 +46,7 @@ from pacprune.types import Progress, check_name
 
 _CONTEST = "tables.md#learned-masks-against-one-shot-and-gradual-pruning-at-equal-budget"
 _CERTIFICATES = "certificate_tables.md#certificates-of-sparse-networks"
+_SCARCE = "certificate_tables.md#few-examples-a-posterior-against-a-held-out-certificate"
 _REORDERED = "tables.md#does-the-mask-depend-on-the-order-of-the-data"
 _GATES = "certificate_tables.md#where-keep-probabilities-go"
 _LINEAR = "linear.md#5-the-figures"
@@ -186,7 +187,7 @@ RECIPES: dict[str, Recipe] = {
         data_scarce.SETTINGS,
         data_scarce.figures,
         several=True,
-        lines=(Line("few examples", see="certificate_tables.md#few-examples-a-posterior-against-a-held-out-certificate"),),
+        lines=(Line("few examples", see=_SCARCE),),
     ),
     "posteriors": Recipe(
         posteriors.SETTINGS,
