@@ -69,7 +69,8 @@ def paint(canvas: Any, rows: Table) -> None:
 
 def _paint_errors(axes: Any, rows: Table) -> None:
     """A line per method and start; the label at its end."""
-    looks = {_ONE_SHOT: ("#9A9A9A", "-", 1.4), _PFT: (plots.BLUE, "-", 1.8), _GMP: (plots.ORANGE, "--", 1.8)}
+    ours, gradual = plots.colour("pft"), plots.colour("gmp")
+    looks = {_ONE_SHOT: ("#9A9A9A", "-", 1.4), _PFT: (ours, "-", 1.8), _GMP: (gradual, "--", 1.8)}
     labels = {}
     for line, members in _by(rows, "line").items():
         method, criterion = line.split("/")
@@ -88,7 +89,7 @@ def _paint_errors(axes: Any, rows: Table) -> None:
     texts = [(y, painting.named(name), colour) for y, name, m, colour in labels.values() if m == _ONE_SHOT]
     texts += [(y, "gradual (GMP)", colour) for y, _, m, colour in labels.values() if m == _GMP]
     learned = [y for y, _, m, _ in labels.values() if m == _PFT]
-    texts.append((sum(learned) / len(learned), "PFT, from all five", plots.BLUE))
+    texts.append((sum(learned) / len(learned), "PFT, from all five", ours))
     for y, (_, text, colour) in zip(
         painting.apart([y for y, _, _ in sorted(texts)], 0.026), sorted(texts), strict=True
     ):
@@ -107,9 +108,9 @@ def _paint_guarantees(axes: Any, rows: Table) -> None:
     for members in networks.values():
         first = place
         for limit, same in sorted(_by(members, "limit").items()):
-            axes.hlines(limit, place - 0.36, place + 0.36, color=painting.RED, lw=2.5)
+            axes.hlines(limit, place - 0.36, place + 0.36, color="black", lw=2.5)
             measured = [row["value"] for row in same if row["sparsity"]]  # nothing proved: the dense network stays
-            axes.scatter([place] * len(measured), measured, s=16, color=plots.BLUE, zorder=3)
+            axes.scatter([place] * len(measured), measured, s=16, color=plots.colour("pft"), zorder=3)
             left = 1 - interval([row["sparsity"] for row in same]).mean
             share = f"{100 * left:.0f} %" if left >= 0.095 else f"{100 * left:.1f} %"
             axes.text(place, limit + 0.0006, share, ha="center", va="bottom", fontsize=8, color="#444444")

@@ -35,6 +35,11 @@ def colour(method: str) -> str:
     return DENSE if method == "dense" else METHODS[method].colour
 
 
+def called(method: str) -> str:
+    """How people call the method of a row."""
+    return method if method == "dense" else METHODS[method].label
+
+
 @dataclass(frozen=True)
 class Figure:
     """One figure of a report: its files and what a reader should see in it."""
@@ -150,7 +155,7 @@ def _methods_table(folder: Path, result: dict[str, Any]) -> Table:
 def _methods(canvas: Any, rows: Table) -> None:
     canvas.set_size_inches(7, 0.6 + 0.55 * len(rows))
     axes = canvas.subplots()
-    names = [f"{row['method']} ({row['sparsity']:.0%} pruned)" for row in rows]
+    names = [f"{called(row['method'])} ({row['sparsity']:.0%} pruned)" for row in rows]
     values = [100 * row["test_error"] for row in rows]
     axes.barh(names, values, height=0.6, color=[colour(row["method"]) for row in rows])
     for place, value in enumerate(values):
@@ -209,7 +214,7 @@ def _curves(canvas: Any, rows: Table) -> None:
             above.plot(x, [row["loss"] for row in part], label=stage, **style)
             below.plot(x, [100 * row["sparsity"] for row in part], **style)
         above.set_yscale("log")
-        above.set_title(method, loc="left")
+        above.set_title(called(method), loc="left")
         above.legend(fontsize=8)
         below.set_xlabel("epoch")
         below.xaxis.get_major_locator().set_params(integer=True)
@@ -254,7 +259,7 @@ def _layers(canvas: Any, rows: Table) -> None:
             [100 * layer_rows[layer]["sparsity"] for layer in layers],
             height * 0.9,
             color=colour(method),
-            label=method,
+            label=called(method),
         )
     sizes = {row["layer"]: row["weights"] for row in rows}
     axes.set_yticks(range(len(layers)), [f"{layer}\n({sizes[layer]:,})" for layer in layers], fontsize=8)
