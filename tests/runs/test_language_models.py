@@ -125,14 +125,17 @@ def test_a_reader_gets_a_short_table(folders: Path, tmp_path: Path) -> None:
     assert f"Model: {tmp_path / 'out'}" in process.stdout
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", lms.METHODS)
-def test_weights_keep_their_type(method: str, tokenizer: Any, folders: Path, tmp_path: Path) -> None:
-    lm.save(small("llama", tokenizer).bfloat16(), tokenizer, tmp_path / "halves")
+def test_weights_keep_their_type(
+    method: str, dtype: torch.dtype, tokenizer: Any, folders: Path, tmp_path: Path
+) -> None:
+    lm.save(small("llama", tokenizer).to(dtype), tokenizer, tmp_path / "halves")
     model = ("--model", str(tmp_path / "halves"))
     process = call(folders, tmp_path / "out", "--method", method, "--pattern", "2:4", *model, "--json")
     pruned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert json.loads(process.stdout)["dtype"] == "bfloat16"
-    assert {parameter.dtype for parameter in pruned.parameters()} == {torch.bfloat16}
+    assert json.loads(process.stdout)["dtype"] == str(dtype).removeprefix("torch.")
+    assert {parameter.dtype for parameter in pruned.parameters()} == {dtype}
     weights = [pruned.get_parameter(name) for name in lm.block_weights(pruned)]
     assert all((weight.reshape(-1, 4) == 0).sum(1).eq(2).all() for weight in weights)
 
