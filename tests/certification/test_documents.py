@@ -295,6 +295,38 @@ def test_a_network_that_sees_its_labels_is_refused() -> None:
     assert certify("token-error", Sighted(), (x, tags), declare=WORDS).bound > 0.5  # no prediction: all may be seen
 
 
+DISGUISES = {
+    "a class that is ruled out": lambda out, x: nn.functional.pad(out, (0, 1), value=-1e9),
+    "one that is out by the type's least number": lambda out, x: nn.functional.pad(out, (0, 1), value=-3.4e38),
+    "one that is infinite": lambda out, x: nn.functional.pad(out, (0, 1), value=-torch.inf),
+    "a huge one that varies": lambda out, x: torch.cat([out, -1e9 - 1e6 * x[..., None]], dim=-1),
+    "bfloat16": lambda out, x: out.bfloat16(),
+    "float16": lambda out, x: out.half(),
+}
+
+
+class Disguised(Sighted):
+    """The same with outputs whose size once excused whatever else changes."""
+
+    def __init__(self, disguise: str) -> None:
+        super().__init__()
+        self.disguise = disguise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return DISGUISES[self.disguise](super().forward(x), x)
+
+
+@pytest.mark.parametrize("disguise", DISGUISES)
+def test_huge_and_short_numbers_hide_no_sight_of_labels(disguise: str) -> None:
+    assert "documents change with the tokens after them" in refusal(rows(), model=Disguised(disguise), declare=WORDS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_causal_network_is_certified_in_every_precision(dtype: torch.dtype) -> None:
+    _, dense, _ = made()
+    assert certify("token-error", copy.deepcopy(dense).to(dtype), declare=WORDS).bound <= 1
+
+
 def test_a_network_that_sees_its_labels_is_refused_by_a_verifier(tmp_path: Path) -> None:
     x, y = rows()
     with pytest.MonkeyPatch.context() as patch:

@@ -252,6 +252,15 @@ def test_close_calls_are_answers_within_the_rounding_of_float32() -> None:
     assert drawn_networks.close_calls(model, {}, x).all()
 
 
+def test_close_calls_know_tokens_and_outputs_that_are_infinite() -> None:
+    """Tokens cannot be float64; and where -inf less -inf was no number, two classes that tie seemed far apart."""
+    tied = nn.Embedding.from_pretrained(torch.tensor([[1.0, 1.0, 0.0], [2.0, 1.0, 0.0]]))
+    tokens = torch.tensor([0, 1, 0])
+    assert drawn_networks.close_calls(tied, {}, tokens).tolist() == [True, False, True]
+    tied.weight.data[:, 2] = -torch.inf
+    assert drawn_networks.close_calls(tied, {}, tokens).tolist() == [True, False, True]
+
+
 def test_close_calls_of_many_networks_are_those_of_each() -> None:
     model, slab, part = make()
     steps, x = torch.arange(4), part.x.reshape(4, 15, 4)

@@ -140,13 +140,14 @@ def test_a_network_that_changes_its_buffers_as_it_answers_is_refused(calls: rang
         pp.certify_held_out(model, split, risk=risk)
 
 
-def test_infinite_outputs_hide_no_others() -> None:
-    """The largest output is the measure of rounding: infinite, it excused whatever depends on the batch."""
+@pytest.mark.parametrize("huge", [-1e9, -torch.inf])
+def test_infinite_and_huge_outputs_hide_no_others(huge: float) -> None:
+    """The largest output is the measure of rounding: one of another kind excused whatever depends on the batch."""
     split, _ = made()
 
     class Masked(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([x[:, :9] - x[:, :9].mean(0), torch.full_like(x[:, :1], -torch.inf)], dim=1)
+            return torch.cat([x[:, :9] - x[:, :9].mean(0), torch.full_like(x[:, :1], huge)], dim=1)
 
     model = nn.Sequential(small(), Masked())
     pp.fit(model, (split.prior.x, split.prior.y % 9), SHORT)

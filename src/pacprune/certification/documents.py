@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pacprune.certification.risks import Risk, at_once, logits_of
+from pacprune.certification.risks import Risk, at_once, logits_of, rounding_of
 from pacprune.data.batches import device_of
 from pacprune.data.splits import IGNORED, Part, Split
 from pacprune.training.evaluate import answers, evaluating
@@ -226,8 +226,7 @@ def refuse_foresight(network: nn.Module, part: Part) -> None:
         for cut in sorted({1, *(x.shape[1] * quarter // 4 for quarter in (1, 2, 3)), x.shape[1] - 1} - {0}):
             other = torch.cat([x[:, :cut], x[:, cut:].flip(0, 1)], dim=1)
             after = logits_of(answers(network, other))
-            rounding = 1000 * torch.finfo(before.dtype).eps * torch.stack([before, after]).abs().amax()
-            moved = ((before - after)[:, :cut].abs() > rounding).flatten(1).any(1)
+            moved = ((before - after).abs() > rounding_of(before, after))[:, :cut].flatten(1).any(1)
             if bool(moved.any()):
                 raise ValueError(
                     f"the answers to the first {cut} tokens of {int(moved.sum())} of {len(x)} documents change with "

@@ -180,8 +180,7 @@ class RiskAudit:
         bound, networks = self.split.bound, [self.plain, self.reference]
         plain, reference = (None if net is None else copy.deepcopy(net).double() for net in networks)
         assert plain is not None
-        x = bound.x.double() if bound.x.is_floating_point() else bound.x
-        fine = risks.evaluate(self.risk, plain, reference, replace(bound, x=x)).exact
+        fine = risks.evaluate(self.risk, plain, reference, replace(bound, x=drawn_networks.in_float64(bound.x))).exact
         moved = torch.zeros(1) if fine is None else (fine - sample.exact).abs()
         smooth = torch.where(moved <= risks.NEAR, moved, 0.0)
         return max(_EXACT, min(risks.NEAR, drawn_networks.MACHINES * float(smooth.amax())))
@@ -235,9 +234,9 @@ class RiskAudit:
         with evaluating(network), evaluating(exact):
             rough, fine = (
                 risks.logits_of(output).double()
-                for output in (answers(network, x), answers(exact, x.double() if x.is_floating_point() else x))
+                for output in (answers(network, x), answers(exact, drawn_networks.in_float64(x)))
             )
-        return fine, drawn_networks.MACHINES * float((rough - fine).abs().max())
+        return fine, drawn_networks.MACHINES * float(drawn_networks.distance(rough, fine).max())
 
     def group_failure(self) -> str | None:
         """The first group that is called after a class and is another one."""

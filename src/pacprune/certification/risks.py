@@ -36,6 +36,9 @@ _AT_ONCE = 2**25
 """About how many outputs of a network on tokens are in memory at once: a vocabulary has many for every token."""
 _STEADY = 64
 """So many examples are looked at one by one, to see whether a loss looks at its own example alone."""
+_ULPS, _SHARE = 1000, 1 / 8
+"""Rounding changes an output by less than so many units in the last place of the largest of its kind, and than this
+share of it: in bfloat16 the units alone would be eight times as large as the output."""
 
 
 class Answers(NamedTuple):
@@ -72,6 +75,17 @@ class Risk:
 def logits_of(output: Any) -> Any:
     """The outputs themselves, or the `logits` among what a network returns."""
     return getattr(output, "logits", output)
+
+
+def rounding_of(outputs: Tensor, others: Tensor) -> Tensor:
+    """By how much rounding may move each output of the same network; an infinite one is no measure.
+
+    Outputs of one kind, along the last dimension, are measured by themselves: a class that is ruled out by a huge
+    number says nothing of the others.
+    """
+    both = torch.stack([outputs, others]).abs()
+    largest = both.masked_fill(~both.isfinite(), 0).reshape(-1, outputs.shape[-1] if outputs.ndim > 1 else 1).amax(0)
+    return min(_ULPS * torch.finfo(both.dtype).eps, _SHARE) * largest
 
 
 def _has_several_labels(logits: Tensor, y: Tensor) -> bool:

@@ -11,7 +11,7 @@ from pacprune import philox
 from pacprune.certification import documents, drawn_networks
 from pacprune.certification.bounds_table import FAMILIES, RISK_BOUNDS
 from pacprune.certification.record import Group, Shares
-from pacprune.certification.risks import at_once, logits_of
+from pacprune.certification.risks import at_once, logits_of, rounding_of
 from pacprune.certification.verify import LEAVES
 from pacprune.data import trace
 from pacprune.data.splits import Split, check_split, refuse_overwritten
@@ -27,8 +27,6 @@ _STEADY = 64
 """So many examples are answered in several ways, to see whether an answer follows from its input alone."""
 _PIECES = 16
 """Into so many pieces batches are cut to answer them again."""
-_ROUNDING = 1000
-"""Rounding changes an output by less than so many units in the last place of the largest one."""
 
 
 def bound_examples(n: int) -> str:
@@ -318,10 +316,11 @@ def _other_answers(batch: Tensor, others: Tensor) -> int:
     """How many answers differ by more than rounding."""
     if batch.shape != others.shape:
         return len(batch)
-    rounding = _rounding_of(batch, others)
+    rounding = rounding_of(batch, others)
+    allowed = rounding[batch.argmax(-1)].maximum(rounding[others.argmax(-1)])
     margins = torch.stack([_margins(batch, others), _margins(others, batch)])
     # A tie in one of them alone is none of rounding: logits less their mean over the batch are all 0 one by one.
-    return int((margins > rounding).any(0).sum())
+    return int((margins > allowed).any(0).sum())
 
 
 def _margins(outputs: Tensor, others: Tensor) -> Tensor:
@@ -333,15 +332,9 @@ def _other_values(batch: Tensor, others: Tensor) -> int:
     """How many examples have an output that differs by more than rounding."""
     if batch.shape != others.shape:
         return len(batch)
-    rounding = _rounding_of(batch, others)
+    rounding = rounding_of(batch, others)
     differs = (batch != others) & ~((batch - others).abs() <= rounding)  # infinite numbers may be equal
     return int(differs.reshape(len(batch), -1).any(1).sum())
-
-
-def _rounding_of(batch: Tensor, others: Tensor) -> Tensor:
-    """By how much rounding may move these outputs; an infinite one is no measure."""
-    both = torch.stack([batch, others]).abs()
-    return _ROUNDING * torch.finfo(batch.dtype).eps * both.masked_fill(~both.isfinite(), 0).amax()
 
 
 def refuse_random(model: nn.Module) -> None:
