@@ -1,5 +1,6 @@
 """Learned masks of weights that are not trained: exact, bit-identical, small in memory, resumed, distilled."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,14 @@ def test_another_weight_of_distillation_is_another_run(tmp_path: Path) -> None:
     pp.pft(net(), (X, Y), CONFIG, distill=0.5, **options)
     with pytest.raises(ValueError, match="belongs to another run"):
         pp.pft(net(), (X, Y), CONFIG, distill=0.6, **options)
+
+
+@pytest.mark.parametrize("goal", [{"sparsity": 0.5}, {"pattern": "2:4"}])
+def test_scores_below_zero_can_begin(goal: dict[str, Any]) -> None:
+    """GraSP's scores have both signs, and a logarithm of them is no number."""
+    result = pp.pft(net(), (X, Y), pp.Config(epochs=1), recipe="frozen", criterion="grasp", **goal)
+    assert result.selected_sparsity == pytest.approx(0.5, abs=1e-3)
+    assert all(math.isfinite(row["loss"]) for row in result.history)
 
 
 # --- Memory.

@@ -322,6 +322,29 @@ def test_layers_outside_of_the_blocks_come_last(kind: str) -> None:
     assert list(result.mask) == [name for name in pp.prunable(model) if name != "places"]
 
 
+NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight_norm": torch.nn.utils.parametrizations.weight_norm,
+    "spectral_norm": torch.nn.utils.parametrizations.spectral_norm,
+    "the old spectral_norm": torch.nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_head_whose_weight_is_computed_can_be_left_out(norm: str) -> None:
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), NORMS[norm](nn.Linear(16, 50)))
+    with pytest.raises(ValueError, match="leave it out by exclude="):
+        layerwise(model, TOKENS, sparsity=0.5)
+    assert list(layerwise(model, TOKENS, sparsity=0.5, exclude="2*").mask) == ["1.weight"]
+
+
+def test_computed_weights_that_no_sparsity_is_asked_of_are_left_alone() -> None:
+    model = nn.Sequential(NORMS["weight_norm"](nn.Linear(8, 16)), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(40, 8)
+    assert list(layerwise(model, x, sparsity={"2.weight": 0.5}).mask) == ["2.weight"]
+    with pytest.raises(ValueError, match=r"0\.weight is parametrized by _WeightNorm"):
+        layerwise(model, x, sparsity=0.5)
+
+
 # --- Data.
 
 

@@ -20,7 +20,7 @@ from pacprune.distributed import refuse_sharded
 from pacprune.masking import calibration, masks, patterns, weights
 from pacprune.masking.calibration import Layer
 from pacprune.masking.solvers import SOLVERS, Solver, Target
-from pacprune.methods.pipeline import Pruned, refuse_regrowth
+from pacprune.methods.pipeline import Pruned, counts_all, refuse_regrowth
 from pacprune.types import Data, Diverged, Forward, Progress, check_module, check_name
 
 __all__ = ["SOLVERS", "layerwise"]
@@ -130,16 +130,17 @@ def _plan(
     prunable: weights.Prunable,
 ) -> tuple[Layers, dict[str, int]]:
     """The layers of the weights to prune, and how many each of these keeps; refuses before anything is changed."""
-    by_function = prunable is not weights.prunable and include is None and exclude is None
+    by_function = counts_all(include=include, exclude=exclude, prunable=prunable)
     everything = weights.total(model)
     chosen = dict(
-        prunable(model) if by_function else weights.select(include=include, exclude=exclude, among=prunable)(model)
+        prunable(model) if by_function else weights.choose(model, include=include, exclude=exclude, among=prunable)
     )
     if include is None and not by_function:
         vocabulary = _vocabulary(model)
         chosen = {name: weight for name, weight in chosen.items() if name not in vocabulary} or chosen
     if isinstance(sparsity, Mapping):
         chosen = {name: chosen[name] for name in masks.layer_sparsities(chosen, sparsity)}
+    weights.refuse_computed(model, chosen)
     layers = calibration.layers_for(model, chosen)
     sizes = {name: readers[0].weight.numel() for name, readers in layers.items()}
     if pattern is not None:
@@ -159,7 +160,8 @@ def _vocabulary(model: nn.Module) -> set[str]:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     most = max((module.num_embeddings for module in embeddings), default=0)
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == most]
-    return {names[id(module.weight)] for module in (*embeddings, *heads)}
+    owned = [dict(module.named_parameters(recurse=False)) for module in (*embeddings, *heads)]
+    return {names[id(own["weight"])] for own in owned if "weight" in own}  # a weight that is computed is nobody's own
 
 
 def _check_groups(layers: Layers, n: int, m: int) -> None:

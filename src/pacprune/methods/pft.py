@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pacprune import kernels
 from pacprune.data import trace
 from pacprune.data.batches import per_epoch
-from pacprune.distributed import is_sharded, local
+from pacprune.distributed import is_sharded, local, span
 from pacprune.masking import masks, patterns, weights
 from pacprune.masking.attachment import attach, final_mask, harden, sample_parameters, set_logits_, sites
 from pacprune.masking.criteria import Criterion, magnitude, random
@@ -57,8 +57,6 @@ Without a limit ResNet20 ends with an empty layer at 99 % sparsity, as Feather d
 data of an MLP, which needs none, 0.03, 0.1, 0.3 and no limit were level (results/new-ground-defaults-trials.csv).
 """
 
-FROZEN_LR, FROZEN_MOMENTUM = 0.05, 0.9
-"""gate_lr and momentum of the recipe "frozen" unless they are given: of its "adamw8"."""
 PRIOR = 4.0
 """What multiplies the logarithms of the scores that gates of the recipe "frozen" begin with."""
 FROZEN_LR = 0.1
@@ -200,8 +198,9 @@ def _frozen(task: _Task) -> Pipeline[Pruned]:
     pattern, plain = task.plan.pattern, task.plan.prunable(task.model)
     attach_frozen(task.model, plain, pattern, estimator=task.estimator, seed=task.stage.seed)
     weights.mark_seen(task.model, trace.noted(task.scores.values()))
+    least = min((span(score)[0] for score in task.scores.values() if score.dtype != torch.bool), default=0.0)
     for name in list(plain):  # scores are as large as weights, and go as they come
-        set_logits_(task.model, prior_logits({name: task.scores.pop(name)}, task.prior, pattern))
+        set_logits_(task.model, prior_logits({name: task.scores.pop(name)}, task.prior, pattern, least=least))
     del plain
     budget = task.plan.budget(control="none" if pattern else "shift", sharpen=FROZEN_SHARPEN)
     stage = task.stage("masks", config, budget)
@@ -250,10 +249,12 @@ def attach_frozen(
         p.requires_grad_(True)  # of a sharded model, gradients of gates are made from those of its draws
 
 
-def prior_logits(scores: Mapping[str, Tensor], strength: float, pattern: str | None) -> dict[str, Tensor]:
+def prior_logits(
+    scores: Mapping[str, Tensor], strength: float, pattern: str | None, *, least: float = 0.0
+) -> dict[str, Tensor]:
     """What gates begin with: strength * log(score), or of a mask strength where it keeps and 0 elsewhere.
 
-    A pattern's are centred in each group.
+    Where the least score of all is negative, all are raised by it. A pattern's logits are centred in each group.
     """
     logits = {}
     for name, whole in scores.items():
@@ -261,7 +262,7 @@ def prior_logits(scores: Mapping[str, Tensor], strength: float, pattern: str | N
         if score.dtype == torch.bool:
             logits[name] = strength * score.float()
         else:
-            logits[name] = strength * torch.log(score.detach().float() + 1e-8)
+            logits[name] = strength * torch.log(score.detach().float() - min(least, 0.0) + 1e-8)
         if pattern is not None:
             groups = patterns.grouped(logits[name], patterns.parse(pattern)[1], name=name)
             logits[name] = (groups - groups.mean(-1, keepdim=True)).reshape(score.shape)
