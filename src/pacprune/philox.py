@@ -89,6 +89,11 @@ def normal(
     return _lanes(pairs, n, offset)
 
 
+def below(n: Tensor | int, word: Tensor) -> Tensor:
+    """A number below n from every two words: 63 bits modulo n, so that none is likelier by more than n / 2**63."""
+    return ((word[..., 0::2] << 31) ^ (word[..., 1::2] >> 1)).remainder(n)
+
+
 def permutation(n: int, *, seed: int) -> Tensor:
     """A permutation of range(n): the order of n 64-bit keys (words 2i and 2i+1), equal keys by index."""
     word = words(2 * n, seed=seed, step=0, stream=PERMUTATION)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -132,11 +132,9 @@ def test_a_folder_that_is_incomplete_or_foreign_is_refused_in_one_sentence(tmp_p
     model, shards = llama(), tmp_path / "shards"
     model.save_pretrained(shards, max_shard_size="3KB")
     first = min(shards.glob("*.safetensors"))
-    content = load_file(first)
     save_file({"other": torch.ones(1)}, first, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lack \d+ tensors of LlamaForCausalLM, such as .*; write it again"):
         pretrained.load(shards)
-    name = min(content)
     with pytest.raises(ValueError, match=rf"{first.name} lacks .*, which model.safetensors.index.json has there"):
         export.load(shards)
     first.unlink()
@@ -149,7 +147,6 @@ def test_a_folder_that_is_incomplete_or_foreign_is_refused_in_one_sentence(tmp_p
         (shards / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
         with pytest.raises(ValueError, match="names no architecture that transformers has"):
             pretrained.load(shards)
-    assert name
 
 
 def test_an_index_that_leaves_its_folder_or_is_none_is_refused(tmp_path: Path) -> None:

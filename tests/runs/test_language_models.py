@@ -202,7 +202,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], None] | None, str]] 
     "no weights": ((), without("model.safetensors"), "cannot be loaded"),
     "a tensor less": ((), lambda model: lose_tensor(model), "lack 1 tensors of LlamaForCausalLM, such as model.norm"),
     "no end": ((), lambda model: strip_end(model), "no token for the end of a text"),
-    "short text": (("--length", "32", "--data", "short.txt"), None, "does not exist"),
+    "no text": (("--data", "short.txt"), None, "does not exist"),
     "long window": (("--length", "64"), None, "length is 64, but the model takes at most 32 tokens"),
     "unknown method": (("--method", "snap"), None, "method 'snap' is unknown; use one of magnitude"),
     "unknown pattern": (("--pattern", "3:5"), None, "pattern '3:5' is unknown"),

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from pacprune import bounds
 from pacprune.certification.risks import Risk, at_once, logits_of, rounding_of
 from pacprune.data.batches import device_of
 from pacprune.data.splits import IGNORED, Part, Split
@@ -169,17 +170,12 @@ def _refuse_continued(index: Tensor, x: Tensor, y: Tensor) -> None:
     shares = [t.clamp_min(0).bincount(minlength=largest).double() / pairs for t in (last, first)]
     chance = float((shares[0] * shares[1]).sum())
     # Chernoff: so many hits by chance have at most this probability.
-    if pairs * _divergence(hits / pairs, chance) > -math.log(_CHANCE):
+    if pairs * bounds.kl_bernoulli(hits / pairs, min(chance, 1.0)) > -math.log(_CHANCE):
         raise ValueError(
             f"{hits} of {pairs} rows go on with the token at which the row before them ends, as windows of one text "
             "do, and windows of one document are not independent; give one row for each document, or say by declare= "
             "why each row is a document"
         )
-
-
-def _divergence(q: float, p: float) -> float:
-    """kl(q || p) of two coins."""
-    return sum(a * math.log(a / max(b, 1e-300)) for a, b in ((q, p), (1 - q, 1 - p)) if a > 0)
 
 
 def _refuse_overlapping(x: Tensor, y: Tensor) -> None:

@@ -88,8 +88,7 @@ def errors(plain: nn.Module, weights: dict[str, Tensor], part: Part) -> Tensor:
 def minibatches(n: int, batch: int, *, seed: int, steps: Tensor, device: torch.device) -> Tensor:
     """The examples of each draw: `batch` indices below n, independent and with replacement, from (seed, step)."""
     word = philox.words(2 * batch, seed=seed, step=steps, stream=philox.BATCH, device=device)
-    # 63 random bits modulo n: no example is more likely than another by more than n / 2**63.
-    return ((word[:, 0::2] << 31) ^ (word[:, 1::2] >> 1)).remainder(n)
+    return philox.below(n, word)
 
 
 def monte_carlo(

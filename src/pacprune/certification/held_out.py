@@ -128,7 +128,7 @@ def certify_sequence(
         split: The split whose `bound` examples no candidate has seen.
         risk: A key of RISKS.
         limit: What the risk should not exceed.
-        reference: The network to compare with, for "drop" and "disagreement".
+        reference: The network to compare with, for a drop, a rise and a disagreement.
         delta: Probability with which the certificate may fail.
         name: Which network the candidates are, for verifiers.
         declare: What shaped the networks, where pacprune cannot trace it, in one sentence.

@@ -85,7 +85,7 @@ def one_token(x: Tensor, y: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     if bool((sizes == 0).any()):
         raise ValueError(f"document {int((sizes == 0).nonzero()[0])} has no token that counts; leave it out")
     word = philox.words(2 * len(x), seed=seed, step=0, stream=philox.BATCH)
-    chosen = ((word[0::2] << 31) ^ (word[1::2] >> 1)).remainder(sizes)  # the number of the token among those that count
+    chosen = philox.below(sizes, word)  # the number of the token among those that count
     place = ((counted.cumsum(1) - 1 == chosen[:, None]) & counted).int().argmax(1, keepdim=True)
     later = torch.arange(x.shape[1]) > place
     return x.masked_fill(later, -1), y.gather(1, place).squeeze(1)

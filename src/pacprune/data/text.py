@@ -96,7 +96,7 @@ def apart(documents: Iterable[Document]) -> list[Document]:
 
 
 def check_apart(used: Iterable[Document], held_out: Iterable[Document], *, what: str) -> None:
-    """Refuses documents that are held out and used as well: under the same name, or with the same text.
+    """Refuses documents that are held out and used as well: with the same text, whatever their names.
 
     Args:
         used: Documents that train, score or choose.

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pacprune import imports
+from pacprune.data.splits import IGNORED
 from pacprune.data.text import Document
 from pacprune.integrations import pretrained
+from pacprune.integrations.pretrained import in_one_line
 from pacprune.masking import weights
 
 END = "<|end|>"
 """The token between documents, of a tokenizer that is trained here."""
-IGNORED = -100
-"""The label of padding, which the loss leaves out."""
 CAUSAL = "pacprune_causal"
 """The name of `causal_attention` among those of transformers."""
 AT_ONCE = 2**14
@@ -61,7 +61,7 @@ def load_tokenizer(folder: Path, *, alone: bool = False) -> Any:
     try:
         tokenizer = package().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a foreign file can raise anything
-        raise ValueError(f"the tokenizer in {folder} cannot be loaded ({_first_line(error)}); save it again") from None
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded ({in_one_line(error)}); save it again") from None
     end_of(tokenizer)
     return tokenizer
 
@@ -90,7 +90,7 @@ def load_model(
         model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # a foreign file can raise anything
         raise ValueError(
-            f"the model in {folder} cannot be loaded ({_first_line(error)}); give a folder that save_pretrained of a "
+            f"the model in {folder} cannot be loaded ({in_one_line(error)}); give a folder that save_pretrained of a "
             "causal language model wrote"
         ) from None
     pretrained.check_complete(folder, model, report)
@@ -104,10 +104,6 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"{folder} holds no config.json, so no model; give a folder that save_pretrained wrote")
 
 
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
 def size_of(folder: Path) -> int:
     """How many weights the model of a folder has; none of them is read."""
     _check_folder(folder)
@@ -118,7 +114,7 @@ def size_of(folder: Path) -> int:
             model = transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:  # a foreign file can raise anything
         raise ValueError(
-            f"{folder} describes no causal language model that transformers knows ({_first_line(error)}); give a "
+            f"{folder} describes no causal language model that transformers knows ({in_one_line(error)}); give a "
             "folder that save_pretrained wrote"
         ) from None
     return sum(parameter.numel() for parameter in model.parameters())
@@ -199,11 +195,6 @@ def block_weights(model: Any) -> list[str]:
 
 def _conv1d() -> Any:
     return imports.function("transformers.pytorch_utils:Conv1D")
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern fits a weight's name, or that of a module it lies in."""
-    return weights.matches(pattern, [name])
 
 
 @contextmanager
@@ -368,14 +359,14 @@ def losses(model: nn.Module, documents: HeldOut, *, amp: bool = False) -> Losses
     total = torch.zeros(len(documents.bytes), dtype=torch.float64)
     tokens = torch.zeros(len(documents.bytes), dtype=torch.int64)
     size = max(1, AT_ONCE // documents.x.shape[1])
-    training, _ = model.training, model.eval()
-    for start in range(0, len(documents.x), size):
-        x, y, owner = (part[start : start + size] for part in documents[:3])
-        y = y.to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            logits = model(x.to(device)).logits
-        each = F.cross_entropy(logits.transpose(1, 2).float(), y, reduction="none", ignore_index=IGNORED)
-        total.index_add_(0, owner, each.double().sum(1).cpu())
-        tokens.index_add_(0, owner, (y != IGNORED).sum(1).cpu())
-    model.train(training)
+    with weights.modes_kept(model):
+        model.eval()
+        for start in range(0, len(documents.x), size):
+            x, y, owner = (part[start : start + size] for part in documents[:3])
+            y = y.to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                logits = model(x.to(device)).logits
+            each = F.cross_entropy(logits.transpose(1, 2).float(), y, reduction="none", ignore_index=IGNORED)
+            total.index_add_(0, owner, each.double().sum(1).cpu())
+            tokens.index_add_(0, owner, (y != IGNORED).sum(1).cpu())
     return Losses(total, tokens, documents.bytes)

@@ -44,13 +44,18 @@ def load(folder: Path) -> Any:
                 folder, config=config, dtype="auto", output_loading_info=True, **options
             )
     except Exception as error:  # a foreign folder may make transformers raise anything
-        reason = " ".join(str(error).split())[:200]
+        reason = in_one_line(error)
         raise ValueError(
             f"{folder} cannot be read by transformers {transformers.__version__} ({type(error).__name__}: {reason}); "
             "write it again by save_pretrained"
         ) from error
     check_complete(folder, model, report)
     return model.eval()
+
+
+def in_one_line(error: Exception) -> str:
+    """The beginning of what an error says, or else its name."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def check_complete(folder: Path, model: Any, report: dict[str, Any]) -> None:

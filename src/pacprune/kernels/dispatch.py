@@ -78,7 +78,7 @@ def status(device: torch.device | str) -> str:
 # --- By the tensors
 
 
-def fast_backend(inputs: SampleInputs, law: Law | None = None) -> ModuleType | None:
+def fast_backend(inputs: SampleInputs, law: Law) -> ModuleType | None:
     """The backend that reads these tensors' memory; None where plain torch must see them (other types, vmap)."""
     if torch._C._len_torch_dispatch_stack():  # something wants to see every operation, or makes tensors without memory
         return None
@@ -87,7 +87,7 @@ def fast_backend(inputs: SampleInputs, law: Law | None = None) -> ModuleType | N
     device = mean.device
     for tensor, dtypes in (
         (mean, _WEIGHTS),
-        (gate, _FLOAT if law is None or law.pattern is None else _WEIGHTS),
+        (gate, _FLOAT if law.pattern is None else _WEIGHTS),
         (std, _FLOAT),
         (seed, _COUNTER),
         (step, _COUNTER),
@@ -143,7 +143,7 @@ def _common_backend(all_inputs: Sequence[SampleInputs], law: Law) -> ModuleType:
 @torch.no_grad()
 def draw_fast(all_inputs: Sequence[SampleInputs], law: Law) -> list[Tensor | None]:
     """`draw` of those tensors, all on one device, that a fast backend reads; None for the others."""
-    backends = [fast_backend(inputs) for inputs in all_inputs]
+    backends = [fast_backend(inputs, law) for inputs in all_inputs]
     module = next((module for module in backends if module is not None), None)
     if module is None:
         return [None] * len(all_inputs)

@@ -220,9 +220,8 @@ def _counts_of_layers(scores: Scores, layers: Mapping[str, float], scope: str, m
         raise ValueError(
             f"sparsity names layers of its own, so that scope={scope!r} has nothing to decide; leave it out"
         )
-    by_name = layer_sparsities(scores, layers)
     sizes = {name: score.numel() for name, score in scores.items()}
-    return [max(min(min_per_layer, n), round((1 - by_name.get(name, 0.0)) * n)) for name, n in sizes.items()]
+    return [max(min(min_per_layer, sizes[name]), k) for name, k in layer_counts(sizes, layers).items()]
 
 
 def all_kept(weights: Scores) -> Mask:
@@ -303,9 +302,7 @@ def largest_of_rows(score: Tensor, k: int, *, ties: Tensor | None = None) -> Ten
     What is left over when k is divided by the number of rows goes, one each, to the rows whose next number is largest.
     """
     height, width = score.shape
-    order = torch.arange(width, device=score.device).expand_as(score)
-    for key in (score,) if ties is None else (ties, score):
-        order = order.gather(1, torch.argsort(key.gather(1, order), dim=1, descending=True, stable=True))
+    order = patterns.ranked(score, ties)
     base, rest = divmod(k, height)
     counts = torch.full((height, 1), base, device=score.device)
     if rest:

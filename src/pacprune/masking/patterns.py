@@ -83,15 +83,20 @@ def top(scores: Mapping[str, Tensor], pattern: str, ties: Mapping[str, Tensor] |
     mask = {}
     for name, score in scores.items():
         groups = grouped(local(score.detach()), m, name=name)
-        order = torch.arange(m, device=score.device).expand_as(groups)
-        tie_groups = [] if ties is None else [grouped(local(ties[name].detach()), m, name=name)]
-        for key in (*tie_groups, groups):
-            # From the last key to the first, since a stable sort leaves equals as the sort before put them.
-            order = order.gather(-1, torch.argsort(key.gather(-1, order), dim=-1, descending=True, stable=True))
+        order = ranked(groups, None if ties is None else grouped(local(ties[name].detach()), m, name=name))
         keep = torch.zeros(groups.shape, dtype=torch.bool, device=score.device)
         mask[name] = like(keep.scatter_(-1, order[..., :n], True).reshape(local(score).shape), score)
     trace.note(mask, trace.noted([*scores.values(), *({} if ties is None else ties).values()]))
     return mask
+
+
+def ranked(score: Tensor, ties: Tensor | None = None) -> Tensor:
+    """The places along the last dimension, the best first; equals by `ties`, then by position."""
+    order = torch.arange(score.shape[-1], device=score.device).expand_as(score)
+    for key in (score,) if ties is None else (ties, score):
+        # From the last key to the first, since a stable sort leaves equals as the sort before put them.
+        order = order.gather(-1, torch.argsort(key.gather(-1, order), dim=-1, descending=True, stable=True))
+    return order
 
 
 def protected_scores(scores: Mapping[str, Tensor], pattern: str) -> dict[str, Tensor]:

@@ -109,7 +109,7 @@ class Pool:
 
     def _draw_changed(self, sampler: "Sampler", inputs: SampleInputs, law: Law) -> Tensor | None:
         """Draws this weight, and every other one that a new draw would change, in one launch."""
-        if kernels.fast_backend(inputs) is None:
+        if kernels.fast_backend(inputs, law) is None:
             return None
         changed = {sampler: inputs, **self._changed_beside(sampler, inputs.mean.device, law)}
         for member in changed:

@@ -62,7 +62,7 @@ class Solver:
 
 def magnitude(weight: Tensor, sums: Tensor, target: Target) -> tuple[Tensor, Tensor]:
     """Keeps the largest weights of the tensor, and changes none."""
-    keep = _best(weight.abs(), target) if target.pattern else masks.largest(weight.abs(), target.kept)
+    keep = _support(weight, target)
     return weight * keep, keep
 
 

@@ -499,7 +499,7 @@ def paint(canvas: Any, table: Table) -> None:
             x = sorted(tried for (tried,) in values)
             y = [values[tried,] for tried in x]
             style, where = ARMS[arm], painting.moved_aside(axes, number, len(present))
-            look = {"color": style.colour, "marker": style.marker, "ls": (0, (5, 2)) if number % 2 else "-"}
+            look = {"color": style.colour, "marker": style.marker, "ls": painting.dash_of(number)}
             axes.plot(x, y, ms=5, lw=1.8, label=style.label, transform=where, **look)
             axes.update_datalim(list(zip(x, y, strict=True)))
         axes.margins(x=0.08)

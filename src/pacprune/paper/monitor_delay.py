@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pacprune import bounds
 from pacprune.bounds import sequential
 from pacprune.paper.frame import Figure, Job, Setting
-from pacprune.paper.painting import RED, SKY, Style, in_percent, moved_aside
+from pacprune.paper.painting import RED, SKY, Style, dash_of, in_percent, moved_aside
 from pacprune.paper.statistics import groups
 from pacprune.runs.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, title
 from pacprune.types import Table
@@ -230,7 +230,7 @@ def paint(canvas: Any, table: Table) -> None:
         for number, (name, style) in enumerate(METHODS.items()):
             points = [(r["risk_after"], r["delay_median"]) for r in part if r["method"] == name and r["delay_median"]]
             x, y = [shift for shift, _ in points], [delay for _, delay in points]
-            look = {"color": style.colour, "marker": style.marker, "ls": (0, (5, 2)) if number % 2 else "-"}
+            look = {"color": style.colour, "marker": style.marker, "ls": dash_of(number)}
             where = moved_aside(axes, number, len(METHODS))
             axes.plot(x, y, label=style.label if axes is panels[0] else None, transform=where, **look)
             axes.update_datalim(points)

@@ -91,7 +91,7 @@ def lines(
         spans = [interval([row[y] for row in places[place,]]) for place in along]
         where = moved_aside(axes, number, len(present)) if side_by_side else axes.transData
         look = {"color": style.colour, "transform": where}
-        dash = (0, (5, 2)) if side_by_side and number % 2 else "-"
+        dash = dash_of(number) if side_by_side else "-"
         line = {"marker": style.marker, "ms": 5, "lw": 1.8, "ls": dash, "label": style.label}
         axes.plot(along, [span.mean for span in spans], **line, **look)
         axes.update_datalim([(place, span.mean) for place, span in zip(along, spans, strict=True)])
@@ -113,6 +113,11 @@ def moved_aside(axes: Any, number: int, count: int) -> Any:
 
     gap = min(GAP, SPREAD / count)
     return offset_copy(axes.transData, fig=axes.figure, x=gap * (number - (count - 1) / 2), units="points")
+
+
+def dash_of(number: int) -> Any:
+    """How one of several lines side by side is drawn: every second one is dashed."""
+    return (0, (5, 2)) if number % 2 else "-"
 
 
 def seed_marks(axes: Any, at: float, values: Sequence[float], style: Style, *, label: str | None = None) -> None:

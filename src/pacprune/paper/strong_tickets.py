@@ -228,7 +228,7 @@ def _paint_drawn(axes: Any, rows: Table, looks: dict[str, Style]) -> None:
     for number, (line, style) in enumerate(looks.items()):
         part = [row | {"place": painting.sparsity_place(row["sparsity"])} for row in rows if row["line"] == line]
         look = {"color": style.colour, "transform": painting.moved_aside(axes, number, len(looks))}
-        dash = (0, (5, 2)) if number % 2 else "-"
+        dash = painting.dash_of(number)
         average = sorted((place, mean) for (place,), mean in means(part, "gibbs_error", "place").items())
         axes.plot(*zip(*average, strict=True), lw=1.8, ls=dash, marker=style.marker, ms=5, label=style.label, **look)
         for row in part:

@@ -359,8 +359,10 @@ def _trained(folder: Path, device: str, *, model: str | None, data: str | None) 
 def with_packed(checked: Report, place: Path) -> Report:
     """The report, once the packed network that compress has put beside a certificate is the certified one."""
     path = place.parent / export.FORMATS["safetensors"].file
-    certified = load(place).tensors.get("model.safetensors") if checked.valid else None
-    if certified is None or place.name != store.CERTIFICATE or not path.is_file():
+    if not checked.valid or place.name != store.CERTIFICATE or not path.is_file():
+        return checked
+    certified = load(place).tensors.get("model.safetensors")
+    if certified is None:
         return checked
     try:
         packed = export.load(path)

@@ -88,8 +88,8 @@ class Method:
         sentence: What it does.
         bytes: Memory per weight beyond the weight itself, at the least.
         lr: The learning rate unless one is given; None where nothing is trained.
-        scope: The key of SCOPES unless one is given; a method that trains nothing has no other.
         frozen: Whether that is the gates' alone, and the weights stay as they are.
+        scope: The key of SCOPES unless one is given; a method that trains nothing has no other.
     """
 
     prune: Callable[[Any, Work], Pruned]
@@ -406,7 +406,7 @@ def _goal(options: Options, model: Any) -> Goal:
     """The weights to prune; refuses a pattern that does not divide their rows."""
     shapes = {name: model.get_parameter(name).shape for name in lm.block_weights(model)}
     for entry in options.exclude:
-        left = [name for name in shapes if lm.matches(entry, name)]
+        left = [name for name in shapes if weights.matches(entry, [name])]
         if not left:
             raise ValueError(
                 f"exclude={entry!r} names none of the weights that could be pruned, such as {weights.some(shapes, 3)}"
@@ -456,14 +456,14 @@ def sample_windows(
     return (x[chosen], y[chosen]), drawn
 
 
-def measured_part(tokenizer: Any, documents: Sequence[Document], *, length: int, tokens: int = MEASURED) -> HeldOut:
-    """Whole documents to measure on, in the order of the hashes of their names, until there are so many tokens."""
+def measured_part(tokenizer: Any, documents: Sequence[Document], *, length: int) -> HeldOut:
+    """Whole documents to measure on, in the order of the hashes of their names, until there are MEASURED tokens."""
     order = sorted(documents, key=lambda document: name_share(document.name))
     chosen, numbers = [], []
     for document in order:
         chosen.append(document)
         numbers += lm.tokens_of(tokenizer, [document])
-        if sum(map(len, numbers)) >= tokens:
+        if sum(map(len, numbers)) >= MEASURED:
             break
     return lm.held_out(numbers, lm.sizes_of(chosen), end=lm.end_of(tokenizer), length=length)
 

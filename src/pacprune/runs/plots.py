@@ -35,6 +35,16 @@ def colour(method: str) -> str:
     return DENSE if method == "dense" else METHODS[method].colour
 
 
+def percent(value: float) -> str:
+    """A fraction in percent, to a hundredth."""
+    return f"{100.0 * value:.2f} %"
+
+
+def percent_up(value: float) -> str:
+    """A bound in percent, rounded up as everywhere."""
+    return percent(float(rounded_up(value)))
+
+
 def called(method: str) -> str:
     """How people call the method of a row."""
     return method if method == "dense" else METHODS[method].label
@@ -155,7 +165,7 @@ def _methods_table(folder: Path, result: dict[str, Any]) -> Table:
 def _methods(canvas: Any, rows: Table) -> None:
     canvas.set_size_inches(7, 0.6 + 0.55 * len(rows))
     axes = canvas.subplots()
-    names = [f"{called(row['method'])} ({row['sparsity']:.0%} pruned)" for row in rows]
+    names = [f"{called(row['method'])} ({100 * row['sparsity']:.0f} % pruned)" for row in rows]
     values = [100 * row["test_error"] for row in rows]
     axes.barh(names, values, height=0.6, color=[colour(row["method"]) for row in rows])
     for place, value in enumerate(values):
@@ -349,7 +359,7 @@ def _certificate(canvas: Any, rows: Table) -> None:
             start += 100 * row.get(key, 0.0)
         if not start:
             axes.barh(place, 100 * row["total"], 0.6, color="#D0D0D0")
-        axes.text(100 * row["total"], place, f" {100 * float(rounded_up(row['total'])):.2f} %", va="center")
+        axes.text(100 * row["total"], place, f" {percent_up(row['total'])}", va="center")
     axes.set_yticks(range(len(rows)), [row["certificate"] for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.15)

@@ -18,6 +18,7 @@ from pacprune.files import write_atomically
 from pacprune.methods.table import METHODS
 from pacprune.runs import options as opt
 from pacprune.runs import plots, store
+from pacprune.runs.plots import percent, percent_up
 
 OF_DRAWN = {
     "Sparsity": " (of a network drawn by pbp: the expected one)",
@@ -104,16 +105,6 @@ def _title(command: str, result: dict[str, Any]) -> str:
 
 def _has_steps(command: str) -> bool:
     return command in METHODS and bool(METHODS[command].steps)
-
-
-def percent(value: float) -> str:
-    """A fraction in percent, to a hundredth."""
-    return f"{100.0 * value:.2f} %"
-
-
-def percent_up(value: float) -> str:
-    """A bound in percent, rounded up as everywhere."""
-    return percent(float(rounded_up(value)))
 
 
 def _meaning(method: str) -> str:
