@@ -296,9 +296,13 @@ DISGUISES = {
     "one that is out by the type's least number": lambda out, x: nn.functional.pad(out, (0, 1), value=-3.4e38),
     "one that is infinite": lambda out, x: nn.functional.pad(out, (0, 1), value=-torch.inf),
     "a huge one that varies": lambda out, x: torch.cat([out, -1e9 - 1e6 * x[..., None]], dim=-1),
+    "what all classes have in common": lambda out, x: 20 + 2 * out.bfloat16(),
     "bfloat16": lambda out, x: out.bfloat16(),
     "float16": lambda out, x: out.half(),
 }
+
+
+SHORT = ("bfloat16", "float16")
 
 
 class Disguised(Sighted):
@@ -314,7 +318,9 @@ class Disguised(Sighted):
 
 @pytest.mark.parametrize("disguise", DISGUISES)
 def test_huge_and_short_numbers_hide_no_sight_of_labels(disguise: str) -> None:
-    assert "documents change with the tokens after them" in refusal(rows(), model=Disguised(disguise), declare=WORDS)
+    message = refusal(rows(), model=Disguised(disguise), declare=WORDS)
+    assert "documents change with the tokens after them" in message
+    assert ("give the network in float32" in message) == (disguise in ("what all classes have in common", *SHORT))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import pacprune as pp
 from pacprune.bounds import sequential
 from pacprune.bounds.numeric import rounded_up
-from pacprune.certification import drawn_networks, monitor, risks
+from pacprune.certification import drawn_networks, monitor, risks, rules
 from pacprune.certification.held_out import certify_sequence, tallies_of
 from pacprune.cli import app
 from pacprune.data import trace
@@ -153,6 +153,39 @@ def test_infinite_and_huge_outputs_hide_no_others(huge: float) -> None:
     pp.fit(model, (split.prior.x, split.prior.y % 9), SHORT)
     with pytest.raises(ValueError, match="depend on what else is in the batch"):
         pp.certify_held_out(model, split, declare="the labels were taken modulo 9")
+
+
+class Differences(nn.Module):
+    """Two numbers and the small difference of them, whose rounding is theirs."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 1), nn.Linear(64, 1)
+        with torch.no_grad():
+            for one, other in zip(self.first.parameters(), self.second.parameters(), strict=True):
+                other.copy_(one + scale * torch.randn_like(one))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first(x), self.second(x)
+        return torch.cat([first, second, second - first], dim=1)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_small_difference_of_large_numbers_is_no_statistic_of_the_batch(scale: float, dtype: torch.dtype) -> None:
+    x = 100 * torch.rand(200, 64, dtype=dtype)
+    rules.refuse_unsteady(Differences(scale).to(dtype), x, values=True)
+
+
+def test_rounding_is_measured_by_what_a_kind_varies_by_and_by_its_size() -> None:
+    ruled_out = torch.full((4, 1), -1e9)
+    outputs = torch.cat([torch.tensor([[1.0], [3.0], [-1.0], [0.0]]), ruled_out, torch.full((4, 1), -torch.inf)], dim=1)
+    rounding = risks.rounding_of(outputs, outputs)
+    assert rounding[0] < 1e-3  # not 1e-7 of 1e9
+    assert rounding[1] > 10
+    assert rounding.isfinite().all()
+    half = risks.rounding_of(outputs[:, :1].bfloat16() + 20, outputs[:, :1].bfloat16() + 20)
+    assert 0.5 < float(half) < 1.0  # 4 of 20's last places, and an eighth of what it varies by
 
 
 def test_a_loss_of_large_batches_alone_is_refused() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pacprune import bounds
-from pacprune.certification.risks import Risk, at_once, logits_of, rounding_of
+from pacprune.certification.risks import Risk, at_once, half_advice, logits_of, rounding_of
 from pacprune.data.batches import device_of
 from pacprune.data.splits import IGNORED, Part, Split
 from pacprune.training.evaluate import answers, evaluating
@@ -227,5 +227,5 @@ def refuse_foresight(network: nn.Module, part: Part) -> None:
                 raise ValueError(
                     f"the answers to the first {cut} tokens of {int(moved.sum())} of {len(x)} documents change with "
                     "the tokens after them, which are the labels; give a network that looks at earlier tokens alone, "
-                    "such as one with a causal mask"
+                    f"such as one with a causal mask{half_advice(before)}"
                 )

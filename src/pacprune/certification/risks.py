@@ -36,9 +36,10 @@ _AT_ONCE = 2**25
 """About how many outputs of a network on tokens are in memory at once: a vocabulary has many for every token."""
 _STEADY = 64
 """So many examples are looked at one by one, to see whether a loss looks at its own example alone."""
-_ULPS, _SHARE = 1000, 1 / 8
-"""Rounding changes an output by less than so many units in the last place of the largest of its kind, and than this
-share of it: in bfloat16 the units alone would be eight times as large as the output."""
+_OF_SPREAD, _MOST_OF_SPREAD = 1000, 1 / 8
+_OF_SIZE, _MOST_OF_SIZE = 100, 1 / 32
+"""Rounding moves outputs of one kind by less than so many units in the last place of what they vary by, and of their
+size; in half precision, where units are large, by no more than these shares."""
 
 
 class Answers(NamedTuple):
@@ -78,14 +79,31 @@ def logits_of(output: Any) -> Any:
 
 
 def rounding_of(outputs: Tensor, others: Tensor) -> Tensor:
-    """By how much rounding may move each output of the same network; an infinite one is no measure.
+    """By how much rounding may move each output of one network for the same inputs; an infinite one is no measure.
 
     Outputs of one kind, along the last dimension, are measured by themselves: a class that is ruled out by a huge
-    number says nothing of the others.
+    number says nothing of the others, and neither does what all inputs have in common. A kind may also be a small
+    difference of large numbers, so that none has less than what its size would be if it were that of most of them.
     """
-    both = torch.stack([outputs, others]).abs()
-    largest = both.masked_fill(~both.isfinite(), 0).reshape(-1, outputs.shape[-1] if outputs.ndim > 1 else 1).amax(0)
-    return min(_ULPS * torch.finfo(both.dtype).eps, _SHARE) * largest
+    both = torch.stack([outputs, others])
+    kinds = both.reshape(-1, both.shape[-1] if outputs.ndim > 1 else 1)
+    finite = kinds.isfinite()
+    least = torch.where(finite, kinds, math.inf).amin(0).double().nan_to_num(0.0, posinf=0.0)
+    most = torch.where(finite, kinds, -math.inf).amax(0).double().nan_to_num(0.0, neginf=0.0)
+    spread, size = (most - least) / 2, least.abs().maximum(most.abs())
+    varied = size[spread > 0].sort().values
+    usual = float(varied[len(varied) // 2]) if len(varied) else 0.0
+    unit = torch.finfo(both.dtype).eps
+    of_spread, of_size = min(_OF_SPREAD * unit, _MOST_OF_SPREAD), min(_OF_SIZE * unit, _MOST_OF_SIZE)
+    return (of_spread * spread + of_size * size.clamp_min(usual)).to(both.dtype)
+
+
+def half_advice(outputs: Tensor) -> str:
+    """What else a network can do whose outputs are said to change, where they have few digits."""
+    if torch.finfo(outputs.dtype).eps < 1e-4:
+        return ""
+    name = str(outputs.dtype).removeprefix("torch.")
+    return f"; where only rounding in {name} does it, as in a mixture of experts, give the network in float32"
 
 
 def _has_several_labels(logits: Tensor, y: Tensor) -> bool:

@@ -11,7 +11,7 @@ from pacprune import philox
 from pacprune.certification import documents, drawn_networks
 from pacprune.certification.bounds_table import FAMILIES, RISK_BOUNDS
 from pacprune.certification.record import Group, Shares
-from pacprune.certification.risks import at_once, logits_of, rounding_of
+from pacprune.certification.risks import at_once, half_advice, logits_of, rounding_of
 from pacprune.certification.verify import LEAVES
 from pacprune.data import trace
 from pacprune.data.splits import Split, check_split, refuse_overwritten
@@ -308,7 +308,7 @@ def _refuse_others(outputs: Tensor, others: Tensor, why: str, *, values: bool) -
         total = len(outputs) if values else outputs[..., 0].numel()
         raise ValueError(
             f"{count} of {total} answers of the network {why}, in eval mode too; let every answer follow from its own "
-            "input alone"
+            f"input alone{half_advice(outputs)}"
         )
 
 
@@ -317,7 +317,7 @@ def _other_answers(batch: Tensor, others: Tensor) -> int:
     if batch.shape != others.shape:
         return len(batch)
     rounding = rounding_of(batch, others)
-    allowed = rounding[batch.argmax(-1)].maximum(rounding[others.argmax(-1)])
+    allowed = rounding[batch.argmax(-1)] + rounding[others.argmax(-1)]
     margins = torch.stack([_margins(batch, others), _margins(others, batch)])
     # A tie in one of them alone is none of rounding: logits less their mean over the batch are all 0 one by one.
     return int((margins > allowed).any(0).sum())
